@@ -21,7 +21,7 @@ from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
 from consumer.assembly.training import training_loop
 from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunComponents, RunStart
-from consumer.waiting import Patience
+from consumer.waiting import WaitPolicy
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
 
@@ -90,8 +90,8 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     policies = Policies(case.staleness + 1, plan.evaluate_every, evaluate)
     feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS)
     report = setup.report(Counter(), 0, CollectorRegistry())
-    patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
-    loop = training_loop(setup, Connections(feed, policies, report, patience), RunStart(case.name))
+    waits = WaitPolicy(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
+    loop = training_loop(setup, Connections(feed, policies, report, waits), RunStart(case.name))
     loop.control.publish(0)
     try:
         loop.train()

@@ -21,7 +21,7 @@ from benchmarks.terms import DTYPES, MAX_MESSAGE_BYTES
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
 from consumer.publishing.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
-from consumer.waiting import Patience
+from consumer.waiting import WaitPolicy
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory, shared_memory
 from protocol.transport.zeromq_server import ZmqServer
 
@@ -38,8 +38,8 @@ class Trainer(Acceptor):
         on_gpu = model.device.type == "cuda"
         autocast = partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext
         self._probe = Probe(PROBE_IDS, 1, model, autocast)
-        patience = Patience(check=lambda: None, say=print, stall_timeout_s=600.0)
-        self._publisher = Publisher(self._announce, patience, lambda: "", self._errors)
+        waits = WaitPolicy(check=lambda: None, say=print, stall_timeout_s=600.0)
+        self._publisher = Publisher(self._announce, waits, lambda: "", self._errors)
         self._times: dict[str, float] = {}
 
     def _publish(self) -> None:

@@ -1,8 +1,8 @@
 """The trainer's life: start, run, stop. `consumer.assembly` has the parts and how they are wired.
 
-Start: configuration of the libraries, dataset, journal, checkpoint, endpoint, model; then version v is published and the
-doors open. Stop, in this order: the step in progress ends, a checkpoint is committed, the final adapter is written,
-producers are told, sockets and journal close.
+Start: configuration of the libraries, dataset, journal, checkpoint, endpoint, model; then policy v is published and
+producers may connect. Stop, in this order: the step in progress ends, a checkpoint is committed, the final adapter is
+written, producers are told, sockets and journal close.
 """
 
 import errno

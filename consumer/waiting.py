@@ -1,14 +1,14 @@
 """How the main thread waits: never silently, never for ever.
 
-Guarantee: every wait says every ten seconds for whom or what, and ends with `StalledError` after `stall_timeout_s` or with
-what `check` raises.
+Guarantee: every wait says every ten seconds for whom or what, and ends with what `check` raises, or with `StalledError` after
+`stall_timeout_s` without progress.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from protocol.errors import StalledError
 from protocol.files.space import out_of_space
@@ -37,9 +37,16 @@ class ThreadErrors:
             raise self.first
 
 
+class Limit(NamedTuple):
+    """The longest wait without progress, and the key of the configuration that sets it."""
+
+    seconds: float
+    key: str
+
+
 @dataclass(eq=False)
-class Patience:
-    """See the module's guarantee.
+class WaitPolicy:
+    """Checks for a stop, reports every ten seconds, and times out.
 
     Args:
         check: raises when waiting makes no sense any more: `StopRequested`, or an error of another thread.
@@ -57,7 +64,7 @@ class Patience:
         describe: Callable[[], str],
         *,
         pause_s: float = 0.0,
-        timeout_s: float | None = None,
+        limit: Limit | None = None,
         progress: Callable[[], object] = lambda: None,
     ) -> _Result:
         """Calls `attempt` until it returns something, and returns that.
@@ -66,10 +73,11 @@ class Patience:
             what: is waited for.
             describe: says who waits for whom.
             pause_s: sleep between attempts, for those that do not wait themselves.
-            timeout_s: in place of `stall_timeout_s`.
+            limit: takes the place of `stall_timeout_s`.
             progress: the time begins anew when what it returns changes.
         """
-        limit_s, before = timeout_s or self.stall_timeout_s, progress()
+        limit_s, key = limit or Limit(self.stall_timeout_s, "pipeline.stall_timeout_s")
+        before = progress()
         started = changed = said = time.monotonic()
         while (result := attempt()) is None:
             self.check()
@@ -77,7 +85,7 @@ class Patience:
             if before != (before := progress()):
                 changed = now
             if now - changed > limit_s:
-                raise StalledError(f"no {what} for pipeline.stall_timeout_s={limit_s:.0f} s: {describe()}")
+                raise StalledError(f"waited {limit_s:.0f} s for {what} without progress ({key}): {describe()}")
             if now - said > _SAY_EVERY_S:
                 said = now
                 self.say(f"waiting for {what} ({now - started:.0f} s): {describe()}")
@@ -85,7 +93,7 @@ class Patience:
         return result
 
 
-def write_when_there_is_room(write: Callable[[], None], patience: Patience, folder: Path, what: str) -> None:
+def write_when_there_is_room(write: Callable[[], None], waits: WaitPolicy, folder: Path, what: str) -> None:
     """Calls `write`, again and again while the disk of `folder` is too full for it.
 
     Args:
@@ -101,4 +109,4 @@ def write_when_there_is_room(write: Callable[[], None], patience: Patience, fold
             return None
         return True
 
-    patience.wait_until(attempt, f"room for {what}", lambda: "the disk of run_dir is full", pause_s=_PAUSE_S)
+    waits.wait_until(attempt, f"room for {what}", lambda: "the disk of run_dir is full", pause_s=_PAUSE_S)

@@ -103,6 +103,12 @@ class RolloutBuffer(Lifecycle):
         return found
 
     @locked
+    def progress(self) -> int:
+        """The number of groups that brought a batch nearer. One without signal counts where `guards.max_groups_without_signal`
+        bounds how many may come."""
+        return self.totals["accepted"] + self.signals.is_bounded * self.totals["no_signal"]
+
+    @locked
     def check_stalled(self) -> None:
         """No batch came for too long; raises as `SignalWatch.check_stalled`."""
         self.signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)

@@ -30,7 +30,7 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.turns.metrics import watch_turns
 from consumer.turns.moves import DeviceMoves
 from consumer.turns.turns import GpuTurns
-from consumer.waiting import Patience, ThreadErrors
+from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, RankLostError
 from protocol.files.shared_memory import shared_memory
@@ -122,12 +122,12 @@ def live_run(
     turns = _turns(components, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
     terms = _terms(components, facts, session, turns, resumed=resumed)
     intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: watch.health.beat("intake"))
-    patience = Patience(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
+    waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
     staleness = staleness_controller(config, start.state)
-    pipeline = LivePipeline(storage, intake, patience, errors, config.replay, staleness, evaluation)
+    pipeline = LivePipeline(storage, intake, waits, errors, config.replay, staleness, evaluation)
     opened.enter_context(closing(pipeline))
-    feed = BatchFeed(buffer, intake, patience, settings.partial_after_s, turns)
-    connections = Connections(feed, pipeline, report, patience, evaluation, feed if turns else None)
+    feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
+    connections = Connections(feed, pipeline, report, waits, evaluation, feed if turns else None)
     return LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors, turns)
 
 

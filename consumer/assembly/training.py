@@ -21,7 +21,7 @@ from consumer.training.quantization import unquantized_probe
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import REFUSALS
-from consumer.waiting import Patience, ThreadErrors
+from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.errors import ConfigError
 from protocol.service import logs
 from protocol.service.exposition import Watch
@@ -45,7 +45,7 @@ def training_loop(
     """
     config, arguments = components.config, components.arguments
     checkpoints = CheckpointWriter(
-        config.checkpoints_dir, connections.pipeline, connections.patience, start.run_id, arguments.save_total_limit
+        config.checkpoints_dir, connections.pipeline, connections.waits, start.run_id, arguments.save_total_limit
     )
     if ranks.world > 1:
         begin(ranks, len(components.prompts), components.shape.vocab_size, start.checkpoint)
@@ -113,6 +113,6 @@ def retraining(
     counts: Counter[str] = Counter()
     report = components.report(counts, start.step, watch.registry)
     heartbeat = Heartbeat(watch.health, components.stop, ThreadErrors())
-    patience = Patience(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
+    waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     feed = RecordedFeed(recorded, components.shape, heartbeat.check, start.step, counts)
-    return start, Connections(feed, Pipeline(recorded.newest_cut), report, patience), heartbeat, counts
+    return start, Connections(feed, Pipeline(recorded.newest_cut), report, waits), heartbeat, counts

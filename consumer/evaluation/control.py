@@ -15,7 +15,7 @@ from typing import Any
 from consumer.evaluation.leases import EvaluationLeases, RunningEvaluation
 from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
 from consumer.publishing.published_policy import PublishedPolicy
-from consumer.waiting import Patience
+from consumer.waiting import Limit, WaitPolicy
 from protocol.config.sections.evaluation import EvaluationSection
 from protocol.errors import StalledError
 from protocol.files.space import out_of_space
@@ -58,9 +58,9 @@ class EvaluationControl:
                 return
 
     def wait_for_last(
-        self, patience: Patience, describe: Callable[[], str], log: Callable[[Mapping[str, float]], None]
+        self, waits: WaitPolicy, describe: Callable[[], str], log: Callable[[Mapping[str, float]], None]
     ) -> None:
-        """Returns when every version that is due has its result, or nothing came in for too long; raises what `patience.check`
+        """Returns when every version that is due has its result, or nothing came in for too long; raises what `waits.check`
         raises."""
 
         def attempt() -> bool | None:
@@ -72,8 +72,9 @@ class EvaluationControl:
             return f"v{at.version}: {at.num_done} of {at.num_prompts} prompts; {describe()}"
 
         try:
-            patience.wait_until(
-                attempt, "the last evaluation", status, pause_s=_PAUSE_S, timeout_s=self.section.wait_s,
+            waits.wait_until(
+                attempt, "the last evaluation", status, pause_s=_PAUSE_S,
+                limit=Limit(self.section.wait_s, "evaluation.wait_s"),
                 progress=lambda: (self.leases.progress, len(self.due.versions)),
             )  # fmt: skip
         except StalledError:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from consumer.publishing.published_policy import PublishedPolicy, Snapshot
-from consumer.waiting import Patience, ThreadErrors
+from consumer.waiting import ThreadErrors, WaitPolicy
 
 _MAX_UNFINISHED = 2
 _POLL_S = 0.25
@@ -22,7 +22,7 @@ class Publisher:
     again. `describe` says who waits for whom, and `errors` is told what ended the thread."""
 
     publish: Callable[[int, PublishedPolicy], bool]
-    patience: Patience
+    waits: WaitPolicy
     describe: Callable[[], str]
     errors: ThreadErrors
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -62,7 +62,9 @@ class Publisher:
             self.errors.check()
             return True if done else None
 
-        self.patience.wait_until(attempt, "the publication of a policy", self.describe)
+        self.waits.wait_until(
+            attempt, "the publication of a policy", self.describe, progress=lambda: len(self._unfinished)
+        )
 
     # The thread.
 

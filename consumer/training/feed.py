@@ -17,7 +17,7 @@ from typing import TypeVar
 from consumer.checkpoints.run_facts import check_same_batches
 from consumer.intake.intake import Intake
 from consumer.turns.turns import GpuTurns
-from consumer.waiting import Patience, StopRequested
+from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import JournalError, StalledError
 from replay.batches.cutting import CutBatch
 from replay.buffer import RolloutBuffer
@@ -40,7 +40,7 @@ class BatchFeed:
 
     buffer: RolloutBuffer
     intake: Intake
-    patience: Patience
+    waits: WaitPolicy
     partial_after_s: float | None = None
     turns: GpuTurns | None = None
     wait_s: float = 0.0  # spent on the last batch
@@ -49,7 +49,7 @@ class BatchFeed:
 
     def __iter__(self) -> Iterator[CutBatch]:
         while True:
-            self.patience.check()
+            self.waits.check()
             self.last = self._wait_for(self._attempt)
             self.wait_s, self._waits_since = self.waiting_s(), None
             self.intake.wake()  # a batch was cut: there is room for leases
@@ -72,7 +72,7 @@ class BatchFeed:
     def _wait_for(self, attempt: Callable[[], _Found | None]) -> _Found:
         self._waits_since = self._waits_since or time.monotonic()
         try:
-            return self.patience.wait_until(attempt, "rollouts", self._describe)
+            return self.waits.wait_until(attempt, "rollouts", self._describe, progress=self.buffer.progress)
         except StalledError:
             self.buffer.check_stalled()
             raise
@@ -93,12 +93,16 @@ class BatchFeed:
         if not self.buffer.has_batch(0.0 if self.turns.is_ours else _POLL_S, partial=self._takes_partial):
             self.turns.hand_over()
             return False
-        self.turns.take(self.patience)
+        self.turns.take(self.waits)
         return True
 
     def _describe(self) -> str:
-        done = [f"{count} {what.replace('_', ' ')}" for what, count in self.buffer.totals.items() if count]
-        return f"{self.intake.describe()}; groups so far: {', '.join(done) or 'none'}"
+        count = self.buffer.totals
+        accepted = f"{count['accepted']} group{'s' * (count['accepted'] != 1)} accepted"
+        return (
+            f"{self.intake.describe()}; so far {accepted}, {count['no_signal']} without signal, {count['stale']} stale, "
+            f"{count['dead_letters']} prompts given up"
+        )
 
 
 class RecordedRun:

@@ -65,7 +65,7 @@ class TrainingLoop:
             return True
         try:
             if not was_stopped:  # otherwise perhaps before the last version was published, and known to be due
-                self.connections.evaluation.wait_for_last(self.connections.patience, describe, self.trainer.log_now)
+                self.connections.evaluation.wait_for_last(self.connections.waits, describe, self.trainer.log_now)
                 return True
         except StopRequested:
             pass
@@ -180,4 +180,4 @@ class TrainingLoop:
             with staged(final) as partial:
                 write(str(partial))
 
-        write_when_there_is_room(attempt, self.connections.patience, final.parent, what)
+        write_when_there_is_room(attempt, self.connections.waits, final.parent, what)

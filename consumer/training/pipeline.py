@@ -19,7 +19,7 @@ from consumer.intake.intake import Intake
 from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.publishing.publisher import Publisher
 from consumer.reporting.step_report import StepReport
-from consumer.waiting import Patience, ThreadErrors, write_when_there_is_room
+from consumer.waiting import ThreadErrors, WaitPolicy, write_when_there_is_room
 from protocol.config.sections.learning import ReplaySection
 from protocol.files.space import out_of_space
 from replay.batches.cutting import CutBatch
@@ -109,7 +109,7 @@ class Connections:
     feed: Feed
     pipeline: Pipeline
     report: StepReport
-    patience: Patience
+    waits: WaitPolicy
     evaluation: EvaluationControl | None = None
     shared: SharedDevice | None = None
 
@@ -126,7 +126,7 @@ class LivePipeline(Pipeline):
 
     storage: RolloutStorage
     intake: Intake
-    patience: Patience
+    waits: WaitPolicy
     errors: ThreadErrors
     settings: ReplaySection
     staleness: StalenessController | None = None
@@ -135,7 +135,7 @@ class LivePipeline(Pipeline):
     def __post_init__(self) -> None:
         self._buffer, self._journal, self._disk = self.storage
         self._retention = Retention(self._journal)
-        self._publisher = Publisher(self._announce, self.patience, self.intake.describe, self.errors)
+        self._publisher = Publisher(self._announce, self.waits, self.intake.describe, self.errors)
         if self.staleness is not None:
             self._buffer.lease_within(self.staleness.staleness)
 
@@ -161,7 +161,7 @@ class LivePipeline(Pipeline):
                 return None
             return True
 
-        self.patience.wait_until(attempt, "room on the disk of run_dir", self.intake.describe, pause_s=_PAUSE_S)
+        self.waits.wait_until(attempt, "room on the disk of run_dir", self.intake.describe, pause_s=_PAUSE_S)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
@@ -219,7 +219,7 @@ class CheckpointWriter:
 
     folder: Path
     pipeline: Pipeline
-    patience: Patience
+    waits: WaitPolicy
     run_id: str
     keep: int | None
 
@@ -240,7 +240,7 @@ class CheckpointWriter:
                 checkpoints.clear_leftovers(self.folder)
                 raise
 
-        write_when_there_is_room(whole, self.patience, self.folder, "a checkpoint")
+        write_when_there_is_room(whole, self.waits, self.folder, "a checkpoint")
         if self.keep:
             checkpoints.prune(self.folder, self.keep)
         self.pipeline.checkpointed(self.folder)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from consumer.turns.arbiter import Phase, TurnArbiter
-from consumer.waiting import Patience
+from consumer.waiting import Limit, WaitPolicy
 from protocol.errors import DeviceError
 from protocol.gpu import occupancy
 from protocol.gpu.shares import gib
@@ -114,23 +114,23 @@ class GpuTurns:
         with self._changed:
             return self._arbiter.phase == "trainer"
 
-    def take(self, patience: Patience) -> None:
-        """Raises DeviceError if the GPU does not become free, and what `patience.check` raises."""
+    def take(self, waits: WaitPolicy) -> None:
+        """Raises DeviceError if the GPU does not become free, and what `waits.check` raises."""
         if self.is_ours:
             return
         assert self._moves is not None
-        words = "they may be on the GPU"
-        patience.wait_until(self._is_settled, "producers to come back", lambda: words, pause_s=_POLL_S)
+        words, limit = "they may be on the GPU", Limit(4 * self.handover_s, "4 x pipeline.gpu_handover_s")
+        waits.wait_until(self._is_settled, "producers to come back", lambda: words, pause_s=_POLL_S)
         try:
-            self._stay.enter_context(self.stay(patience.check))
+            self._stay.enter_context(self.stay(waits.check))
             began = self.clock()
             with self._changed:
                 self._arbiter.ask(began)
             self._tell()
-            patience.wait_until(self._enter, "the GPU", self._describe, timeout_s=4 * self.handover_s)
+            waits.wait_until(self._enter, "the GPU", self._describe, limit=limit)
             left = self.clock()
             has_room = partial(self._has_room, left)
-            patience.wait_until(has_room, "room on the GPU", self._describe_users, timeout_s=4 * self.handover_s)
+            waits.wait_until(has_room, "room on the GPU", self._describe_users, limit=limit)
             self._moves.back()
         except BaseException:
             self._end_turn()

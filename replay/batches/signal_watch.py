@@ -17,6 +17,10 @@ class SignalWatch:
         self._max_groups = max_groups
         self._forget()
 
+    @property
+    def is_bounded(self) -> bool:
+        return self._max_groups is not None
+
     def _forget(self) -> None:
         self._num_groups = self._num_completions = self._num_truncated = 0
         self._low, self._high = math.inf, -math.inf  # of the mean rewards of the groups that were scored
@@ -40,7 +44,7 @@ class SignalWatch:
     def check_stalled(self, *, ever_had_signal: bool) -> None:
         """Nothing came for too long. Raises NoSignalError if that is because no group of the run ever had signal."""
         if self._num_groups and not ever_had_signal:
-            raise NoSignalError(self._describe(", all that came within pipeline.stall_timeout_s"))
+            raise NoSignalError(self._describe(", all that came before pipeline.stall_timeout_s ended the wait"))
 
     def _describe(self, bound: str) -> str:
         truncated = self._num_truncated / max(1, self._num_completions)

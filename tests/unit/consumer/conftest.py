@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from consumer import waiting as patience_module
+from consumer import waiting as waiting_module
 from replay.journal.disk import DiskGuard
 from tests.unit.consumer.builders import Clock
 from tests.unit.replay.builders import FillableJournal
@@ -47,5 +47,5 @@ def disk(tmp_path: Path, usage: SimpleNamespace) -> DiskGuard:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the main thread's waits."""
     result = Clock()
-    monkeypatch.setattr(patience_module, "time", result)
+    monkeypatch.setattr(waiting_module, "time", result)
     return result

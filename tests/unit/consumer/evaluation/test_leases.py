@@ -21,7 +21,7 @@ from consumer.evaluation.results import EvaluationQueue, EvaluationResults
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
-from consumer.waiting import Patience
+from consumer.waiting import WaitPolicy
 from protocol.errors import DatasetError
 from protocol.files.shared_memory import NO_MEMORY
 from protocol.wire.messages import (
@@ -293,12 +293,12 @@ def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path
         if process.sent:
             process.answer(process.sent.popleft()[1])
 
-    patience = Patience(check=work, say=print, stall_timeout_s=0.01)
-    process.control.wait_for_last(patience, lambda: "", process.logged.append)
+    waits = WaitPolicy(check=work, say=print, stall_timeout_s=0.01)
+    process.control.wait_for_last(waits, lambda: "", process.logged.append)
     assert process.results.versions == [6, 7], "the last one although 7 is odd"
     process = Process(tmp_path, "t", first_step=70, before_training=True, wait_s=1.0)
     process.publish(0)
-    alone = Patience(check=lambda: None, say=print, stall_timeout_s=9.0)
+    alone = WaitPolicy(check=lambda: None, say=print, stall_timeout_s=9.0)
     process.control.wait_for_last(alone, lambda: "nobody is there", process.logged.append)
     [said] = process.said
     assert said == "the evaluation of v0 is given up after evaluation.wait_s without an answer: nobody is there"

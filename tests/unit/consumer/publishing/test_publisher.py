@@ -7,7 +7,7 @@ import pytest
 from consumer.publishing import publisher as publisher_module
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
-from consumer.waiting import Patience, StopRequested, ThreadErrors
+from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
 from tests.unit.consumer.snapshots import snapshot
 
 
@@ -20,8 +20,8 @@ class Setup:
         self.refusals = 0
         self.stopping = False
         self.errors = ThreadErrors()
-        patience = Patience(check=self.check, say=print, stall_timeout_s=60.0)
-        self.publisher = Publisher(self.publish, patience, lambda: "nobody", self.errors)
+        waits = WaitPolicy(check=self.check, say=print, stall_timeout_s=60.0)
+        self.publisher = Publisher(self.publish, waits, lambda: "nobody", self.errors)
 
     def check(self) -> None:
         if self.stopping:

@@ -10,7 +10,7 @@ import pytest
 from consumer.assembly.rollouts import staleness_controller
 from consumer.intake.arrivals import RolloutStorage
 from consumer.training.pipeline import LivePipeline
-from consumer.waiting import Patience, ThreadErrors
+from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.config.run import RunConfig
 from protocol.config.sections.learning import ReplaySection
 from replay.journal.disk import DiskGuard
@@ -40,7 +40,7 @@ def test_a_trainer_that_waits_leases_further_ahead_and_a_checkpoint_remembers(
     pipeline = LivePipeline(
         RolloutStorage(buffer, journal, DiskGuard(tmp_path, 0.99)),
         SimpleNamespace(describe=lambda: ""),
-        Patience(check=lambda: None, say=print, stall_timeout_s=60.0),
+        WaitPolicy(check=lambda: None, say=print, stall_timeout_s=60.0),
         ThreadErrors(),
         ReplaySection(),
         controller,

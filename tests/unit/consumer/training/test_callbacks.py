@@ -25,7 +25,7 @@ from consumer.training.feed import BatchFeed
 from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeline
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
-from consumer.waiting import Patience, ThreadErrors
+from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.files import rotated_lines
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
@@ -83,16 +83,16 @@ class Run:
         report = StepReport(
             run_dir, self.replay.totals, learning_metrics(), max_steps=99, first_step=first_step, show_bar=False
         )
-        patience = Patience(check=self.produce, say=print, stall_timeout_s=60.0)
-        self.feed = feed = BatchFeed(self.replay, self, patience)
+        waits = WaitPolicy(check=self.produce, say=print, stall_timeout_s=60.0)
+        self.feed = feed = BatchFeed(self.replay, self, waits)
         storage = RolloutStorage(self.replay, journal, DiskGuard(run_dir, 1.0))
-        self.pipeline = LivePipeline(storage, self, patience, ThreadErrors(), self.config.replay)
-        writer = CheckpointWriter(checkpoints_dir, self.pipeline, patience, "run", self.arguments.save_total_limit)
+        self.pipeline = LivePipeline(storage, self, waits, ThreadErrors(), self.config.replay)
+        writer = CheckpointWriter(checkpoints_dir, self.pipeline, waits, "run", self.arguments.save_total_limit)
         lora = build_lora(self.config)
         self.trainer = SlipstreamTrainer(self.config, self.arguments, lora, model, feed, writer.commit)
         control = RunControl(
             self.trainer,
-            Connections(feed, self.pipeline, report, patience),
+            Connections(feed, self.pipeline, report, waits),
             StalenessBudget(**options),
             Probe(PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast),
             RolloutLog(self.config, self.trainer.recipe, self.trainer._tokenizer.decode, first_step),

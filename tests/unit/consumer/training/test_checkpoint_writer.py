@@ -9,7 +9,7 @@ import pytest
 
 from consumer.checkpoints import folders as checkpoints
 from consumer.training.pipeline import CheckpointWriter
-from consumer.waiting import Patience, StopRequested
+from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import StalledError
 from tests.unit.consumer.builders import Clock
 
@@ -28,8 +28,8 @@ class Saving:
         self.attempts = 0
         self.events: list[str] = []
         self.said: list[str] = []
-        patience = Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0)
-        self.writer = CheckpointWriter(self.checkpoints_dir, self, patience, "run", None)
+        waits = WaitPolicy(check=self.check, say=self.said.append, stall_timeout_s=60.0)
+        self.writer = CheckpointWriter(self.checkpoints_dir, self, waits, "run", None)
 
     def check(self) -> None:
         if self.clock.now >= self.stop_at:

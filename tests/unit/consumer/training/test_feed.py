@@ -7,8 +7,8 @@ import pytest
 
 from consumer.training import feed as feed_module
 from consumer.training.feed import BatchFeed
-from consumer.waiting import Patience, StopRequested
-from protocol.errors import StalledError
+from consumer.waiting import StopRequested, WaitPolicy
+from protocol.errors import NoSignalError, StalledError
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
 from tests.unit.consumer.builders import Clock, fill, live_buffer
@@ -51,7 +51,7 @@ def feed(
     turns: Any = None,
 ) -> BatchFeed:
     said = [] if said is None else said
-    waits = Patience(check=check, say=said.append, stall_timeout_s=60.0)
+    waits = WaitPolicy(check=check, say=said.append, stall_timeout_s=60.0)
     return BatchFeed(replay, intake or FakeIntake(), waits, partial_after_s, turns)
 
 
@@ -111,7 +111,7 @@ class Turns:
     def __init__(self, replay: RolloutBuffer) -> None:
         self.replay, self.is_ours, self.happened = replay, False, list[str]()
 
-    def take(self, patience: Patience) -> None:
+    def take(self, waits: WaitPolicy) -> None:
         if not self.is_ours:
             self.is_ours = True
             self.happened.append(f"takes it with {self.replay.depth()['ready']} ready")
@@ -186,13 +186,52 @@ def test_a_stall_names_who_waits_for_what(journal: Journal, clock: Clock) -> Non
     said: list[str] = []
     replay = live_buffer(journal)
     replay.lease("p", now=0.0, timeout_s=1.0)
-    with pytest.raises(StalledError) as caught:
+    with pytest.raises(StalledError, match=r"60 s for rollouts .*\(pipeline\.stall_timeout_s\)") as caught:
         next(iter(feed(replay, said=said)))
     assert 1060 < clock.now < 1061
-    words = "1 producer(s), 2 leases out; groups so far: 1 leased"
-    assert str(caught.value) == f"no rollouts for pipeline.stall_timeout_s=60 s: {words}"
-    assert said[0] == f"waiting for rollouts (10 s): {words}"
+    words = "1 producer(s), 2 leases out; so far 0 groups accepted, 0 without signal, 0 stale"
+    assert words in str(caught.value)
+    assert said[0].startswith(f"waiting for rollouts (10 s): {words}")
     assert len(said) == 5
+
+
+def test_a_batch_that_takes_longer_than_the_stall_timeout_is_no_stall_while_groups_come(
+    journal: Journal, clock: Clock
+) -> None:
+    replay = live_buffer(journal, groups_per_step=8, max_staleness=1)
+    arrivals = iter(range(1015, 2000, 15))
+    due = next(arrivals)
+
+    def check() -> None:
+        nonlocal due
+        if clock.now >= due:
+            due = next(arrivals)
+            fill(replay, 1)
+
+    batches = iter(feed(replay, check=check))
+    assert len(next(batches).groups) == 8
+    assert clock.now > 1000 + 2 * 60, "an accepted group every 15 s, and a stall timeout of 60 s"
+    arrivals, due = iter([]), 1e9
+    with pytest.raises(StalledError):
+        next(batches)
+
+
+@pytest.mark.parametrize(("bound", "ended_after_s"), [(8, 8 * 20), (None, 60)])
+def test_groups_without_signal_are_progress_as_far_as_the_guard_bounds_them(
+    journal: Journal, clock: Clock, bound: int | None, ended_after_s: float
+) -> None:
+    replay = live_buffer(journal, max_staleness=50, max_groups_without_signal=bound)
+    due = clock.now + 20
+
+    def check() -> None:
+        nonlocal due
+        if clock.now >= due:
+            due += 20
+            fill(replay, 0, dull=1)
+
+    with pytest.raises(NoSignalError):
+        next(iter(feed(replay, check=check)))
+    assert ended_after_s < clock.now - 1000 < ended_after_s + 1
 
 
 def test_a_batch_that_the_full_disk_cannot_note_is_cut_when_there_is_room(

@@ -15,7 +15,7 @@ from consumer.checkpoints import folders as checkpoints
 from consumer.intake.arrivals import RolloutStorage
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.training.pipeline import LivePipeline
-from consumer.waiting import Patience, StopRequested, ThreadErrors
+from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
 from protocol.config.sections.learning import ReplaySection
 from protocol.errors import JournalError
 from replay.batches.replay_table import ReplayTable
@@ -66,7 +66,7 @@ class Run:
         self.pipeline = LivePipeline(
             RolloutStorage(self.replay, journal, disk),
             self.intake,
-            Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0),
+            WaitPolicy(check=self.check, say=self.said.append, stall_timeout_s=60.0),
             ThreadErrors(),
             ReplaySection(**({"keep_bytes": 0} | settings)),
         )

@@ -11,7 +11,7 @@ from consumer.turns import turns as turns_module
 from consumer.turns.arbiter import PHASES
 from consumer.turns.metrics import watch_turns
 from consumer.turns.turns import GpuTurns
-from consumer.waiting import Patience, StopRequested
+from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import DeviceError
 from protocol.gpu import tenants
 from protocol.gpu.tenants import tenancy
@@ -51,7 +51,7 @@ class Scene:
         self.told = list[GpuTurn]()
         self.turns = GpuTurns((), 10.0, settle_s, self._staying, self._clock)
         self.turns.carry(self.moves, lambda: self.moves.moved.append("flushed"), self._tell)  # type: ignore[arg-type]
-        self.patience = Patience(check, lambda line: None, 60.0)
+        self.waits = WaitPolicy(check, lambda line: None, 60.0)
 
     @contextmanager
     def _staying(self, _: Callable[[], object]) -> Iterator[None]:
@@ -71,11 +71,11 @@ def test_a_turn_is_taken_when_all_are_asleep_and_handed_over_after_everything_le
     scene = Scene()
     scene.turns.join("p")
     first = scene.turns.turn.number
-    scene.patience.check = lambda: scene.turns.report("p", first + 1)
-    scene.turns.take(scene.patience)
+    scene.waits.check = lambda: scene.turns.report("p", first + 1)
+    scene.turns.take(scene.waits)
     assert scene.turns.is_ours
     assert scene.turns.phase()[0] == "trainer"
-    scene.turns.take(scene.patience)
+    scene.turns.take(scene.waits)
     scene.turns.hand_over()
     scene.turns.hand_over()
     assert scene.moves.moved == ["stays", "back", "flushed", "out", "goes"]
@@ -87,7 +87,7 @@ def test_a_producer_that_does_not_leave_is_named_and_the_turn_goes_back() -> Non
     scene = Scene()
     scene.turns.join("p")
     with pytest.raises(DeviceError, match=r"p did not leave the GPU within .*twice pipeline.gpu_handover_s=10"):
-        scene.turns.take(scene.patience)
+        scene.turns.take(scene.waits)
     assert scene.moves.moved == ["stays", "goes"]
     assert [turn.side for turn in scene.told] == ["trainer", "producers"]
 
@@ -96,7 +96,7 @@ def test_one_that_is_gone_is_not_waited_for() -> None:
     scene = Scene()
     scene.turns.join("p")
     scene.turns.leave("p")
-    scene.turns.take(scene.patience)
+    scene.turns.take(scene.waits)
     assert scene.moves.moved == ["stays", "back"]
 
 
@@ -108,9 +108,9 @@ def test_after_a_restart_producers_that_may_be_on_the_gpu_are_waited_for() -> No
         if next(looks, False):
             scene.turns.join("p")
 
-    scene.patience.check = check
+    scene.waits.check = check
     with pytest.raises(DeviceError, match="p did not leave"):
-        scene.turns.take(scene.patience)
+        scene.turns.take(scene.waits)
 
 
 def test_memory_that_somebody_keeps_ends_the_trainer_and_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_memory_that_somebody_keeps_ends_the_trainer_and_says_who(monkeypatch: p
     with pytest.raises(
         DeviceError, match=r"needs 3.0 GiB of the GPU, of which 1.0 GiB are free .*process 4711 79.0 GiB"
     ):
-        scene.turns.take(scene.patience)
+        scene.turns.take(scene.waits)
     assert scene.moves.moved == ["stays", "goes"]
     assert not scene.turns.is_ours
 
@@ -142,7 +142,7 @@ def test_the_metrics_say_whose_turn_it_is() -> None:
         return [registry.get_sample_value(f"rl_trainer_gpu_turn{name}", {"side": phase}) for phase in PHASES]
 
     assert sides("") == [1, 0, 0]
-    scene.turns.take(scene.patience)
+    scene.turns.take(scene.waits)
     assert sides("") == [0, 0, 1]
     assert all(sides("_seconds_total"))
     assert registry.get_sample_value("rl_trainer_gpu_turn_age_seconds")
@@ -163,7 +163,7 @@ def test_a_wait_for_a_producer_that_loads_its_engine_gives_signs_of_life_and_end
     with tenancy("GPU-1", "producer", "run") as producer, tenancy("GPU-1", "trainer", "run") as trainer:
         scene.turns.stay = lambda check: trainer.alone(60.0, check, list)
         with producer.alone(0.0, lambda: False, pytest.fail), pytest.raises(StopRequested):
-            scene.turns.take(scene.patience)
+            scene.turns.take(scene.waits)
     assert scene.moves.moved == []
     assert not scene.turns.is_ours
 
@@ -175,5 +175,5 @@ def test_a_stop_while_it_waits_gives_the_turn_back() -> None:
     scene = Scene(stop)
     scene.turns.join("p")
     with pytest.raises(StopRequested):
-        scene.turns.take(scene.patience)
+        scene.turns.take(scene.waits)
     assert scene.told[-1].side == "producers"
