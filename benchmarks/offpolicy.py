@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.offpolicy_report import tables
 from benchmarks.offpolicy_run import Case, Plan, train
+from examples.folders import fresh_folder
 
 STALENESSES = (0, 1, 4, 8)
 PRESETS = ("none", "token_truncate", "token_mask", "geometric_mask", "icepop")
@@ -114,7 +114,7 @@ def _train_and_write(
 ) -> dict[str, Any]:
     """Trains in an empty folder; the file appears whole or not at all."""
     run_dir = file.parent / "work" / file.stem
-    shutil.rmtree(run_dir, ignore_errors=True)
+    fresh_folder(run_dir)
     result = training(plan, case, run_dir)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1), encoding="utf-8")

@@ -11,13 +11,13 @@ need one for training to take as long as generation.
 import argparse
 import json
 import os
-import shutil
 from pathlib import Path
 
 from benchmarks import overlap_arms, overlap_base
 from benchmarks.overlap_evaluate import held_out_reward
 from benchmarks.overlap_picture import draw
 from benchmarks.overlap_report import arm, balanced_layers, length_statistics, ratio, table
+from examples.folders import fresh_folder
 
 FOLDER = Path("runs/bench/overlap")
 BASE = Path("runs/bench/overlap-base")
@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
 
     overlap_base.build(BASE)
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    fresh_folder(FOLDER)
     layers = options.layers or _calibrate(options.settings)
     settings = [*options.settings, f"trainer.max_steps={options.steps}", *_lora_layers(layers)]
     arms = {}

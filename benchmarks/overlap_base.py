@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from examples.arithmetic.build_model import make_tokenizer, pretrain, save
-from examples.arithmetic.demo import build_once
+from examples.folders import build_once
 
 VOCAB = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", ":", *string.ascii_lowercase])}
 PAD, EOS = VOCAB["<pad>"], VOCAB["<eos>"]

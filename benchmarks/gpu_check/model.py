@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.gpu_check.place import Place
-from examples.arithmetic.demo import build_once
+from examples.folders import build_once
 from examples.gsm8k.make_rows import rows
 from tests.integration.models import char_tokenizer
 

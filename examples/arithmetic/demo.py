@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from examples.folders import build_once, fresh_folder
 
 CONFIG = "examples/arithmetic/run.yaml"
 BASE = Path("runs/demo-base")
@@ -26,21 +27,20 @@ STOP_TIMEOUT_S = 60.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="prompt order, sampling and LoRA initialization")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="replaced if a demo made it")
     parser.add_argument(
         "--gpus", help="GPU of the producer and of the trainer, e.g. 0,1 (default: what the machine has)"
     )
     arguments = parser.parse_args()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported, it warns of a kernel that nothing here needs
 
+    fresh_folder(arguments.run_dir)
     build_base_model()
     from examples.arithmetic.evaluate import greedy_accuracy
 
     eval_before = greedy_accuracy(BASE, BASE / "eval.jsonl")
     print(f"held-out greedy accuracy of the base model: {eval_before:.3f}", flush=True)
 
-    shutil.rmtree(arguments.run_dir, ignore_errors=True)
-    arguments.run_dir.mkdir(parents=True)
     settings = ["--config", CONFIG, "--set", f"run_dir={arguments.run_dir}", "--set", f"seed={arguments.seed}"]
     started = time.monotonic()
     run_pair(arguments.run_dir, settings, arguments.gpus.split(",") if arguments.gpus else default_gpus())
@@ -61,19 +61,6 @@ def build_base_model() -> None:
     script = Path(__file__).with_name("build_model.py").read_bytes()
     command = [sys.executable, "-m", "examples.arithmetic.build_model"]
     build_once(BASE, script, lambda folder: subprocess.run([*command, str(folder)], check=True))
-
-
-def build_once(folder: Path, recipe: bytes, build: Callable[[Path], object]) -> None:
-    """Has `folder` built unless this very recipe has built it before. It appears complete or not at all."""
-    stamp = folder / "built_by"
-    if stamp.is_file() and stamp.read_bytes() == recipe:
-        return
-    print(f"building {folder}, once", flush=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-    build(partial)
-    (partial / stamp.name).write_bytes(recipe)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
 
 
 def default_gpus() -> list[str]:

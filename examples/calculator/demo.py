@@ -6,7 +6,6 @@ python -m examples.calculator.demo [--run-dir runs/calculator] [--steps 20]
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from examples.arithmetic.demo import run_pair
 from examples.calculator.evaluate import greedy_accuracy
+from examples.folders import fresh_folder
 from tools.run_reader import STEPS, RunReader
 
 CONFIG = "examples/calculator/run.yaml"
@@ -22,14 +22,13 @@ WINDOW = 3  # steps averaged for the first and the last reward
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/calculator"))
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/calculator"), help="replaced if a demo made it")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="prompt order, sampling and LoRA initialization")
     arguments = parser.parse_args()
 
     run_dir, started = arguments.run_dir, time.monotonic()
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
+    fresh_folder(run_dir)
     base = run_dir / "base"
     subprocess.run([sys.executable, "-m", "examples.calculator.build_model", str(base)], check=True)
     alone, before = greedy_accuracy(base, base / "eval.jsonl")
