@@ -11,7 +11,7 @@ import pytest
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import producer_keys, trainer_keys
 from tests.tools import require
-from tests.unit.tools.cluster.render.rendered import project
+from tests.unit.tools.cluster.render.rendered import project, run_name
 
 from .test_systemd_units import make, systemd
 
@@ -92,7 +92,7 @@ def run(tmp_path: Path, hosts: Hosts) -> Path:
 def test_each_host_gets_its_unit_its_key_and_no_other(hosts: Hosts, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = hosts.run("./start.sh", cwd=run)
     assert done.returncode == 0, done.stderr
-    assert "started; on root@trainer: /opt/slipstream/bin/rl-status --run /var/lib/slipstream/run" in done.stdout
+    assert f"on root@trainer: /opt/slipstream/bin/rl-status --run /var/lib/slipstream/{run_name(run)}" in done.stdout
     started = {
         host: [call.split()[-1] for call in hosts.calls(host) if "restart" in call]
         for host in ("trainer", "gpu1", "gpu2")
@@ -129,6 +129,18 @@ def test_each_host_gets_its_unit_its_key_and_no_other(hosts: Hosts, run: Path, m
         )
 
 
+def test_a_producer_that_was_revoked_is_not_authorized_after_the_next_start(hosts: Hosts, run: Path) -> None:
+    assert hosts.run("./start.sh", cwd=run).returncode == 0
+    authorized = hosts.folder / "trainer" / "etc" / "slipstream" / "keys" / "authorized"
+    shutil.copy(authorized / "producer-0.public", authorized / "elsewhere.public")
+    done = hosts.run("rl-keys", "--keys", "keys", "revoke", "producer-1", cwd=run)
+    assert done.returncode == 0, done.stderr
+    for _ in range(2):
+        assert hosts.run("./start.sh", cwd=run).returncode == 0
+        names = {file.stem for file in authorized.iterdir()}
+        assert names == {"producer-0", "producer-2", "elsewhere"}, "keys that start.sh did not bring stay"
+
+
 def with_credential(monkeypatch: pytest.MonkeyPatch, secret: Path, name: str) -> None:
     """As systemd hands it to the unit."""
     folder = secret.parents[1] / "credentials" / secret.name
@@ -141,7 +153,7 @@ def test_the_trainers_host_gets_the_run_and_systemd_takes_the_units(hosts: Hosts
     for _ in range(2):  # again: it starts anew
         done = hosts.run("./start.sh", cwd=run)
         assert done.returncode == 0, done.stderr
-    place = hosts.folder / "trainer" / "etc" / "slipstream" / "rl-my-run"
+    place = hosts.folder / "trainer" / "etc" / "slipstream" / run_name(run)
     assert {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()} == {
         "run.yaml",
         "tasks/sums.py",

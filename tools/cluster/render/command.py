@@ -77,7 +77,7 @@ def _render(chosen: argparse.Namespace) -> ExitCode:
             check_visible(deployment, OF_A_UNIT, "a systemd unit")
             check_shared(deployment)
             files = ssh.render(deployment, plain(chosen.prefix), chosen.hosts, run_files(deployment))
-    write(out, files)
+    write(out, files | {"run_name": f"{deployment.name}\n".encode()})  # another run's folder is refused
     say(f"{out}: {', '.join(sorted(files))}; read them, then run {out / _BEGINS[chosen.target]}")
     return ExitCode.OK
 

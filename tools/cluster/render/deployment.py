@@ -4,6 +4,7 @@ Guarantee: a `Deployment` that exists can be rendered; what contradicts itself, 
 refused with the fix.
 """
 
+import hashlib
 import os
 import re
 import sys
@@ -113,9 +114,10 @@ class Deployment:
 
     @property
     def name(self) -> str:
-        """Of the run, for a scheduler: letters, digits and `-`."""
-        words = re.findall(r"[a-z0-9]+", Path(self.config.run_dir).name.lower())
-        return "-".join(["rl", *words])[:40].rstrip("-")
+        """The name of the run for a scheduler: letters, digits and `-`, and another one for each `run_dir`."""
+        place = os.path.abspath(self.folder / self.config.run_dir)
+        words = re.findall(r"[a-z0-9]+", Path(place).name.lower())
+        return f"{'-'.join(['rl', *words])[:31].rstrip('-')}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
     @property
     def _has_address(self) -> bool:

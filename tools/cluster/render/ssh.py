@@ -13,7 +13,7 @@ from tools.cluster.render.deployment import Deployment, Size
 from tools.cluster.render.templates import fill
 
 TEMPLATES = ("start.sh", "stop.sh", "install.sh", "hosts", "trainer.conf", "producer.conf")
-RUN_DIR = "/var/lib/slipstream/run"  # the units write nowhere else
+STATE = "/var/lib/slipstream"  # the units write nowhere else
 
 
 class Place(NamedTuple):
@@ -43,6 +43,7 @@ def render(
             f"--nodes {size.num_nodes}: these files have one node for the trainer; take slurm or kubernetes, or start the others "
             "by hand (docs/operations.md, A trainer on several GPUs)"
         )
+    run_dir = f"{STATE}/{deployment.name}"
     values = {
         "name": deployment.name,
         "size": size,
@@ -55,9 +56,9 @@ def render(
         "adapter_dir": deployment.adapter_dir,
         "server_secrets": deployment.server_secrets,
         "prefix": prefix,
-        "run_dir": RUN_DIR,
+        "run_dir": run_dir,
         "config_name": next(iter(run_files)),
-        "overrides": [*deployment.trainer_overrides("/etc/slipstream/keys"), f"run_dir={RUN_DIR}"],
+        "overrides": [*deployment.trainer_overrides("/etc/slipstream/keys"), f"run_dir={run_dir}"],
     }
     files = {name: fill(f"ssh/{name}", programs=prefix / "bin", **values) for name in TEMPLATES}
     files["keys.sh"] = fill("keys.sh", programs=deployment.programs, **values)

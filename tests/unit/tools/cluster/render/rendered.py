@@ -25,7 +25,7 @@ if [ "$3" = authorize ]; then touch "keys/authorized/$4.public"; else touch "key
 
 def project(folder: Path, **sections: object) -> Path:
     """A run's folder: its configuration, a module of its own and one that this imports. Returns the configuration's file."""
-    (folder / "tasks").mkdir(parents=True)
+    (folder / "tasks").mkdir(parents=True, exist_ok=True)
     (folder / "tasks" / "sums.py").write_text("import helpers\n\n\ndef right(): ...\n\n\ndef to_prompt(): ...\n")
     (folder / "helpers.py").write_text("'''Ümlaut: $HOME'''\n")
     (folder / "unused.py").write_text("")
@@ -36,6 +36,11 @@ def project(folder: Path, **sections: object) -> Path:
 def render(target: str, out: Path, *arguments: str) -> int:
     """In the run's folder."""
     return main(["render", target, "--config", "run.yaml", "--out", str(out), *arguments])
+
+
+def run_name(out: Path) -> str:
+    """Of the run whose files are in `out`."""
+    return (out / "run_name").read_text().strip()
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:

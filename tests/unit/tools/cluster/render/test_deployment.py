@@ -33,7 +33,39 @@ def test_a_configuration_of_a_laptop_gets_an_address(here: Path) -> None:
         "transport.keys=/keys",
         "transport.endpoint=tcp://0.0.0.0:5557",
     ]
-    assert (found.config_file, found.folder, found.name) == (here / "run.yaml", here, "rl-my-run")
+    assert (found.config_file, found.folder) == (here / "run.yaml", here)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ("runs/math/v1", "runs/code/v1"),
+        ("runs/qwen2.5-1.5b-instruct-gsm8k-lora-r32-seed-1", "runs/qwen2.5-1.5b-instruct-gsm8k-lora-r32-seed-2"),
+    ],
+)
+def test_runs_of_other_folders_have_other_names(here: Path, runs: tuple[str, str]) -> None:
+    names = [deployment(here / str(number), host="n", run_dir=run).name for number, run in enumerate(runs)]
+    assert names[0] != names[1]
+    for name in names:
+        assert re.fullmatch(r"rl-[a-z0-9-]{1,36}[a-z0-9]", name), (
+            "a label of Kubernetes with `-producer-keys` behind it"
+        )
+
+
+def test_a_name_stays_however_the_folder_is_written(here: Path) -> None:
+    found = {deployment(here, host="n", run_dir=run).name for run in ("runs/a", "./runs/a", str(here / "runs" / "a"))}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("again", ["slurm", "kubernetes"])
+def test_a_folder_of_another_run_is_refused(here: Path, again: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also for another scheduler, whose files have other names: both would share `keys`."""
+    project(here)
+    assert render("slurm", here / "out", "--trainer-node", "n1") == 0
+    before = sorted(here.glob("out/*"))
+    assert render(again, here / "out", "--trainer-node", "n1", "--set", "run_dir=runs/other") == 78
+    assert "run_name" in capsys.readouterr().err
+    assert sorted(here.glob("out/*")) == before
 
 
 def test_an_address_in_the_configuration_stays(here: Path) -> None:

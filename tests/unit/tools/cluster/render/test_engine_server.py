@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.unit.tools.cluster.render.rendered import KEYS, bash, calls, project, render, stand_in
+from tests.unit.tools.cluster.render.rendered import KEYS, bash, calls, project, render, run_name, stand_in
 from tests.unit.tools.cluster.render.test_lint import lint
 from tools.cluster.render import shared_folder
 
@@ -82,7 +82,9 @@ def test_a_pod_has_no_gpu_and_shares_a_volume_with_the_servers(here: Path) -> No
     (out / "keys.sh").write_text((out / "keys.sh").read_text().replace("export PATH=", "# PATH="))
     assert bash(out / "apply.sh", programs).returncode == 0
     [handed] = [
-        call.split() for call in calls(programs) if call.startswith("kubectl create secret generic rl-my-run-server")
+        call.split()
+        for call in calls(programs)
+        if call.startswith(f"kubectl create secret generic {run_name(out)}-server")
     ]
     for key, source in (("key_file", f"{here}/server.key"), ("ca_file", "/etc/ca.pem")):
         mount = mounts[files[f"engine_server.{key}"]]

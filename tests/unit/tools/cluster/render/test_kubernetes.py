@@ -15,7 +15,7 @@ from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import generate, producer_keys, trainer_keys, write_public
-from tests.unit.tools.cluster.render.rendered import KEYS, bash, calls, project, render, stand_in
+from tests.unit.tools.cluster.render.rendered import KEYS, bash, calls, project, render, run_name, stand_in
 from tools.cluster.fleet.exits import STAYS_DOWN
 
 RELEASES = ("1.33", "1.37")
@@ -29,9 +29,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def manifests(here: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """By kind and name."""
+    """By kind and name, the run's being rl-my-run."""
     assert render("kubernetes", here / "out", *arguments) == 0
-    documents = [one for file in sorted(here.glob("out/*.yaml")) for one in yaml.safe_load_all(file.read_text())]
+    files = [file.read_text().replace(run_name(here / "out"), "rl-my-run") for file in sorted(here.glob("out/*.yaml"))]
+    documents = [one for text in files for one in yaml.safe_load_all(text)]
     return {f"{one['kind']} {one['metadata']['name']}": one for one in documents}
 
 
@@ -210,13 +211,14 @@ def test_applying_hands_over_every_key_and_no_other(here: Path, tmp_path: Path) 
     stand_in(programs, "rl-keys", KEYS)
     done = bash(out / "apply.sh", programs, PRODUCERS="3")
     assert done.returncode == 0, done.stderr
+    name = run_name(out)
     made = [call for call in calls(programs) if call.startswith("kubectl create secret")]
     handed = {call.split()[4]: re.findall(r"--from-file=keys/(\S+)", call) for call in made}
     names = [f"producer-{number}" for number in range(3)]
     assert handed == {
-        "rl-my-run-trainer-key": ["trainer.secret"],
-        "rl-my-run-authorized": [f"authorized/{name}.public" for name in names],
-        "rl-my-run-producer-keys": ["trainer.public", *(f"{name}.secret" for name in names)],
+        f"{name}-trainer-key": ["trainer.secret"],
+        f"{name}-authorized": [f"authorized/{each}.public" for each in names],
+        f"{name}-producer-keys": ["trainer.public", *(f"{each}.secret" for each in names)],
     }
     [producers] = yaml.safe_load_all((out / "applied").read_text())
     assert (producers["spec"]["completions"], producers["spec"]["parallelism"]) == (3, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ExitCode
-from tests.unit.tools.cluster.render.rendered import KEYS, bash, calls, project, render, stand_in
+from tests.unit.tools.cluster.render.rendered import KEYS, bash, calls, project, render, run_name, stand_in
 from tools.cluster.fleet.exits import STAYS_DOWN
 
 
@@ -86,7 +86,7 @@ def test_producers_do_not_come_back_without_a_trainers_job(here: Path, programs:
         stand_in(programs, "squeue", answer)
         assert bash(script, programs, **OF_A_TASK).returncode == ExitCode.NO_ANSWER
         assert (AGAIN["rl-producer"] in calls(programs)) == again
-        assert "squeue --noheader --me --name=rl-my-run-trainer --format=%i" in calls(programs)
+        assert f"squeue --noheader --me --name={run_name(script.parent)}-trainer --format=%i" in calls(programs)
 
 
 def test_the_commands_are_those_that_a_person_would_type(here: Path, programs: Path) -> None:

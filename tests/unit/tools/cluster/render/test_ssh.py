@@ -7,7 +7,7 @@ import pytest
 
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError
-from tests.unit.tools.cluster.render.rendered import project, render
+from tests.unit.tools.cluster.render.rendered import project, render, run_name
 from tools.cluster.render.deployment import Size
 from tools.cluster.render.ssh import places
 
@@ -49,7 +49,10 @@ def test_the_units_run_what_a_person_would_type(here: Path) -> None:
     overrides = words[7:-1:2]
     assert (overrides[0], words[-1]) == (name, "$RL_ARGS")
     config = load_config("run.yaml", overrides)
-    assert (config.run_dir, config.transport.keys) == ("/var/lib/slipstream/run", "/etc/slipstream/keys")
+    assert (config.run_dir, config.transport.keys) == (
+        f"/var/lib/slipstream/{run_name(here / 'out')}",
+        "/etc/slipstream/keys",
+    )
     assert config.control_endpoint == "tcp://0.0.0.0:5557"
     *_, producer = (here / "out" / "producer.conf").read_text().splitlines()
     assert producer == (
