@@ -24,14 +24,12 @@ from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Bye, Group, Nack, PolicyInfo
-from protocol.wire.schemas import group_schema
 
 WARM_UP = 500  # groups
 PRODUCER = "bench"
 _WINDOW = 256  # groups on their way
 _GIVE_UP_S = 120.0
 _POLICY = PolicyInfo(0, "0" * 64, 1)
-_JOURNAL_SCHEMA = group_schema()
 
 
 class Side(msgspec.Struct):
@@ -78,7 +76,7 @@ def _receive(side: Side, meter: _Meter) -> None:
             match message:
                 case Group():
                     SHAPE.parse(message)
-                    kept[meter.left % _WINDOW] = encode(message, schema_version=_JOURNAL_SCHEMA)
+                    kept[meter.left % _WINDOW] = encode(message)
                     assert channel.send(peer, Ack(message.lease_id, "accepted", _POLICY))
                     meter.count()
                 case Bye():

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
-from protocol.wire.schemas import JOURNAL_SCHEMAS
 from replay.lease_ids import LeaseId
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
@@ -168,7 +167,7 @@ class GroupShape:
 
     def load(self, frame: bytes) -> RolloutGroup:
         """The group in a frame that a journal kept. Raises as `parse`, and CodecError if the frame is not a message."""
-        return self.parse(decode(frame, Group, JOURNAL_SCHEMAS))
+        return self.parse(decode(frame, Group))
 
     def _episodes(self, data: bytes) -> NDArray[np.int32]:
         episodes: NDArray[np.int32] = _array(data, _INT32, "episodes", None)

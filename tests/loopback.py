@@ -6,9 +6,8 @@ in order.
 
 import threading
 from collections import deque
-from functools import partial
 
-from protocol.transport.channel import BadFrame, PeerSchemas, TrainerSchema, received
+from protocol.transport.channel import BadFrame, received
 from protocol.wire.codec import encode
 from protocol.wire.messages import Message, ProducerMessage, TrainerMessage
 
@@ -46,7 +45,6 @@ class LoopbackServer:
         self.clients: dict[bytes, _Mailbox] = {}
         self.keys: dict[str, bytes] | None = None
         self.ended: list[bytes] = []  # peers, for `disconnected`
-        self._schemas = PeerSchemas()
 
     def connect(self, name: str) -> "LoopbackClient":
         return LoopbackClient(self, name)
@@ -57,16 +55,12 @@ class LoopbackServer:
     def send(self, peer: bytes, message: Message) -> bool:
         mailbox = self.clients.get(peer)
         if mailbox is None:
-            self._schemas.forget(peer)
             return False
-        mailbox.put(b"", encode(message, schema_version=self._schemas[peer]))
+        mailbox.put(b"", encode(message))
         return True
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
-        return [
-            (peer, received(frame, ProducerMessage, partial(self._schemas.note, peer)))
-            for peer, frame in self.inbox.take_all(timeout_s)
-        ]
+        return [(peer, received(frame, ProducerMessage)) for peer, frame in self.inbox.take_all(timeout_s)]
 
     def disconnected(self) -> list[bytes]:
         ended, self.ended = self.ended, []
@@ -96,12 +90,8 @@ class LoopbackClient:
     def peer(self) -> bytes:
         return f"{self._name}/{self._resets}".encode()
 
-    @property
-    def schema_version(self) -> int:
-        return self._schema.version
-
     def send(self, message: Message) -> bool:
-        return self.send_frame(encode(message, schema_version=self._schema.version))
+        return self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes) -> bool:
         if not self.online or self.peer not in self._server.clients:
@@ -110,12 +100,11 @@ class LoopbackClient:
         return True
 
     def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]:
-        return [received(frame, TrainerMessage, self._schema.note) for _, frame in self._inbox.take_all(timeout_s)]
+        return [received(frame, TrainerMessage) for _, frame in self._inbox.take_all(timeout_s)]
 
     def reset(self) -> None:
         self._server.clients.pop(self.peer, None)
         self._resets += 1
-        self._schema = TrainerSchema()
         self._inbox = _Mailbox()
         self._server.clients[self.peer] = self._inbox
 

@@ -126,12 +126,10 @@ def write_run(folder: Path, num_groups: int = 120, num_prompts: int = 40) -> Pat
             take_step(journal, run, step, trainable[(step - 1) * PER_STEP : step * PER_STEP])
         journal.bury(DeadLetter(0, 3, 1, 3, "data", "reward_failed", "<b>the reward raised</b>"))
     for step in (9, 10):
-        state = {"log_history": [{"step": 1, "loss": 0.125}, {"step": step, "loss": -0.5, "grad_norm": 2.5}]}
-        place = run / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json"
-        place.parent.mkdir(parents=True)
-        place.write_text(json.dumps(state))
-        place.with_name("pipeline_state.json").write_text(json.dumps({"step": step, "run_id": "view"}))
-        place.with_name("adapter_config.json").write_text("{}")
+        place = run / "checkpoints" / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        (place / "pipeline_state.json").write_text(json.dumps({"step": step, "run_id": "view"}))
+        (place / "adapter_config.json").write_text("{}")
     write_timeline(run, num_steps=len(trainable) // PER_STEP)
     lines = [
         {"version": v, "step": v, "score": v / 20, "num_prompts": 8, "num_scored": 8, "metric": "correct"}
@@ -165,7 +163,7 @@ def take_step(journal: Journal, run: Path, step: int, group_ids: list[str]) -> N
 
 
 def step_line(step: int) -> dict[str, Any]:
-    """Lines before step 11 are of a release that left losses to its checkpoints, and told no advantages."""
+    """Return the line of a step; those before step 11 have no loss."""
     losses = {"loss": -1 / step, "grad_norm": 0.5} if step > 10 else {}
     return losses | {
         "step": step, "t": START + 2 * step, "wait_s": 0.5, "step_s": 1.5, "tokens": 400, "reward": 1 - 1 / step,

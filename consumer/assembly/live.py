@@ -43,7 +43,6 @@ from protocol.service.exposition import Watch
 from protocol.throttle import Throttle
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.handshake import TrainerNeeds
-from protocol.wire.schemas import newer_than_oldest
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
 
@@ -202,7 +201,6 @@ def _terms(
         reward_names=config.reward_names,
         engine_quantization=str(config.engine.get("quantization") or ""),
         quantization=config.model.quantization or "",
-        newer=tuple(newer_than_oldest(config.sampling.message)),
     )
     return SessionTerms(
         needs,

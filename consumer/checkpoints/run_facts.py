@@ -14,8 +14,8 @@ import msgspec
 
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, JournalError
+from protocol.wire.codec import SCHEMA_VERSION
 from protocol.wire.digests import base_model_digest, tokenizer_digest
-from protocol.wire.schemas import JOURNAL_SCHEMAS, group_schema
 
 Facts = dict[str, str]
 
@@ -51,7 +51,7 @@ def run_facts(
         "tokenizer_digest": tokenizer_digest(model_folder, trust_remote_code=config.model.trust_remote_code),
         "reward_names": list(config.reward_names),
         "reward_weights": list(config.reward_weights),
-        "wire_schema": group_schema(*_newer_fields(config)),
+        "wire_schema": SCHEMA_VERSION,
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
         "sampling": msgspec.structs.asdict(config.sampling.message),
@@ -66,19 +66,9 @@ def run_facts(
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 
-def _newer_fields(config: RunConfig) -> list[str]:
-    """Of Group, those that this run may use."""
-    outside = bool(config.posted_rewards) or config.environment.atropos
-    return [
-        *(["token_versions"] if config.swap.spans_versions or outside else []),
-        *(["sampled", "episodes"] if config.environment.factory or outside else []),
-    ]
-
-
 def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
-    """What is known of both and differs. Journals of older releases do not know every fact."""
     for name, fact in _MUST_BE_EQUAL.items():
-        if before.get(name, now.get(name)) != now.get(name):
+        if before.get(name) != now.get(name):
             yield name, fact
 
 
@@ -90,23 +80,20 @@ def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
             raise ConfigError(
                 f"{fact.key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
             )
-    is_readable = int(before.get("wire_schema", 1)) in JOURNAL_SCHEMAS
-    return is_readable and all(fact.decides != "groups" for _, fact in changed)
+    return int(before["wire_schema"]) == SCHEMA_VERSION and all(fact.decides != "groups" for _, fact in changed)
 
 
 def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
     """Whether the batches that were recorded under the facts `before` can be trained again now. Raises ConfigError if the
     configuration does not fit them, JournalError if their groups are those of a newer release."""
-    schema_version = int(before.get("wire_schema", 1))
-    if schema_version not in JOURNAL_SCHEMAS:
+    if int(before["wire_schema"]) != SCHEMA_VERSION:
         raise JournalError(
-            f"{journal_file} has groups of protocol schema {schema_version}, this release reads up to "
-            f"{JOURNAL_SCHEMAS[-1]}; use its release"
+            f"{journal_file} has groups of protocol schema {before['wire_schema']}, this release reads {SCHEMA_VERSION}; use the "
+            "release that wrote them"
         )
-    before = {"initial_adapter_digest": "", "quantization": ""} | before  # journals of older releases know none of them
     for name, fact in _changes(before, now):
         raise ConfigError(
-            f"--from-journal: {fact.key} is {now.get(name) or 'not given'}, the run was made with {before[name] or 'none'}"
+            f"--from-journal: {fact.key} is {now.get(name) or 'not given'}, the run was made with {before.get(name) or 'none'}"
         )
 
 

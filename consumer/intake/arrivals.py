@@ -18,7 +18,6 @@ from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Group, Message, Nack
-from protocol.wire.schemas import group_schema
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, InvalidGroupError
@@ -30,7 +29,6 @@ COMMIT_ROWS = 32
 COMMIT_AFTER_S = 0.005
 
 _MAX_UNWRITTEN = 1024  # groups
-_NEWER_FIELDS = ("token_versions", "sampled", "episodes")  # of a Group, which a release that knows none must not get
 _MAX_BAD_FRAMES = 32  # per commit; the others are only counted
 
 
@@ -76,11 +74,10 @@ class Arrivals:
         if len(self._unwritten) < _MAX_UNWRITTEN:
             if not self._unwritten:
                 self._oldest_unwritten_at = self.clock()
-            schema = group_schema(*(name for name in _NEWER_FIELDS if getattr(message, name)))
             missing = b""
             if message.missing:
                 missing, message = msgpack.encode(message.missing), structs.replace(message, missing=())
-            frame = encode(message, schema_version=schema)
+            frame = encode(message)
             self._unwritten[group.group_id] = peer, Delivery(group, frame, session.name, missing, session.of_this_run)
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:

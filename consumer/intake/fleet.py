@@ -87,10 +87,8 @@ class Fleet:
             )
             self.channel.send(peer, terms.bundle.answer)
             return
-        found = problems(
-            terms.needs, hello.facts, hello.swap_mode,
-            is_of_release_before=not hello.release,  # which does not say it
-        ) + turn_problems(hello, terms.turns.ids if terms.turns else None)  # fmt: skip
+        found = problems(terms.needs, hello.facts, hello.swap_mode)
+        found += turn_problems(hello, terms.turns.ids if terms.turns else None)
         if found:
             self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
             self.channel.send(peer, Reject(found))
@@ -103,7 +101,7 @@ class Fleet:
         self._release(hello.producer, keep=hello.held)
         leases = self.buffer.leased_to(hello.producer)
         evaluations = self.evaluations.release(hello.producer, keep=hello.held)
-        of_this_run = hello.run_id == terms.run_id if hello.run_id else terms.resumed  # the release before names none
+        of_this_run = hello.run_id == terms.run_id
         answers = self.buffer.adopt(
             hello.producer,
             [lease_id for lease_id in hello.held if lease_id not in leases | evaluations],
@@ -117,8 +115,9 @@ class Fleet:
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
             hello.host, hello.region, hello.metrics, shares_gpu,
         )  # fmt: skip
-        release = hello.release or "unknown"
-        logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
+        logger.info(
+            "producer %s joined (release %s, up to %d groups at once)", hello.producer, hello.release, hello.capacity
+        )
         newest = self.store.newest
         self.channel.send(peer, Welcome(terms.run_id, terms.session, newest, terms.heartbeat_interval_s))
         for lease_id, wanted in answers.items():

@@ -18,7 +18,6 @@ from protocol.errors import BundleError, ExitCode, IncompatiblePeerError, NoAnsw
 from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import BlobChunk, BlobMissing, BundleOffer, BundleRequest, Reject, TrainerMessage
-from protocol.wire.schemas import SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +82,8 @@ class BundleFetch:
                 match message:
                     case BundleOffer():
                         return message
-                    case Reject(problems) if channel.schema_version == SCHEMA_VERSION:
+                    case Reject(problems):
                         raise BundleError("\n  ".join(["the trainer gives this producer no bundle:", *problems]))
-                    case Reject():
-                        raise IncompatiblePeerError(
-                            "the trainer is of the release before, which has no bundles: start this producer with --config FILE, "
-                            "or upgrade the trainer"
-                        )
 
     def _download(self, channel: ZmqClient, offer: BundleOffer) -> bytes | None:
         """None if the trainer has another bundle by now."""

@@ -42,7 +42,6 @@ from protocol.wire.messages import (
     Welcome,
 )
 from protocol.wire.policy_messages import BlobChunk, BlobMissing, PolicyInfo, PolicyOffer, RelayPeers
-from protocol.wire.schemas import SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class Link(threading.Thread):
         self._downloads = PolicyDownloads(self._source, events)
         self._sender = Sender(self._channel, self._outbox, self._source, hello, counters, workload)
         self._run_id = self._session = ""
-        self._schema_version = SCHEMA_VERSION  # of the last greeting
         self._say = Throttle(logger)
 
     @property
@@ -137,10 +135,8 @@ class Link(threading.Thread):
         self._connection.remind(now)
         if self._connection.hello_unanswered(now):
             self._reconnect()
-        if self._connection.hello_due(now):
-            self._schema_version = self._channel.schema_version
-            if self._sender.greet(self._run_id):
-                self._connection.hello_at = now
+        if self._connection.hello_due(now) and self._sender.greet(self._run_id):
+            self._connection.hello_at = now
 
     def _lose(self, reason: str) -> None:
         if self.connected:
@@ -220,16 +216,11 @@ class Link(threading.Thread):
         return False
 
     def _take_refusal(self, problems: list[str]) -> None:
-        """A trainer of the release before refuses everything but its own schema: no verdict on this producer."""
+        """End the producer, unless the refusal answers a greeting over an earlier connection."""
         if self.connected:
             self._lose("the trainer is of another release now")
-        elif self._connection.hello_at is None:
-            pass  # left over from before the reset
-        elif self._channel.schema_version == self._schema_version:
+        elif self._connection.hello_at is not None:
             raise IncompatiblePeerError("the trainer refused this producer:\n  " + "\n  ".join(problems))
-        else:
-            logger.info("the trainer is of the release before: greeting it in schema %d", self._channel.schema_version)
-            self._connection.hello_at = None
 
     def _begin_session(self, welcome: Welcome) -> None:
         if welcome.session != self._session:

@@ -15,8 +15,7 @@ from producer.state import Counters, Workload
 from protocol import __version__
 from protocol.transport.channel import ClientChannel
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import Group, Heartbeat, Hello, Nack, PolicyRequest
-from protocol.wire.schemas import SINCE_MESSAGES
+from protocol.wire.messages import Group, Heartbeat, Hello, Nack
 
 
 @dataclass
@@ -51,8 +50,7 @@ class Sender:
             self.channel.send(self._heartbeat())
         for answer in self.outbox.due(now):
             self._send_answer(answer, now)
-        knows_offers = self.channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
-        for request in self.source.due_requests(now, knows_offers=knows_offers):
+        for request in self.source.due_requests(now):
             self.channel.send(request)
 
     def _send_answer(self, answer: Group | Nack, now: float) -> None:

@@ -41,11 +41,11 @@ class Download:
     chunks_began_at: float = 0.0
     _offer_asked_at: float = -math.inf
 
-    def due_requests(self, now: float, *, knows_offers: bool) -> list[PolicyRequest | BlobRequest]:
+    def due_requests(self, now: float) -> list[PolicyRequest | BlobRequest]:
         """What to ask for now: the offer, then chunks; and what stayed unanswered for too long."""
         if self.is_aside:
             return []
-        if self.offer is None and knows_offers:
+        if self.offer is None:
             if now - self._offer_asked_at < _REPEAT_AFTER_S:
                 return []
             self._offer_asked_at = now
@@ -97,10 +97,8 @@ class TrainerSource:
             if not download.is_aside:  # else its thread does
                 download.release()
 
-    def due_requests(self, now: float, *, knows_offers: bool = True) -> list[PolicyRequest | BlobRequest]:
-        """A trainer of the release before knows no offers."""
-        downloads = self._downloads.values()
-        return [request for each in downloads for request in each.due_requests(now, knows_offers=knows_offers)]
+    def due_requests(self, now: float) -> list[PolicyRequest | BlobRequest]:
+        return [request for each in self._downloads.values() for request in each.due_requests(now)]
 
     def forget_requests(self) -> None:
         """The connection is gone, and every request with it."""
@@ -116,11 +114,8 @@ class TrainerSource:
             case PolicyOffer() if download.offer is None:
                 download.offer = message
                 self._aside(download, partial(self._find, download, message))
-            case BlobChunk() if (blob := download.receive(message)) is not None:
-                if download.found is None:  # a trainer of the release before
-                    self._finish(download, download.downloaded(blob, is_verified=False))
-                else:
-                    self._aside(download, partial(self._verify, download, download.found, blob))
+            case BlobChunk() if download.found and (blob := download.receive(message)) is not None:
+                self._aside(download, partial(self._verify, download, download.found, blob))
             case BlobMissing():
                 download.release()
                 self._finish(download, None)

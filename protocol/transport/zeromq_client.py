@@ -18,7 +18,7 @@ import zmq
 from protocol.errors import ConfigError
 from protocol.security.keys import ProducerKeys, fingerprint
 from protocol.throttle import Throttle
-from protocol.transport.channel import BadFrame, TrainerSchema
+from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, curve_client, read, take
 from protocol.wire.messages import Message, TrainerMessage
 
@@ -63,7 +63,6 @@ class ZmqClient(ZmqChannel):
         self._watch.end()
         self._shut()
         self._resets += 1
-        self._schema = TrainerSchema()
         # Nobody else can guess it and so keep this producer out: a ROUTER ignores who comes under an id in use.
         routing_id = f"{self._name}/{self._resets}/{secrets.token_hex(8)}".encode()
         options: dict[int, Any] = {
@@ -92,13 +91,9 @@ class ZmqClient(ZmqChannel):
         """Why the last handshake failed, as the predicate of a sentence about the trainer; "" if none did."""
         return self._watch.problem
 
-    @property
-    def schema_version(self) -> int:
-        return self._schema.version
-
     def send(self, message: Message) -> bool:
         try:
-            self._of(message).send(self._frame(message, self._schema.version), NOBLOCK)
+            self._of(message).send(self._frame(message), NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -110,7 +105,7 @@ class ZmqClient(ZmqChannel):
         for socket in self._wait(timeout_s):
             for _ in range(BURST):
                 try:
-                    arrived.append(read(*take(socket), TrainerMessage, self._schema.note))
+                    arrived.append(read(*take(socket), TrainerMessage))
                 except zmq.Again:
                     break
         return arrived

@@ -14,7 +14,6 @@ from protocol.security.keys import SecretKey
 from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_sockets import NOBLOCK, ZmqChannel, curve_client, read, take
 from protocol.wire.policy_messages import RelayMessage, RelayRequest
-from protocol.wire.schemas import SCHEMA_VERSION
 
 _QUEUE = 32  # messages in each direction
 
@@ -42,7 +41,7 @@ class RelayConnection(ZmqChannel):
 
     def send(self, message: RelayRequest) -> bool:
         try:
-            self.sockets[0].send(self._frame(message, SCHEMA_VERSION), NOBLOCK)
+            self.sockets[0].send(self._frame(message), NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -52,7 +51,7 @@ class RelayConnection(ZmqChannel):
         for socket in self._wait(timeout_s):
             for _ in range(_QUEUE):
                 try:
-                    arrived.append(read(*take(socket), RelayMessage, lambda schema: None))
+                    arrived.append(read(*take(socket), RelayMessage))
                 except zmq.Again:
                     break
         return arrived

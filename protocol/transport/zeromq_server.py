@@ -9,7 +9,6 @@ and counted.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from protocol.security.authenticator import ZAP_DOMAIN, Authenticator
 from protocol.security.authorized_keys import AuthorizedKeys, KeyRing
 from protocol.security.keys import SecretKey, TrainerKeys, identity_of
 from protocol.security.rejections import Refusals
-from protocol.transport.channel import BadFrame, PeerSchemas
+from protocol.transport.channel import BadFrame
 from protocol.transport.connection_guard import ConnectionGuard
 from protocol.transport.ipc import endpoint_error, ipc_lock
 from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, read, take
@@ -58,7 +57,6 @@ class ZmqRouter(ZmqChannel):
         max_received_bytes = max_received_bytes or max_message_bytes
         self.refusals = Refusals()
         self._kinds = kinds
-        self._schemas = PeerSchemas()
         self._authorized = keys.authorized if keys else None
         self._authenticator: Authenticator | None = None
         with ExitStack() as closing:
@@ -93,11 +91,10 @@ class ZmqRouter(ZmqChannel):
 
     def send(self, peer: bytes, message: Message) -> bool:
         try:
-            frame, socket = self._frame(message, self._schemas[peer]), self._of(message)
+            frame, socket = self._frame(message), self._of(message)
             socket.send(peer, _PEER)
             socket.send(frame, NOBLOCK)
         except zmq.ZMQError:
-            self._schemas.forget(peer)
             return False
         return True
 
@@ -134,7 +131,7 @@ class ZmqRouter(ZmqChannel):
         if len(peer) > _MAX_ROUTING_ID_BYTES:
             self.refusals("unreadable", f"a message under a routing id of {len(peer)} bytes")
             return None
-        message = read(frame, num_frames, self._kinds, partial(self._schemas.note, peer))
+        message = read(frame, num_frames, self._kinds)
         return message if self._authorized is None or self._is_own_name(peer, message, user) else None
 
     def _is_own_name(self, peer: bytes, message: Any, user: bytes) -> bool:

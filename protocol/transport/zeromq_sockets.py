@@ -5,7 +5,6 @@ Guarantee: no frame above `max_message_bytes` is accepted or sent, and a message
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -54,10 +53,10 @@ def take(socket: "zmq.Socket[bytes]") -> tuple[bytes, int]:
     return frame, num_frames
 
 
-def read(frame: bytes, num_frames: int, kinds: Any, note_schema: Callable[[int], None]) -> Any:
+def read(frame: bytes, num_frames: int, kinds: Any) -> Any:
     if num_frames > 1:
         return BadFrame(f"message of {num_frames} frames, expected 1", frame=frame)
-    return received(frame, kinds, note_schema)
+    return received(frame, kinds)
 
 
 class ZmqChannel:
@@ -93,8 +92,8 @@ class ZmqChannel:
         assert self.sockets, "channel is closed"
         return self.sockets[-1 if isinstance(message, BLOB_MESSAGES) else 0]
 
-    def _frame(self, message: Message, schema_version: int) -> bytes:
-        frame = encode(message, schema_version=schema_version)
+    def _frame(self, message: Message) -> bytes:
+        frame = encode(message)
         if len(frame) > self._max_message_bytes:
             limit = f"transport.max_message_bytes={self._max_message_bytes}"
             raise CodecError(f"{type(message).__name__} of {len(frame)} bytes is above {limit}")

@@ -12,13 +12,11 @@ The time to decode grows with the length of the frame and with nothing else. Pyt
 tuples, so all keys of a map can be made to collide, and building it takes the square of its length. Therefore a map of more than
 15 entries must have text for keys, at any depth of a prompt or a column.
 
-A frame names its schema version and has the fields of that schema only. Fields that are newer are left out when a message is
-encoded for an older schema, are refused in a frame of that schema, and have their defaults in the decoded message.
+A frame names its schema version; a frame of another version is refused, with one sentence that names both.
 """
 
 import struct
 import threading
-from collections.abc import Container
 from functools import cache, reduce
 from operator import or_
 from typing import Any, get_args
@@ -26,15 +24,16 @@ from typing import Any, get_args
 import msgspec
 from isal.isal_zlib import crc32
 
-from protocol.wire.messages import Lease, Message, Sampling
-from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES
+from protocol.wire.messages import Lease, Message
+
+SCHEMA_VERSION = 1
+"""The version of the wire, and of the groups in a journal. Raise it with every change of a message."""
 
 _MAGIC = b"SL"
 _VERSION = struct.Struct("<2sH")
 _CRC = struct.Struct("<I")
+_HEAD = _VERSION.pack(_MAGIC, SCHEMA_VERSION)
 PREFIX_BYTES = _VERSION.size + _CRC.size
-
-_VERSIONED = {kind for kind in SINCE if kind not in get_args(Message)}  # parts of messages
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -46,52 +45,20 @@ class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
     columns: dict[str, msgspec.Raw]
 
 
-@cache
-def _nested(message: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields of a message, as of any schema, that hold another struct whose fields came with several schemas."""
-    names = {kind.__name__ for kind in _VERSIONED}  # which their older forms have too
-    types = {field.name: field.type for field in msgspec.structs.fields(message)}
-    return {name: kind for name, kind in types.items() if getattr(kind, "__name__", "") in names}
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    return msgspec.field(default=field.default, default_factory=field.default_factory)  # type: ignore[call-overload]
-
-
-@cache
-def _as_of(
-    schema_version: int, message: type[msgspec.Struct], form: type[msgspec.Struct] | None = None
-) -> type[msgspec.Struct]:
-    """The type of a message in that schema, made of `form`, a type with the same fields, where it is given."""
-    kind = form or message
-    newer = {name for name, since in SINCE.get(message, {}).items() if since > schema_version}
-    nested = {name: _as_of(schema_version, of) for name, of in _nested(message).items()}
-    if not newer and all(nested[name] is of for name, of in _nested(message).items()):
-        return kind
-    fields = [
-        (field.name, nested.get(field.name, field.type), _default(field))
-        for field in msgspec.structs.fields(kind)
-        if field.name not in newer
-    ]
-    tag = kind.__struct_config__.tag
-    return msgspec.defstruct(kind.__name__, fields, frozen=True, forbid_unknown_fields=True, tag=tag)
-
-
 _one_builds = threading.Lock()
 """While one thread still looks up nested types, msgspec 0.22 gives the type to another thread, whose decoder then crashes."""
 
 
-def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
-    """The decoder of such messages, and the message's own type by the type that the decoder returns."""
+def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of messages of these kinds."""
     with _one_builds:
-        return _built(kinds, schema_version)
+        return _built(kinds)
 
 
 @cache
-def _built(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
-    each = [kind for kind in get_args(kinds) or (kinds,) if SINCE_MESSAGES.get(kind, 1) <= schema_version]
-    kind_of = {_as_of(schema_version, kind, _PackedLease if kind is Lease else None): kind for kind in each}
-    return msgspec.msgpack.Decoder(reduce(or_, kind_of)), kind_of
+def _built(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    each = [_PackedLease if kind is Lease else kind for kind in get_args(kinds) or (kinds,)]
+    return msgspec.msgpack.Decoder(reduce(or_, each))
 
 
 _anything = msgspec.msgpack.Decoder(Any)
@@ -112,36 +79,25 @@ class SchemaMismatchError(CodecError):
     """A well-formed frame of another schema version: the peer runs another release."""
 
     def __init__(self, peer_version: int) -> None:
-        readable = " and ".join(map(str, READABLE_SCHEMAS))
-        super().__init__(f"peer speaks protocol schema {peer_version}, this process speaks {readable}")
+        super().__init__(f"peer speaks protocol schema {peer_version}, this process speaks {SCHEMA_VERSION}")
         self.peer_version = peer_version
 
 
-def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
-    """Returns the frame of `message`, without the fields that are newer than `schema_version`; `CodecError` if a free-form
-    field (a prompt or a dataset column) holds a value that msgpack cannot carry, or that the peer would refuse."""
+def encode(message: Message) -> bytes:
+    """Return the frame of `message`. Raise `CodecError` if a free-form field (a prompt or a dataset column) holds a value that
+    msgpack cannot carry, or that the peer would refuse."""
     try:
-        if SINCE_MESSAGES.get(type(message), 0) > schema_version:
-            raise ValueError(f"schema {schema_version} does not have it")
-        kind = _as_of(schema_version, type(message))
-        body = _encoder.encode(message if kind is type(message) else _copied(message, kind))
+        body = _encoder.encode(message)
         if isinstance(message, Lease):
-            _decoded(
-                memoryview(body), Message, schema_version
-            )  # what the peer would refuse must not leave: the lease would go out for ever
+            _decoded(memoryview(body), Lease)  # a lease that the peer refuses would be sent again for the whole run
     except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise CodecError(f"cannot encode {type(message).__name__}: {error}") from error
-    version = _VERSION.pack(_MAGIC, schema_version)
-    return version + _CRC.pack(crc32(body, crc32(version))) + body
+    return _HEAD + _CRC.pack(crc32(body, crc32(_HEAD))) + body
 
 
-def schema_of(frame: bytes | memoryview) -> int:
-    return int(_VERSION.unpack(frame[: _VERSION.size])[1])
-
-
-def decode(frame: bytes | memoryview, kinds: Any = Message, readable_schemas: Container[int] = READABLE_SCHEMAS) -> Any:
-    """Returns the message in `frame`, of one of `kinds`. An intact frame of a schema that is not readable raises
-    `SchemaMismatchError`, and whatever else is not one such message `CodecError`."""
+def decode(frame: bytes | memoryview, kinds: Any = Message) -> Any:
+    """Return the message in `frame`, of one of `kinds`. Raise `SchemaMismatchError` for an intact frame of another schema, and
+    `CodecError` for anything else that is not one such message."""
     if len(frame) < PREFIX_BYTES:
         raise CodecError(f"frame of {len(frame)} bytes is shorter than the {PREFIX_BYTES}-byte prefix")
     view = memoryview(frame)
@@ -151,35 +107,22 @@ def decode(frame: bytes | memoryview, kinds: Any = Message, readable_schemas: Co
         raise CodecError(f"frame starts with {magic!r}, not {_MAGIC!r}")
     if _CRC.unpack(crc)[0] != crc32(body, crc32(version)):
         raise CodecError("checksum mismatch")
-    if schema_version not in readable_schemas:
+    if schema_version != SCHEMA_VERSION:
         raise SchemaMismatchError(schema_version)
     try:
-        return _decoded(body, kinds, schema_version)
+        return _decoded(body, kinds)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise CodecError(f"body refused: {error}") from error
 
 
-def _decoded(body: memoryview, kinds: Any, schema_version: int) -> Any:
-    decoder, kind_of = _decoder(kinds, schema_version)
-    message = decoder.decode(body)
-    kind = kind_of[type(message)]
-    if kind is type(message):
+def _decoded(body: memoryview, kinds: Any) -> Any:
+    message = _decoder(kinds).decode(body)
+    if not isinstance(message, _PackedLease):
         return message
-    if kind is not Lease:
-        return _copied(message, kind)
     fields = msgspec.structs.asdict(message)
-    fields["sampling"] = _copied(message.sampling, Sampling)
     fields["prompt"] = _unpacked(message.prompt)
     fields["columns"] = {name: _unpacked(packed) for name, packed in message.columns.items()}
     return Lease(**fields)
-
-
-def _copied(message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """A `kind` with the fields that `message` has too. Its other fields have their defaults."""
-    if type(message) is kind:
-        return message
-    values = {name: getattr(message, name) for name in kind.__struct_fields__ if hasattr(message, name)}
-    return kind(**values | {name: _copied(values[name], of) for name, of in _nested(kind).items() if name in values})
 
 
 def _unpacked(packed: msgspec.Raw, nesting: int = 0) -> Any:

@@ -26,12 +26,9 @@ class TrainerNeeds:
     reward_names: tuple[str, ...]
     engine_quantization: str = ""  # as the trainer's configuration says it; "": none
     quantization: str = ""  # of the trainer's base; "": none
-    newer: tuple[str, ...] = ()  # fields of `Sampling` that a producer of the release before does not know
 
 
-def problems(
-    needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter", *, is_of_release_before: bool = False
-) -> list[str]:
+def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
     """Every reason to refuse an engine, with its fix. With the `swap_mode` `merged` it needs no LoRA slots."""
     slots = swap_mode == "adapter"
     checks = (
@@ -83,10 +80,6 @@ def problems(
             f"the trainer's base is quantized as {needs.quantization or 'none'}, the producer's file says "
             f"{facts.trainer_quantization[:_SHOWN] or 'none'}: give both the same model.quantization",
         ),
-        (
-            is_of_release_before and bool(needs.newer),
-            f"the producer is of an older release, which knows no sampling.{', sampling.'.join(needs.newer)}: upgrade it",
-        ),
     )
     return [problem for is_one, problem in checks if is_one]
 
@@ -101,8 +94,8 @@ def turn_problems(hello: Hello, trainer_gpus: Collection[str] | None) -> list[st
         return [found] if hello.takes_turns else []
     if not hello.gpus:
         return [
-            "the producer does not say which GPU it uses, as those of an older release, and the trainer takes turns on its own "
-            "(pipeline.gpu: turns): upgrade the producer"
+            "the producer does not name its GPU, and the trainer takes turns on its own (pipeline.gpu: turns): start the "
+            "producer with --gpu"
         ]
     if not hello.takes_turns and not set(hello.gpus).isdisjoint(trainer_gpus):
         return [

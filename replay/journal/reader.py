@@ -141,9 +141,8 @@ class JournalReader:
         return intact_frame(self.path, row.group_id, found) if found else None
 
     def missing_rewards(self, row: GroupRow) -> bytes:
-        """Why rewards of a group are missing, encoded; empty if nothing is known, as in journals of older releases."""
-        sql = "SELECT missing FROM missing_rewards WHERE seq = ?"
-        found = self._query(sql, (row.seq,)) if self._has("missing_rewards") else []
+        """Return why rewards of a group are missing, encoded; empty if none are."""
+        found = self._query("SELECT missing FROM missing_rewards WHERE seq = ?", (row.seq,))
         return bytes(found[0][0]) if found else b""
 
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
@@ -180,18 +179,14 @@ class JournalReader:
             last = page[-1][:2]
 
     def newest_cut(self, step: int) -> StepCut | None:
-        """As of `Journal`. Journals of older releases know none."""
-        if not self._has("cuts"):
-            return None
+        """Return what `Journal.newest_cut` returns."""
         found = self._query(NEWEST_CUT, (step,))
         return StepCut(*found[0]) if found else None
 
     def advantages(self, batch: RecordedBatch, step: int) -> dict[str, tuple[float, ...]]:
-        """Of the completions of each group of this batch in one of its steps; empty where they are not known any more, or were
-        never told, as in journals of older releases."""
-        sql = "SELECT advantages FROM advantages WHERE step = ?"
+        """Return the advantages of each group's completions in one step of this batch; empty if they are not known."""
         num_completions = int(self.facts().get("num_generations", 0))
-        found = self._query(sql, (step,)) if self._has("advantages") else []
+        found = self._query("SELECT advantages FROM advantages WHERE step = ?", (step,))
         if not found or len(found[0][0]) != 4 * num_completions * len(batch.group_ids):
             return {}
         return dict(zip(batch.group_ids, struct.iter_unpack(f"<{num_completions}f", found[0][0]), strict=True))
@@ -212,9 +207,6 @@ class JournalReader:
         problems = [text for (text,) in self._query("PRAGMA integrity_check") if text != "ok"]
         orphans = self._query("SELECT seq FROM bodies WHERE seq NOT IN (SELECT seq FROM groups)")
         return problems + [f"body {seq} belongs to no group" for (seq,) in orphans]
-
-    def _has(self, table: str) -> bool:
-        return bool(self._query("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)))
 
     def _query(self, sql: str, bindings: tuple[Any, ...] | dict[str, Any] = ()) -> list[Any]:
         with self._errors():

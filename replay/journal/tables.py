@@ -8,9 +8,8 @@ A group's row says what became of it:
     dropped   why an accepted group will not be trained after all: stale, quarantined, or configuration
     verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.prompts.rerolls`)
 
-Each later use of a group that is replayed is a row of `replays`. Journals of older releases do not have the tables `cuts` (how a
-step was cut into passes), `advantages` (of its completions) and `missing_rewards` (why rewards of a group are missing: no part of
-its body, so that the release before can read every body).
+Each later use of a group that is replayed is a row of `replays`. The table `cuts` says how a step was cut into passes,
+`advantages` has those of its completions, and `missing_rewards` says why rewards of a group are missing.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,6 @@ Guarantee: `mutant(number)` is a function of the corpus, the seed and the number
 can be made again without the others.
 """
 
-import itertools
 import math
 import random
 import struct
@@ -17,8 +16,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from protocol.wire import messages as m
-from protocol.wire.codec import PREFIX_BYTES, encode
-from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE_MESSAGES
+from protocol.wire.codec import PREFIX_BYTES, SCHEMA_VERSION, encode
 from tests.unit.protocol.samples import SAMPLES, SHA, body_of
 
 MAX_FRAME_BYTES = 65_536
@@ -125,8 +123,8 @@ def corpus() -> list[Seed]:
     # Leases are free-form; large frames cost the most time.
     weighted = SAMPLES * 4 + [lease] * 12 + extra[:3] * 8 + extra
     seeds = []
-    for message, schema_version in zip(weighted, itertools.cycle(READABLE_SCHEMAS)):
-        frame = encode(message, schema_version=max(schema_version, SINCE_MESSAGES.get(type(message), 1)))
+    for message in weighted:
+        frame = encode(message)
         seeds.append(Seed(message, frame, tuple(headers_of(frame[PREFIX_BYTES:]))))
     return seeds
 
@@ -266,6 +264,6 @@ class Mutator:
                 spoiled = source.frame[:PREFIX_BYTES] + spoiled
         spoiled = spoiled[:MAX_FRAME_BYTES]
         if resealed:
-            version = rng.choice(READABLE_SCHEMAS) if rng.random() < 0.98 else rng.randrange(65_536)
+            version = SCHEMA_VERSION if rng.random() < 0.98 else rng.randrange(65_536)
             spoiled = sealed(spoiled[: MAX_FRAME_BYTES - PREFIX_BYTES], version)
         return Mutant(spoiled, name, resealed)

@@ -23,7 +23,6 @@ from transformers import AutoTokenizer
 
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
-from protocol.wire.schemas import JOURNAL_SCHEMAS
 from tests.integration.outsiders import (
     NUM_STEPS,
     address,
@@ -122,7 +121,7 @@ class Environment:
 def groups_of(run_dir: Path) -> list[Group]:
     with contextlib.closing(sqlite3.connect(f"file:{run_dir}/journal.sqlite?mode=ro", uri=True)) as connection:
         frames = connection.execute("SELECT frame FROM bodies").fetchall()
-    return [decode(bytes(frame), Group, JOURNAL_SCHEMAS) for (frame,) in frames]
+    return [decode(bytes(frame), Group) for (frame,) in frames]
 
 
 def sequences(group: Group) -> list[tuple[tuple[int, ...], list[float]]]:

@@ -16,7 +16,6 @@ from protocol.errors import JournalError, SlipstreamError
 from protocol.wire.codec import CodecError, decode
 from protocol.wire.digests import tokenizer_digest
 from protocol.wire.messages import Group, MissingReward
-from protocol.wire.schemas import JOURNAL_SCHEMAS
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
@@ -88,7 +87,7 @@ def _why(function: str, about: list[MissingReward]) -> str:
 
 def content_of(frame: bytes, names: list[str]) -> Content:
     """What a frame that was kept says; `CodecError` or `InvalidGroupError`. `names` are those of the rewards, if they fit."""
-    message = decode(frame, readable_schemas=JOURNAL_SCHEMAS)
+    message = decode(frame)
     if not isinstance(message, Group):
         raise InvalidGroupError(f"the body is a {type(message).__name__}")
     shape = _shape_of(message)

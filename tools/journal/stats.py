@@ -90,7 +90,6 @@ def collect(reader: JournalReader) -> dict[str, Any]:
     versions: list[int] = []
     for policy in reader.policies():
         versions = _widened(versions, policy.version)
-    replays = _replays(reader)
     return {
         "run_id": reader.facts().get("run_id"),
         "file_bytes": sum(_size(Path(f"{reader.path}{suffix}")) for suffix in ("", "-wal")),
@@ -99,8 +98,7 @@ def collect(reader: JournalReader) -> dict[str, Any]:
         "groups_by_outcome": {outcome: dict(sorted(outcomes[outcome].items())) for outcome in sorted(outcomes)},
         "verdicts": dict(verdicts.most_common()),
         "attempts": [{"attempt": attempt} | _rates(attempts[attempt]) for attempt in sorted(attempts)],
-        "replays": replays,
-        "stand_ins": replays,  # its name in the release before
+        "replays": _replays(reader),
         "group_bytes": num_bytes,
         "tokens": num_tokens,
         "arrived": times,

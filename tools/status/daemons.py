@@ -17,7 +17,6 @@ from protocol.service.status import PATH, Status
 from tools.run_reader import DaemonAddress, RunReader
 
 TIMEOUT_S = 3.0
-NO_STATUS = "it is of an earlier release, which serves no status document"
 _MOST_BYTES = 16 * 2**20
 _STRANGER = "what answers there is no daemon of Slipstream"
 
@@ -56,8 +55,6 @@ def _ask(source: DaemonAddress) -> Answer:
         return Answer(source, at, error="the process exited unexpectedly")
     try:
         code, body = _get(source.address)
-        if code == http.client.NOT_FOUND and body.startswith(b"/metrics "):
-            return Answer(source, at, error=NO_STATUS)
         if code != http.client.OK:
             return Answer(source, at, error=f"{PATH} answered with status {code}")
         return Answer(source, at, msgspec.json.decode(body, type=Status))

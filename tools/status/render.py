@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tools.status.daemons import NO_STATUS
 from tools.status.text import duration, percent, plain, rate, shortened, sparkline, whole
 from tools.status.view import ProducerView, TrainerView, View
 from tools.status.warnings import Warned
@@ -204,7 +203,7 @@ def _producers(producers: Sequence[ProducerView], width: int) -> Table:
     for producer in producers:
         shown = Text(shortened(printable(producer.name), width - 62))
         if producer.error is not None:
-            table.add_row(shown, Text("older" if producer.error == NO_STATUS else "gone", "bold red"))
+            table.add_row(shown, Text("gone", "bold red"))
             continue
         version = producer.policy_version
         cells = (

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.status.daemons import NO_STATUS
 from tools.status.text import percent
 from tools.status.view import TrainerView, View
 
@@ -82,7 +81,6 @@ def _of_daemons(view: View, trainer: TrainerView) -> Iterator[Warned]:
     gone += [(address, error, "compare the address with RUN_DIR/metrics") for address, error in view.silent.items()]
     for name, error, cure in gone:
         if error:
-            cure = "use the rl-status of its release" if error == NO_STATUS else cure
             yield Warned("daemon_gone", f"{name}: {error}", cure)
     reasons = [("the trainer", trainer.not_ready)]
     reasons += [(f"producer {producer.name}", producer.not_ready) for producer in view.producers]

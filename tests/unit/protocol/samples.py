@@ -6,7 +6,6 @@ import msgspec
 
 from protocol.wire import messages as m
 from protocol.wire import policy_messages as p
-from protocol.wire.schemas import SCHEMA_VERSION, SINCE
 
 SHA = "0123456789abcdef" * 4
 POLICY = m.PolicyInfo(version=3, digest=SHA, num_bytes=70_000)
@@ -111,26 +110,7 @@ SAMPLES = [
 ]
 
 
-def body_of(message: Any, schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
-    """The message in that schema as plain Python, as any msgpack library sees it."""
-    body = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    kept = {name: value for name, value in body.items() if name not in newer_fields(type(message), schema_version)}
-    return kept | {name: body_of(part, schema_version) for name, part in parts_of(message).items()}
-
-
-def as_of(schema_version: int, message: Any) -> Any:
-    """What arrives of `message` in that schema: newer fields have their defaults."""
-    newer = newer_fields(type(message), schema_version)
-    defaults = {field.name: field.default for field in msgspec.structs.fields(type(message)) if field.name in newer}
-    parts = {name: as_of(schema_version, part) for name, part in parts_of(message).items()}
-    return msgspec.structs.replace(message, **defaults | parts)
-
-
-def parts_of(message: Any) -> dict[str, Any]:
-    """The fields of a message that hold a struct whose fields came with several schemas."""
-    values = {name: getattr(message, name) for name in message.__struct_fields__}
-    return {name: value for name, value in values.items() if type(value) in SINCE}
-
-
-def newer_fields(kind: type, schema_version: int) -> set[str]:
-    return {name for name, since in SINCE.get(kind, {}).items() if since > schema_version}
+def body_of(message: Any) -> dict[str, Any]:
+    """Return the message as plain Python, as any msgpack library sees it."""
+    body: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    return body

@@ -20,7 +20,7 @@ from tools.view.scores.questions import Policy
 
 _BESIDE_BYTES = 3 * 2**30  # libraries, and one row of a group
 _NO_POLICY = "the run has no checkpoint yet; the first one comes after trainer.save_steps steps"
-_OLD = "the journal does not say how was sampled: it is of an earlier release, or of a run that was made again from one"
+_OLD = "the journal does not say how its groups were sampled"
 
 
 class NoPolicyError(Exception):

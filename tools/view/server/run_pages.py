@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from protocol.errors import JournalError
 from replay.journal.rows import GroupRow, PolicyRow
-from tools.run_reader import EVALUATIONS, ROLLOUTS, Line
+from tools.run_reader import EVALUATIONS, Line
 from tools.status.render import render
 from tools.status.warnings import warnings
 from tools.view.index.cache import answer
@@ -28,7 +28,7 @@ from tools.view.server.rendering import fragment, page
 from tools.view.server.viewer import Viewer, written_at
 
 _TIMELINE_BYTES = 2**20  # of one producer, more than two hours
-_EVALUATION_BYTES, _ROLLOUT_BYTES = 4 * 2**20, 8 * 2**20
+_EVALUATION_BYTES = 4 * 2**20
 _MOST_STEPS, _MOST_DRAWN, _STALENESS_STEPS = 20_000, 4_000, 200
 _MINUTES, _DEFAULT_MINUTES = (5, 15, 60, 0), 60  # 0: all of it
 _STATUS_WIDTH = 110
@@ -78,7 +78,6 @@ class RunPages:
             scoring = _scoring(db, start, span[1]) if db else []
             ages = staleness_shares(steps, _versions_of_steps(db)) if db else None
         shown = lanes(times, producers, scoring, start, span[1])
-        steps = self._viewer.with_losses(steps)
         found = charts(steps, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES), shown, (start, span[1]))
         found += [ages] if ages else []
         return [chart._asdict() | {"curves": [curve._asdict() for curve in chart.curves]} for chart in found]
@@ -94,7 +93,7 @@ class RunPages:
         query = request.query_params
         with self._viewer.index() as db:
             lines = newest_lines(db, _MOST_STEPS) if db else self._viewer.run.newest_steps(_TIMELINE_BYTES)
-        found = sorted_steps(self._viewer.with_losses(lines), query)
+        found = sorted_steps(lines, query)
         return page(request, "steps.html", self._viewer.name, found=found, columns=COLUMNS)
 
     def step(self, request: Request) -> Response:
@@ -111,14 +110,11 @@ class RunPages:
             advantages = reader.advantages(batch, step)
             rows = [row for group_id in batch.group_ids if (row := reader.row(group_id)) is not None]
         with self._viewer.index() as db:
-            (line,) = self._viewer.with_losses([{"step": step} | (line_of(db, step) if db else {})])
-        are_whole = bool(advantages)
-        if not are_whole:
-            advantages = _sampled_advantages(self._viewer.run.newest_lines(ROLLOUTS, _ROLLOUT_BYTES), step)
+            line = {"step": step} | (line_of(db, step) if db else {})
         return page(
             request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
             made=made if made and made.step == step else None, line=line,
-            rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows], are_whole=are_whole,
+            rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows],
         )  # fmt: skip
 
     def policies(self, request: Request) -> Response:
@@ -154,13 +150,3 @@ def _versions_of_steps(db: apsw.Connection) -> list[Any]:
 
 def _staleness(row: GroupRow, began: PolicyRow | None) -> int | None:
     return None if began is None else began.version - row.policy_version
-
-
-def _sampled_advantages(lines: list[Line], step: int) -> dict[str, tuple[float, ...]]:
-    """Of the completions that were sampled for `rollouts.jsonl`, by group, where the journal has none."""
-    found: dict[str, tuple[float, ...]] = {}
-    for line in lines:
-        if line.get("step") == step and isinstance(line.get("advantage"), int | float):
-            group = str(line.get("group"))
-            found[group] = (*found.get(group, ()), line["advantage"])
-    return found

@@ -5,11 +5,10 @@ know within `_FRESH_S`.
 """
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import apsw
@@ -21,7 +20,7 @@ from replay.groups import InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
 from tools.journal.content import Content, ContentReader, content_of, reward_names
-from tools.run_reader import JOURNAL, Line, RunReader
+from tools.run_reader import JOURNAL, RunReader
 from tools.status.view import View
 from tools.status.watch import Watch
 from tools.view.index.builder import Builder
@@ -123,23 +122,6 @@ class Viewer:
             newest = newest_policy(reader)
             return newest, *loadable(newest, reader.facts()), content.group
 
-    def with_losses(self, lines: list[Line]) -> list[Line]:
-        """The lines of steps, with loss and gradient norm where the release that wrote them left these to its checkpoints."""
-        if all("loss" in line for line in lines):
-            return lines
-        losses = self.losses()
-        return [losses.get(line.get("step", 0), {}) | line for line in lines]
-
-    def losses(self) -> dict[int, dict[str, float]]:
-        """Loss and gradient norm by step, of those that the newest checkpoint tells of, a hundred at most."""
-        found: dict[int, dict[str, float]] = {}
-        files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=_step_of)
-        for file in files[-1:]:
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                for line in json.loads(file.read_bytes())["log_history"]:
-                    found[int(line["step"])] = {name: line[name] for name in ("loss", "grad_norm") if name in line}
-        return found
-
     def status(self) -> View:
         """What the daemons say, at most some seconds ago."""
         with self._looking:
@@ -147,12 +129,6 @@ class Viewer:
                 view = self._watch.look()
                 self._seen = (time.monotonic(), view)
             return self._seen[1]
-
-
-def _step_of(file: Path) -> int:
-    """The step of a checkpoint's file; -1 if its folder is none of ours."""
-    number = file.parent.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
 
 
 def written_at(path: Path) -> float:

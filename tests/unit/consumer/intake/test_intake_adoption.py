@@ -103,7 +103,7 @@ OTHER_RUN_S = ["1-5-0-1-old", "0-0-0-1-old"]
         ("run", False, 2),
         ("another run", True, 0),
         ("another run", False, 0),
-        ("", True, 2),  # a producer of the release before, which does not know
+        ("", True, 0),
         ("", False, 0),
     ],
 )
@@ -132,8 +132,7 @@ def test_a_group_of_another_run_is_not_judged(start: Start, journal: FillableJou
 
 @pytest.mark.parametrize("run_id", ["", "another run"])
 def test_a_lease_of_this_process_is_known_whatever_run_its_producer_names(start: Start, run_id: str) -> None:
-    """It was silent for long, and a producer of the release before names no run. Or its greeting was under way when it learned
-    of this run."""
+    """Its greeting was under way when it learned of this run."""
     trainer = start(groups_per_step=4, resumed=False)
     [lease] = trainer.producer(capacity=1).leases
     trainer.now += 7.0

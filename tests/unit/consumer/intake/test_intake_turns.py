@@ -70,8 +70,8 @@ def test_one_that_greets_again_is_waited_for_all_the_time(start: Start, monkeypa
 def test_who_would_stay_on_the_gpu_is_refused_with_the_reason(start: Start) -> None:
     turns = GpuTurns((), 10.0)
     trainer = start(turns=turns)
-    older = only(trainer.producer("older").inbox, Reject).problems
-    assert "an older release, and the trainer takes turns" in older[0]
+    [unnamed] = only(trainer.producer("unnamed").inbox, Reject).problems
+    assert "does not name its GPU" in unnamed
     [stays] = only(greet(trainer, "stays", gpus=tuple(turns.ids)).inbox, Reject).problems
     assert "does not leave it for the trainer's turns: set pipeline.gpu=turns" in stays
     [alone] = only(greet(start(), "alone", gpus=("gpu",), takes_turns=True).inbox, Reject).problems

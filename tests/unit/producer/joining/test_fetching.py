@@ -12,9 +12,8 @@ from consumer.publishing.offered_bundle import OfferedBundle
 from producer.joining.address import TrainerAddress, trainer_address
 from producer.joining.fetching import BundleFetch, FetchedBundle
 from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, digest_of
-from protocol.errors import BundleError, ConfigError, ExitCode, IncompatiblePeerError, NoAnswerError
+from protocol.errors import BundleError, ConfigError, ExitCode, NoAnswerError
 from protocol.wire.messages import BlobRequest, BundleRequest, Reject
-from tests import release_before
 from tests.unit.producer.joining.bundle_server import BundleServer, bundle_of, make_keys, offer_of, served
 from tests.unit.protocol.channel_harness import PATIENCE_S, eventually, reserve_port
 
@@ -119,24 +118,6 @@ def test_a_trainer_without_a_bundle_says_why(stack: ExitStack, short_dir: Path) 
     control = f"ipc://{short_dir}/control.ipc"
     stack.enter_context(BundleServer(control, f"{control}.blobs", offered))
     with pytest.raises(BundleError, match=r"gives this producer no bundle:\n  rewards.py is not valid Python"):
-        fetch(ipc(short_dir))
-
-
-def test_a_trainer_of_the_release_before_is_named_as_such(stack: ExitStack, short_dir: Path) -> None:
-    control = f"ipc://{short_dir}/control.ipc"
-    trainer = release_before.Trainer(control, f"{control}.blobs", digest="0" * 64, blob=b"")
-    stack.callback(trainer.close)
-    stop = threading.Event()
-
-    def answer() -> None:
-        while not stop.is_set():
-            trainer.step()
-
-    thread = threading.Thread(target=answer)
-    stack.callback(thread.join)
-    stack.callback(stop.set)
-    thread.start()
-    with pytest.raises(IncompatiblePeerError, match=r"of the release before, which has no bundles: .* --config FILE"):
         fetch(ipc(short_dir))
 
 

@@ -108,13 +108,6 @@ def test_an_offer_is_asked_for_until_it_comes_and_then_the_chunks(setup: Setup) 
     assert setup.elsewhere.claim.released
 
 
-def test_a_trainer_of_the_release_before_makes_no_offers(setup: Setup) -> None:
-    assert setup.source.due_requests(0.0, knows_offers=False) == [BlobRequest(DIGEST, 0, 10)]
-    setup.source.receive(CHUNK)
-    ((_, blob, _, probe, is_verified),) = setup.results
-    assert (blob, probe, is_verified) == (DATA, None, False)
-
-
 def test_what_is_found_elsewhere_is_taken_and_no_chunk_is_asked_for(setup: Setup) -> None:
     setup.look_elsewhere(DATA)
     setup.source.receive(OFFER)  # the answer may come twice

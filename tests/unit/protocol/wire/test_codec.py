@@ -15,15 +15,10 @@ from hypothesis import strategies as st
 from protocol.wire import codec
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
-from protocol.wire.schemas import READABLE_SCHEMAS, SINCE_MESSAGES
 from tests.fuzz.mutations import sealed
-from tests.unit.protocol.samples import SAMPLES, SHA, as_of, body_of
+from tests.unit.protocol.samples import SAMPLES, SHA, body_of
 
-every_sample = pytest.mark.parametrize(
-    ("message", "schema"),
-    [(each, schema) for each in SAMPLES for schema in READABLE_SCHEMAS if SINCE_MESSAGES.get(type(each), 1) <= schema],
-    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
-)
+every_sample = pytest.mark.parametrize("message", SAMPLES, ids=lambda value: type(value).__name__)
 
 
 def changed(message: m.Message, **fields: Any) -> bytes:
@@ -50,10 +45,10 @@ ANYTHING = st.recursive(
 )
 
 
-@given(ANYTHING, st.dictionaries(st.text(), ANYTHING, max_size=3), st.sampled_from(READABLE_SCHEMAS))
-def test_whatever_a_lease_holds_arrives(prompt: object, columns: dict[str, object], schema: int) -> None:
+@given(ANYTHING, st.dictionaries(st.text(), ANYTHING, max_size=3))
+def test_whatever_a_lease_holds_arrives(prompt: object, columns: dict[str, object]) -> None:
     lease = msgspec.structs.replace(sample(m.Lease), prompt=prompt, columns=columns)
-    assert decode(encode(lease, schema_version=schema)) == as_of(schema, lease)
+    assert decode(encode(lease)) == lease
 
 
 def test_threads_that_decode_for_the_first_time_build_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,40 +77,40 @@ def test_the_frame_byte_by_byte() -> None:
     """If this fails, the wire changed: raise SCHEMA_VERSION."""
     frame = encode(m.Bye(reason="finished"))
     body = b"\x82" + b"\xa4type" + b"\xa3bye" + b"\xa6reason" + b"\xa8finished"
-    assert frame[:4] == b"SL\x02\x00"
-    assert frame[4:8] == struct.pack("<I", zlib.crc32(b"SL\x02\x00" + body)) == bytes.fromhex("261ee38e")
+    assert frame[:4] == b"SL\x01\x00"
+    assert frame[4:8] == struct.pack("<I", zlib.crc32(b"SL\x01\x00" + body)) == bytes.fromhex("01193d8c")
     assert frame[8:] == body
     assert PREFIX_BYTES == 8
 
 
 @every_sample
-def test_plain_msgpack_reads_any_body_and_its_own_body_is_read(message: m.Message, schema: int) -> None:
-    body = msgpack.unpackb(encode(message, schema_version=schema)[8:])
-    assert body == body_of(message, schema)
-    assert decode(sealed(msgpack.packb(body), schema)) == as_of(schema, message)
+def test_plain_msgpack_reads_any_body_and_its_own_body_is_read(message: m.Message) -> None:
+    body = msgpack.unpackb(encode(message)[8:])
+    assert body == body_of(message)
+    assert decode(sealed(msgpack.packb(body))) == message
 
 
 @every_sample
-def test_every_single_bit_flip_is_refused(message: m.Message, schema: int) -> None:
-    frame = bytearray(encode(message, schema_version=schema))
+def test_every_single_bit_flip_is_refused(message: m.Message) -> None:
+    frame = bytearray(encode(message))
     for bit in range(8 * len(frame)):
         frame[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CodecError):
             decode(bytes(frame))
         frame[bit // 8] ^= 1 << bit % 8
-    assert decode(bytes(frame)) == as_of(schema, message)
+    assert decode(bytes(frame)) == message
 
 
 @every_sample
-def test_every_truncation_and_every_extension_is_refused(message: m.Message, schema: int) -> None:
-    frame = encode(message, schema_version=schema)
+def test_every_truncation_and_every_extension_is_refused(message: m.Message) -> None:
+    frame = encode(message)
     for length in range(len(frame)):
         with pytest.raises(CodecError):
             decode(frame[:length])
     with pytest.raises(CodecError, match="checksum"):
         decode(frame + b"\x00")
     with pytest.raises(CodecError, match="trailing"):
-        decode(sealed(frame[8:] + b"\x00", schema))
+        decode(sealed(frame[8:] + b"\x00"))
 
 
 def test_the_reason_of_a_refusal() -> None:
@@ -139,17 +134,16 @@ def test_the_reason_of_a_refusal() -> None:
 @example(b"\xc7\x0c\xff" + b"\xff" * 12)  # a timestamp with two billion nanoseconds
 @example(b"\xdf\xff\xff\xff\xff")  # a map of 2**32 - 1 entries in five bytes
 def test_only_codec_errors_escape_random_bodies_with_a_correct_checksum(body: bytes) -> None:
-    for schema in READABLE_SCHEMAS:
-        with pytest.raises(CodecError):
-            decode(sealed(body, schema))
+    with pytest.raises(CodecError):
+        decode(sealed(body))
 
 
-@pytest.mark.parametrize("version", [0, 3, 7, 65_535])
+@pytest.mark.parametrize("version", [0, 2, 7, 65_535])
 def test_another_schema_version_is_named(version: int) -> None:
     with pytest.raises(SchemaMismatchError) as caught:
-        decode(encode(m.Bye(reason="finished"), schema_version=version))
+        decode(sealed(msgpack.packb(body_of(m.Bye(reason="finished"))), version))
     assert caught.value.peer_version == version
-    assert str(caught.value) == f"peer speaks protocol schema {version}, this process speaks 1 and 2"
+    assert str(caught.value) == f"peer speaks protocol schema {version}, this process speaks 1"
 
 
 def test_another_schema_version_wins_over_a_body_that_is_unknown_here() -> None:
@@ -215,13 +209,13 @@ def test_a_body_that_breaks_the_schema_is_refused_with_the_field(
 
 
 @every_sample
-def test_a_missing_field_is_refused(message: m.Message, schema: int) -> None:
+def test_a_missing_field_is_refused(message: m.Message) -> None:
     required = [field.encode_name for field in msgspec.structs.fields(type(message)) if field.required]
     for name in ["type", *required]:
-        body = body_of(message, schema)
+        body = body_of(message)
         del body[name]
         with pytest.raises(CodecError, match=name):
-            decode(sealed(msgpack.packb(body), schema))
+            decode(sealed(msgpack.packb(body)))
 
 
 NESTING = 100_000

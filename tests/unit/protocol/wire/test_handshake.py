@@ -1,7 +1,5 @@
 """Each reason to refuse an engine, alone and together, with its fix."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
@@ -97,14 +95,6 @@ def test_all_problems_together_fit_into_one_reject() -> None:
     assert found == [problem for _, problem in PROBLEMS]
     message = Reject(problems=found)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Reject) == message
-
-
-def test_a_producer_of_the_release_before_cannot_be_asked_for_what_it_does_not_know() -> None:
-    needs = replace(NEEDS, newer=("stop", "ignore_eos"))
-    assert problems(needs, FACTS) == problems(NEEDS, FACTS, is_of_release_before=True) == []
-    assert problems(needs, FACTS, is_of_release_before=True) == [
-        "the producer is of an older release, which knows no sampling.stop, sampling.ignore_eos: upgrade it"
-    ]
 
 
 def test_what_a_peer_sends_at_will_is_not_repeated_at_any_length() -> None:

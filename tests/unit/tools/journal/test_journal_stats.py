@@ -33,7 +33,7 @@ def test_stats_for_programs(journal: Journal, command: Command) -> None:
         "attempts": [
             {"attempt": 1, "groups": 10, "scored": 20, "success_rate": 0.5, "groups_with_success": 1.0},
         ],
-        **{key: {"uses": 0, "groups": 0, "mean_age_versions": None} for key in ("replays", "stand_ins")},
+        **{key: {"uses": 0, "groups": 0, "mean_age_versions": None} for key in ("replays",)},
         "group_bytes": sum(len(entry(number).frame) for number in range(11)),
         "tokens": 44,
         "steps": [1, 3],
@@ -105,5 +105,5 @@ def test_groups_that_were_replayed(journal: Journal, command: Command) -> None:
     journal.append([entry(11, 3)])
     claim(journal, 5, 5, 11, again=(2, 4))  # under version 3, by 0 and 1
     (found,) = command.json("stats")
-    assert found["stand_ins"] == {"uses": 4, "groups": 3, "mean_age_versions": (2 + 2 + 3 + 2) / 4}
+    assert found["replays"] == {"uses": 4, "groups": 3, "mean_age_versions": (2 + 2 + 3 + 2) / 4}
     assert "replays       4 uses of 3 groups, 2.2 versions old in the mean" in command.lines("stats")

@@ -53,7 +53,6 @@ def test_the_trainer_comes_first_and_an_address_that_was_left_is_asked_for_whoev
         (b'HTTP/1.0 200 OK\r\n\r\n{"job": "rl-trainer", "at": "x"}', "no daemon of Slipstream"),
         (b"HTTP/1.0 503 Busy\r\n\r\n", "/status answered with status 503"),
         (b"HTTP/1.0 404 Not Found\r\n\r\n", "/status answered with status 404"),
-        (b"HTTP/1.0 404 Not Found\r\n\r\n/metrics /healthz /readyz\n", "of an earlier release"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "no daemon of Slipstream"),
         (b"", "no daemon of Slipstream|closed connection"),
     ],

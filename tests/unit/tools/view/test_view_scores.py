@@ -184,7 +184,7 @@ def change(viewer: Viewer, **facts: str) -> None:
         ({"trust_remote_code": "true"}, "runs no code that comes with a model"),
         ({"model_path": "/gone"}, "the base model is not here (/gone)"),
         ({"base_model_digest": "other"}, "is not the run's base model"),
-        ({"sampling": "{}"}, "the journal does not say how was sampled"),
+        ({"sampling": "{}"}, "does not say how its groups were sampled"),
     ],
 )
 def test_what_is_missing_is_said(viewer: Viewer, facts: dict[str, str], says: str) -> None:
