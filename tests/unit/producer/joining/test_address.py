@@ -1,10 +1,14 @@
 """An address over which code may come, or a refusal before any connection is made."""
 
+import os
+import socket
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from producer.joining.address import trainer_address
+from producer.joining.address import TrainerAddress, trainer_address
 from protocol.errors import ConfigError, ExitCode
 from tests.unit.producer.joining.bundle_server import make_keys
 
@@ -71,15 +75,65 @@ def test_where_blobs_are_may_be_said_and_must_be_as_safe(keys: str) -> None:
             ipc.blob_endpoint(offered)
 
 
-def test_a_socket_of_another_user_is_not_trusted(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = trainer_address(f"ipc://{short_dir}/control.ipc", None, [])
-    address.check_owner()
-    (short_dir / "control.ipc").touch()
-    address.check_owner()
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> int:
+    """This process takes itself for another user than the owner of its files, and root for a third."""
+    monkeypatch.setattr("producer.joining.address._ROOT", 54321)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    owner = (short_dir / "control.ipc").stat().st_uid
-    if owner == 0:
+    return 12345
+
+
+@pytest.fixture
+def listener(short_dir: Path) -> Iterator[Path]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(short_dir / "control.ipc"))
+        yield short_dir / "control.ipc"
+
+
+def test_a_socket_of_this_user_is_trusted(listener: Path) -> None:
+    trainer_address(f"ipc://{listener}", None, []).check_owner()
+
+
+def test_a_socket_or_a_folder_of_another_user_is_not(
+    listener: Path, stranger: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = TrainerAddress(f"ipc://{listener}", None, None)
+    with pytest.raises(ConfigError, match=str(listener)):
         address.check_owner()
-        monkeypatch.setattr("producer.joining.address._ROOT", 54321)
-    with pytest.raises(ConfigError, match="belongs to another user, whose code this producer would run"):
+    assert f"{listener.parent} is drwx" in refusal(f"ipc://{listener}", None, [])
+
+
+def test_a_socket_that_is_gone_or_replaced_is_not(listener: Path, tmp_path: Path) -> None:
+    address = trainer_address(f"ipc://{listener}", None, [])
+    listener.unlink()
+    with pytest.raises(ConfigError, match="is gone"):
         address.check_owner()
+    other = tmp_path / "file"
+    other.touch()
+    for make in (listener.touch, lambda: (listener.unlink(), listener.symlink_to(other))):
+        make()
+        with pytest.raises(ConfigError, match=str(listener)):
+            address.check_owner()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_folder_in_which_another_user_can_put_a_socket_is_refused(short_dir: Path, mode: int) -> None:
+    shared = short_dir / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    assert f"{shared} is" in (said := refusal(f"ipc://{shared}/control.ipc", None, []))
+    assert "chmod go-w" in said
+    assert f"{shared} is" in refusal(f"ipc://{shared}/missing/control.ipc", None, []), "anybody can make the folder"
+    (shared / "own").mkdir(0o700)
+    if mode & stat.S_ISVTX:
+        trainer_address(f"ipc://{shared}/own/control.ipc", None, [])
+    else:
+        refusal(f"ipc://{shared}/own/control.ipc", None, [])
+
+
+def test_a_link_in_the_path_is_followed_once(short_dir: Path) -> None:
+    (short_dir / "own").mkdir(0o700)
+    (short_dir / "link").symlink_to("own")
+    assert trainer_address(f"ipc://{short_dir}/link/control.ipc", None, []).endpoint == (
+        f"ipc://{os.path.realpath(short_dir)}/own/control.ipc"
+    )
