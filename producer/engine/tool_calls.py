@@ -1,46 +1,71 @@
 """Tool calls in what the model sampled, found by vLLM's parsers.
 
-Guarantee: what a parser cannot read is content without calls; arguments are a mapping or said to be none.
+Guarantee: what a parser cannot read, or raises at, is content without calls; arguments are a mapping that can be sent to a
+process, or said to be none.
 """
 
 import json
+import logging
 from typing import Any
 
+import msgspec
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
 from producer.interfaces import ToolCall
 from protocol.errors import ConfigError
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 
 class ToolCallParser:
-    """vLLM's parser `name`, for these tools. Raises ConfigError if there is none, or if it does not go with this tokenizer."""
+    """vLLM's parser `name`, for these tools. Raises ConfigError if there is none, or if it does not go with this tokenizer or
+    cannot read a turn."""
 
     def __init__(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> None:
         known = sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
         if name not in known:
             raise ConfigError(f"environment.tool_parser: vLLM has no parser {name!r}; it has {', '.join(known)}")
-        self._tokenizer = tokenizer
+        self._name, self._tokenizer, self._warn = name, tokenizer, Throttle(logger)
         request = ChatCompletionRequest(model="policy", messages=[{"role": "user", "content": ""}], tools=tools)
         try:
             self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
             self._request = self._parser.adjust_request(request)
+            self._parser.extract_tool_calls("", self._request)  # some of vLLM's parsers are stubs
         except Exception as error:
             raise ConfigError(f"environment.tool_parser: {name} does not go with this model: {error}") from error
 
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
         """Content and calls of a turn, given without its end-of-turn token."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=self._request.skip_special_tokens)
-        found = self._parser.extract_tool_calls(text, self._request)
+        try:
+            found = self._parser.extract_tool_calls(text, self._request)
+            calls = [
+                ToolCall(_sendable(call.function.name), _arguments(call.function.arguments))
+                for call in found.tool_calls
+            ]
+        except Exception as error:  # parsers of vLLM raise at some of what a model writes
+            self._warn(
+                type(error).__name__,
+                f"environment.tool_parser: {self._name} raised {type(error).__name__}: {error!s:.200}; the turn counts as "
+                f"content without calls: {text!r:.200}",
+            )
+            return text, []
         if not found.tools_called:
             return text, []
-        calls = [ToolCall(call.function.name, _arguments(call.function.arguments)) for call in found.tool_calls]
-        return found.content or "", calls
+        return _sendable(found.content or ""), calls
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+        msgspec.msgpack.encode(value)  # which refuses numbers of more than 64 bits and halves of characters
+    except (ValueError, OverflowError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _sendable(text: str) -> str:
+    """The text without halves of characters, which a parser may have read from escapes of JSON."""
+    return text.encode(errors="replace").decode()

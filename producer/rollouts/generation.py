@@ -102,15 +102,22 @@ class Generation:
         lease = work.lease
         answer: Group | Nack
         try:
-            async with asyncio.timeout(lease.timeout_s):
+            async with asyncio.timeout(lease.timeout_s) as limit:
                 rollouts = await self.source.generate(lease, work)
                 answer = await self.finish.group(lease, rollouts, work)
         except LeaseFailure as failure:
             answer = self._refusal(lease, failure.reason, failure.detail)
-        except TimeoutError:
-            self.counters.timed_out += 1
-            detail = f"not done within the lease's {lease.timeout_s:g} s, while {work.stage}{work.waits_for}"
-            answer = self._refusal(lease, work.reason, f"{detail}; raise pipeline.lease_timeout_s if that is too short")
+        except TimeoutError as error:
+            while_ = f"while {work.stage}{work.waits_for}"
+            if not limit.expired():
+                answer = self._refusal(
+                    lease, work.reason, f"something timed out {while_}: {error or 'it did not say what'}"
+                )
+            else:
+                self.counters.timed_out += 1
+                detail = f"not done within the lease's {lease.timeout_s:g} s, {while_}"
+                fix = "raise pipeline.lease_timeout_s if that is too short"
+                answer = self._refusal(lease, work.reason, f"{detail}; {fix}")
         if self._works.get(lease.lease_id) is work:
             del self._works[lease.lease_id]
             self.answer(answer)

@@ -34,6 +34,7 @@ from protocol.wire.prompts import is_conversational
 logger = logging.getLogger(__name__)
 
 _RESETS = 3  # before the group fails
+_RESET_PAUSE_S = 0.5  # before the second attempt; twice as long before the third
 
 
 @dataclass
@@ -58,25 +59,29 @@ class PlayedRollouts:
                 async with asyncio.TaskGroup() as group:
                     plays = [self._episode(lease, sample) for _ in range(lease.sampling.num_generations)]
                     tasks = [group.create_task(play) for play in plays]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        except ExceptionGroup as errors:  # what is no failure of the lease ends the daemon, whatever failed before it
+            raise next(
+                (e for e in errors.exceptions if not isinstance(e, LeaseFailure)), errors.exceptions[0]
+            ) from None
         generation_s = time.monotonic() - started
         episodes = [task.result() for task in tasks]
         own = [[each.reward] for each in episodes] if self.reward_names else [[]]
         return Rollouts(episodes, generation_s, [each.messages for each in episodes], np.array(own, np.float32))
 
     async def _episode(self, lease: Lease, sample: Sample) -> Episode:
-        for _ in range(_RESETS):
+        limit_s = self.section.episode_timeout_s
+        for attempt in range(_RESETS):
+            await asyncio.sleep(attempt * _RESET_PAUSE_S)
             episode = Episode(0, [])
-            async with self.pool.session() as environment:
-                try:
-                    async with asyncio.timeout(self.section.episode_timeout_s):
-                        await self._play(lease, sample, environment, episode)
-                except TimeoutError:
-                    limit = f"environment.episode_timeout_s={self.section.episode_timeout_s:g} seconds"
-                    episode.failure = f"an episode was not over within {limit}"
-                except EnvironmentFailedError as error:
-                    episode.failure = str(error)
+            try:
+                async with self.pool.session() as environment, asyncio.timeout(limit_s) as limit:
+                    await self._play(lease, sample, environment, episode)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                episode.failure = f"an episode was not over within environment.episode_timeout_s={limit_s:g} seconds"
+            except EnvironmentFailedError as error:
+                episode.failure = str(error)
             ended = (record.cut(len(record.token_ids)) for record in episode.records)
             episode.records = [record for record in ended if record.token_ids]
             if episode.records:
@@ -137,7 +142,8 @@ class PlayedRollouts:
         self.counters.tool_calls += 1
         content: str | list[Any]
         if call.arguments is None:
-            content, failed = str({"error": "The arguments are not a JSON object."}), True
+            problem = "The arguments are no JSON object that can be sent."
+            content, failed = str({"error": problem}), True
         else:
             content, failed = await environment.call(call.name, call.arguments)
         self.counters.failed_tool_calls += failed
@@ -165,6 +171,10 @@ def _with_observation(prompt: list[dict[str, Any]], observation: str | list[Any]
     if observation is None:
         return messages
     content = messages[-1]["content"]
+    if not isinstance(content, str | list):
+        raise malformed(
+            prompt, "an environment whose `reset` returns something adds it to the last message, which needs a content:"
+        )
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if isinstance(observation, str) and isinstance(content, list):

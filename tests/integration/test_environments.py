@@ -119,5 +119,9 @@ def test_tool_calls_are_found_by_vllms_parser_of_that_name(live):
     assert parsed('<tool_call>{"name": "buy", "arguments": [2]}</tool_call>') == ("", [ToolCall("buy", None)])
     broken = '<tool_call>{"name": "buy", </tool_call>'
     assert parsed(broken) == (broken, [])
+    text = '<|action_start|><|plugin|>{"name"<|action_end|>'  # at which vLLM's parser raises
+    assert ToolCallParser("internlm", tokenizer, tools).parse(tokenizer(text)["input_ids"]) == (text, [])
+    with pytest.raises(ConfigError, match=r"environment\.tool_parser: openai"):  # it cannot read anything
+        ToolCallParser("openai", tokenizer, tools)
     with pytest.raises(ConfigError, match=r"vLLM has no parser 'hermse'; it has .*hermes"):
         ToolCallParser("hermse", tokenizer, tools)

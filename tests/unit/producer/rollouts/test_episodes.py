@@ -18,6 +18,7 @@ from producer.rollouts.engine_access import Progress
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.state import Counters
 from protocol.config.sections.environment import EnvironmentSection
+from protocol.errors import EngineError
 from tests.scripted_trainer import lease
 from tests.unit.producer.rollouts.test_chat import PLAIN, TOOLS, tokenizer
 
@@ -58,10 +59,13 @@ class Environment:
 class Pool:
     def __init__(self) -> None:
         self.resets: list[dict[str, Any]] = []
-        self.failing_resets = 0
+        self.failing_resets = self.failing_starts = 0
 
     @asynccontextmanager
     async def session(self):
+        self.failing_starts -= 1
+        if self.failing_starts >= 0:
+            raise EnvironmentFailedError("it cannot be started: Resource temporarily unavailable")
         yield Environment(self)
 
 
@@ -94,6 +98,11 @@ class Parser:
         if not text.startswith("{"):
             return text, []
         return "", [ToolCall(name, arguments) for name, arguments in json.loads(text).items()]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.rollouts.played_rollouts._RESET_PAUSE_S", 0.0)
 
 
 class Setup:
@@ -156,9 +165,9 @@ def test_two_turns_and_one() -> None:
 def test_calls_that_cannot_be_answered_are_answered_with_an_error() -> None:
     setup = Setup(['{"sell": {}, "add": null}', "oh"], ["7"], room=150)
     episode, _ = setup.play()
-    assert [message["content"] for message in episode.messages] == [
-        *("", "no sell", "{'error': 'The arguments are not a JSON object.'}", "oh")
-    ]
+    first, sold, added, last = (message["content"] for message in episode.messages)
+    assert (first, sold, last) == ("", "no sell", "oh")
+    assert "no JSON object" in added
     assert (setup.counters.tool_calls, setup.counters.failed_tool_calls) == (2, 2)
 
 
@@ -207,6 +216,54 @@ def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
     with pytest.raises(LeaseFailure, match="reset raised") as caught:
         setup.play()
     assert caught.value.reason == "environment_failed"
+
+
+def test_an_environment_that_cannot_be_started_is_tried_again_and_then_fails_the_group() -> None:
+    setup = Setup(["5"], ["7"])
+    setup.pool.failing_starts = 2
+    assert len(setup.play()) == 2
+    setup = Setup(["5"], ["7"])
+    setup.pool.failing_starts = 10
+    with pytest.raises(LeaseFailure, match="cannot be started") as caught:
+        setup.play()
+    assert caught.value.reason == "environment_failed"
+
+
+def test_what_is_no_failure_of_the_lease_is_not_hidden_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(["5"], ["7"])
+
+    async def dies(self: Environment, columns: dict[str, Any]) -> None:
+        self.pool.resets.append(columns)
+        if len(self.pool.resets) == 1:
+            raise EnvironmentFailedError("the first episode's, which ends its sibling")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise EngineError("the engine died")
+
+    monkeypatch.setattr(Environment, "reset", dies)
+    monkeypatch.setattr("producer.rollouts.played_rollouts._RESETS", 1)
+    with pytest.raises(EngineError):
+        setup.play()
+
+
+def test_a_timeout_from_below_is_not_the_episode_s() -> None:
+    setup = Setup(["5"], ["7"])
+
+    async def sample(*_: object) -> None:
+        raise TimeoutError("the engine's")
+
+    setup.sampler = sample  # type: ignore[assignment]
+    with pytest.raises(TimeoutError, match="the engine's"):
+        setup.play()
+
+
+def test_an_observation_needs_a_message_to_stand_in() -> None:
+    setup = Setup(["5"], ["7"])
+    setup.lease = msgspec.structs.replace(setup.lease, prompt=[{"role": "user", "content": None}])
+    with pytest.raises(LeaseFailure) as caught:
+        setup.play()
+    assert caught.value.reason == "bad_prompt"
 
 
 def test_a_prompt_that_cannot_be_used_fails_its_lease() -> None:

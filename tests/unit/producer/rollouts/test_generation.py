@@ -57,6 +57,20 @@ async def test_a_lease_past_its_deadline_is_answered(setup, floor, paused, reaso
 
 
 @working
+async def test_a_timeout_from_below_is_not_the_lease_s(setup):
+    await setup.publish(0)
+    setup.engine.error = TimeoutError("some socket's")
+    setup.engine.release.set()
+    setup.generation.start(lease(0))
+    await setup.settle()
+    (nack,) = setup.answers
+    assert (nack.lease_id, nack.reason) == ("lease-0", "generation_failed")
+    assert "some socket's" in nack.detail
+    assert "lease_timeout_s" not in nack.detail
+    assert setup.counters.timed_out == 0
+
+
+@working
 async def test_abandoned_leases_are_not_answered_and_free_their_places(setup):
     await setup.publish(0)
     for number in range(4):
