@@ -1,4 +1,4 @@
-"""What msgspec raises for bytes that somebody else wrote.
+"""What msgspec raises for bytes, and for values, of somebody else.
 
 Guarantee: of JSON and of msgpack these are all. Text that is not UTF-8, and nesting without end, are errors of Python's own.
 """
@@ -6,3 +6,6 @@ Guarantee: of JSON and of msgpack these are all. Text that is not UTF-8, and nes
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+# What it raises for values that it cannot write: text with half a character, integers of more than 64 bits, types of others.
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)

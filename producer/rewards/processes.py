@@ -16,6 +16,7 @@ import msgspec
 
 from producer.interfaces import Failure
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
+from protocol.decoding import UNSENDABLE
 from protocol.errors import ConfigError
 from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
 from protocol.throttle import Throttle
@@ -76,13 +77,17 @@ class WorkerPool:
     async def call(self, functions: list[int], jobs: list[Job], limits_s: list[float]) -> list[Scores]:
         """Returns the scores of these functions for a job each. Raises WorkerLostError if one of them hung, crashed or
         took too much memory, or no worker could be started."""
+        try:
+            call = await asyncio.to_thread(_encoded, Call(functions, jobs, limits_s))
+        except UNSENDABLE as error:
+            raise WorkerLostError("invalid", f"cannot be sent this group: {error}") from None
         worker = await self._slots.get()
         reusable = False
         grace_s = _ASYNC_GRACE_S if functions[0] in self.asynchronous else 0.0
         try:
             worker = worker or await self._start_worker()
             worker.output.begin(f"reward {', '.join(self._names[index] for index in functions)}")
-            answer = await self._watched(worker, Call(functions, jobs, limits_s), grace_s)
+            answer = await self._watched(worker, call, max(limits_s), grace_s)
             if not _fits(answer, jobs):
                 raise WorkerLostError("crashed", "lost its worker: it answered something else than was asked")
             reusable = True
@@ -92,10 +97,9 @@ class WorkerPool:
             if worker is not None and not reusable:
                 self._children.terminate(worker)
 
-    async def _watched(self, worker: ChildProcess, call: Call, grace_s: float) -> Answer:
+    async def _watched(self, worker: ChildProcess, call: msgspec.Raw, limit_s: float, grace_s: float) -> Answer:
         """Returns the answer to a call, unless time or memory run out first."""
         asked = asyncio.ensure_future(worker.ask(call, Answer))
-        limit_s = max(call.limits_s)
         try:
             async with asyncio.timeout(limit_s + grace_s):
                 while not (await asyncio.wait({asked}, timeout=_LOOK_EVERY_S))[0]:
@@ -140,6 +144,17 @@ class WorkerPool:
         if problem or worker is None:
             raise WorkerLostError("crashed", problem)
         return worker
+
+
+def _encoded(call: Call) -> msgspec.Raw:
+    """In pieces, between which other threads have their turn: msgspec keeps the interpreter while it encodes."""
+    jobs = [
+        msgspec.structs.replace(
+            job, completion_ids=[msgspec.Raw(msgspec.msgpack.encode(ids)) for ids in job.completion_ids]
+        )
+        for job in call.jobs
+    ]
+    return msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(call, jobs=jobs)))
 
 
 def _fits(answer: Answer, jobs: list[Job]) -> bool:

@@ -18,7 +18,7 @@ from producer.interfaces import Failure
 from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.worker import Job, Scores, Source, checked
 from protocol.config.sections.rewards import RewardModel, RewardService, RewardsSection
-from protocol.decoding import UNREADABLE
+from protocol.decoding import UNREADABLE, UNSENDABLE
 from protocol.errors import ConfigError
 from protocol.security.secret_lines import secret_line
 
@@ -77,10 +77,13 @@ class HttpReward:
     async def ask(self, job: Job, limit_s: float) -> Scores:
         import aiohttp  # it takes a fifth of a second, which only runs with a service need to spend
 
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        fields = ("prompt", "completions", "completion_ids", "columns")
-        body = msgspec.json.encode({name: getattr(job, name) for name in fields})
+        if self._session is None:  # aiohttp's own limit is 300 seconds, whatever `limit_s` is
+            timeout = aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        try:
+            body = await asyncio.to_thread(_body, job)
+        except UNSENDABLE as error:
+            return _failed(f"cannot be sent this group: {error}", "invalid", is_final=True)
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -107,6 +110,13 @@ class HttpReward:
         except UNREADABLE as error:
             return _failed(f'answered something else than {{"rewards": [...]}}: {error}', "invalid")
         return checked(answer.rewards, count)
+
+
+def _body(job: Job) -> bytes:
+    """In pieces, between which other threads have their turn: msgspec keeps the interpreter while it encodes."""
+    ids = [msgspec.Raw(msgspec.json.encode(ids)) for ids in job.completion_ids]
+    fields = {name: getattr(job, name) for name in ("prompt", "completions", "columns")}
+    return msgspec.json.encode(fields | {"completion_ids": ids})
 
 
 def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from protocol.decoding import UNREADABLE
+from protocol.decoding import UNREADABLE, UNSENDABLE
 from protocol.processes.kept import KeptProcess
 from protocol.processes.tree import exit_text
 from protocol.processes.worker_channel import LENGTH
@@ -67,9 +67,12 @@ class ChildProcess:
         self.output = WorkerOutput(reading, throttle, source)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, message: msgspec.Struct, kind: type[_Frame]) -> _Frame:
-        """Sends `message` and returns the answer; `ChildEndedError` if the child has ended."""
-        body = msgspec.msgpack.encode(message)
+    async def ask(self, message: msgspec.Struct | msgspec.Raw, kind: type[_Frame]) -> _Frame:
+        """Sends `message` and returns the answer; `ChildEndedError` if the child has ended, or cannot be sent that."""
+        try:
+            body = msgspec.msgpack.encode(message)
+        except UNSENDABLE as error:
+            raise ChildEndedError(f"it cannot be sent what it is asked: {error}") from None
         _, writer = await self._connected()
         writer.write(LENGTH.pack(len(body)) + body)
         with contextlib.suppress(ConnectionError):  # `receive` finds out how it ended

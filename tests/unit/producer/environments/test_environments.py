@@ -58,6 +58,8 @@ async def test_an_episode_costs_nothing_but_itself() -> None:
                 await environment.call("die", {})
         async with environments.session() as environment:
             assert await environment.reset(columns(stock=1)) == " stock 1"
+            with pytest.raises(EnvironmentFailedError, match="cannot be sent"):
+                await environment.call("buy", {"count": 2**70})
             last = environment.process.process.pid
     finally:
         await environments.close()

@@ -1,5 +1,8 @@
 """The headers of a reward service, whose values are secrets that somebody wrote with an editor."""
 
+import asyncio
+
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -55,3 +58,32 @@ async def test_an_answer_without_end_of_its_nesting_is_a_missing_reward() -> Non
         await service.close()
     assert scores.rewards is None
     assert scores.reason == "invalid"
+
+
+@asynchronous
+async def test_a_service_has_the_time_that_it_was_given_and_not_what_its_client_thinks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.02))
+
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)
+        return web.json_response({"rewards": [1.0]})
+
+    app = web.Application()
+    app.router.add_post("/judge", answer)
+    async with TestServer(app) as server:
+        service = HttpReward("judge", str(server.make_url("/judge")), RewardService())
+        scores = await service.ask(Job("prompt", ["completion"], [[1]], {}), 10.0)
+        late = await service.ask(Job("prompt", ["completion"], [[1]], {}), 0.01)
+        await service.close()
+    assert scores.rewards == [1.0]
+    assert (late.rewards, late.reason) == (None, "timeout")
+
+
+@asynchronous
+async def test_a_group_that_cannot_be_sent_is_a_missing_reward() -> None:
+    service = HttpReward("judge", NOWHERE, RewardService())
+    scores = await service.ask(Job("p", ["half a character \ud800"], [[1]], {}), 5.0)
+    await service.close()
+    assert (scores.rewards, scores.reason, scores.is_final) == (None, "invalid", True)

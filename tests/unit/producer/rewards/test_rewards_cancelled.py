@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
@@ -19,7 +20,9 @@ NUM_WORKERS = 2
 
 
 def scored(message: Any) -> Any:
-    return Answer([Scores([1.0])] * len(message.functions)) if isinstance(message, Call) else Ready([])
+    if not isinstance(message, msgspec.Raw):
+        return Ready([])
+    return Answer([Scores([1.0])] * len(msgspec.msgpack.decode(message, type=Call).functions))
 
 
 def pool(start_timeout_s: float = 10.0) -> WorkerPool:
@@ -109,3 +112,15 @@ async def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
     assert await cancel_at_each_wait(episodes, nothing_is_lost) > 2
     await environments.close()
     assert children.num_running == 0
+
+
+@asynchronous
+async def test_what_cannot_be_sent_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    children, workers = FakeChildren(monkeypatch, scored), pool()
+    await workers.start()
+    for columns in ({"text": "half a character \ud800"}, {"number": 2**70}):
+        with pytest.raises(WorkerLostError) as caught:
+            await workers.call([0], [Job("p", ["c"], [[1]], columns)], [1.0])
+        assert caught.value.reason == "invalid"
+    assert (workers.num_idle, children.num_running) == (NUM_WORKERS, NUM_WORKERS)
+    await workers.close()
