@@ -112,7 +112,7 @@ def keeps_rows_apart(model: Any) -> bool:
 def is_shareable(model: Any) -> bool:
     """Whether every layer's cache is all keys and values, which can be copied to another row."""
     return (
-        not model.is_gradient_checkpointing
+        not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         and not is_sharded(model)  # ranks would make different numbers of passes
         and _takes_positions(model)
         and _cache_layers(model) == {DynamicLayer}

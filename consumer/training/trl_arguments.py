@@ -3,6 +3,9 @@
 Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft import LoraConfig
@@ -38,12 +41,21 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRP
         ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
     """
     chosen, reserved = chosen_values(config, on_gpu=on_gpu), reserved_values(config, on_gpu=on_gpu)
-    arguments = build("trainer", GRPOConfig, chosen, **reserved)
+    with former_names():
+        arguments = build("trainer", GRPOConfig, chosen, **reserved)
     if arguments.max_steps <= 0:
         num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
         arguments.max_steps = max(1, num_batches) * arguments.num_iterations
     check_arguments(arguments, config)
     return arguments
+
+
+@contextmanager
+def former_names() -> Iterator[None]:
+    """Keep transformers 5.23 and newer from warning of `gradient_checkpointing`, which TRL sets by its former name, too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
+        yield
 
 
 def build_lora(config: RunConfig) -> LoraConfig:

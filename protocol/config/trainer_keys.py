@@ -39,6 +39,8 @@ RESERVED: dict[str, str | None] = {
     "seed": "seed",
     "data_seed": "seed",
     "use_cpu": "--gpu cpu",
+    "activation_checkpointing": "trainer.gradient_checkpointing",
+    "activation_checkpointing_kwargs": "trainer.gradient_checkpointing_kwargs",
     "num_generations": "sampling.num_generations",
     "max_completion_length": "sampling.max_completion_length",
     "temperature": "sampling.temperature",

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.training.trl_arguments import REFUSALS, build_lora
+from consumer.training.trl_arguments import REFUSALS, build_lora, former_names
 from consumer.training.vision_language import within_text_model
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
@@ -68,18 +68,19 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
     if not isinstance(options, dict):
         raise ConfigError(f"sft.model_init_kwargs: expected a mapping (got {options!r})")
     defaults = {"report_to": "none", "bf16": on_gpu and config.model.dtype == "bfloat16" and not chosen.get("fp16")}
-    return build(
-        "sft",
-        SFTConfig,
-        defaults | chosen,
-        output_dir=str(output_dir),
-        seed=config.seed,
-        trust_remote_code=config.model.trust_remote_code,
-        use_cpu=not on_gpu,
-        save_strategy="no",
-        disable_tqdm=True,
-        model_init_kwargs={"dtype": config.model.dtype} | options,
-    )
+    with former_names():
+        return build(
+            "sft",
+            SFTConfig,
+            defaults | chosen,
+            output_dir=str(output_dir),
+            seed=config.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            use_cpu=not on_gpu,
+            save_strategy="no",
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": config.model.dtype} | options,
+        )
 
 
 def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Dataset) -> PeftModel:

@@ -101,9 +101,9 @@ def test_no_prompts_are_shared_with_gradient_checkpointing_or_a_cache_that_forge
     gemma = AutoModelForCausalLM.from_pretrained(build_model("gemma3", tmp_path / "gemma"))
     assert not is_shareable(gemma)
     assert is_plain(gemma)
-    model.gradient_checkpointing_enable()
+    model.model.layers[0].gradient_checkpointing = True
     assert not is_shareable(model)
-    model.gradient_checkpointing_disable()
+    model.model.layers[0].gradient_checkpointing = False
 
 
 def test_logits_that_are_more_than_the_heads_output_are_left_to_trl(
