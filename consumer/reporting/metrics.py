@@ -221,8 +221,9 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         gauge(name, text, lambda each, key=key: getattr(each.leases.progress, key), 0)  # type: ignore[misc]
 
     def totals() -> dict[str, float]:
-        counts = evaluation.totals | Counter(skipped=evaluation.due.num_skipped) if evaluation else Counter[str]()
-        return {outcome: counts[outcome] for outcome in ("scored", "incomplete", "skipped")}
+        counts = evaluation.totals if evaluation else Counter[str]()
+        skipped = evaluation.due.num_skipped if evaluation else 0
+        return {outcome: counts[outcome] for outcome in ("scored", "incomplete")} | {"skipped": skipped}
 
     text = (
         "Evaluations since the trainer started: scored, incomplete (too few prompts have a score to count), or skipped because "

@@ -120,7 +120,8 @@ class StepReport:
         """Records optimizer step `step`, counted from 1, for whose batch the trainer waited `wait_s` seconds."""
         now, spent = time.time(), {"wait_s": wait_s, "step_s": step_s, "tokens": tokens}
         self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
-        totals = {**success_rates(self._counts), "counts": dict(self._counts)}
+        counts = dict(self._counts)  # a copy: the intake's thread adds names to it
+        totals = {**success_rates(counts), "counts": counts}
         self._unwritten.append(f"{encode_line({'step': step, 't': now} | spent | metrics | totals)}\n".encode())
         self._write()
         whole_s = max(1e-9, wait_s + step_s)

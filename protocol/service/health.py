@@ -84,11 +84,11 @@ class Health:
             self.notifier.stopping(status)
 
     def alive(self) -> Findings:
-        return self._late_loops() | {name: check() for name, check in self._alive_checks.items()}
+        return self._late_loops() | {name: check() for name, check in list(self._alive_checks.items())}
 
     def ready(self) -> Findings:
         phase: Findings = {"phase": self._phase}
-        return phase | self.alive() | {name: check() for name, check in self._ready_checks.items()}
+        return phase | self.alive() | {name: check() for name, check in list(self._ready_checks.items())}
 
     def _late_loops(self) -> Findings:
         now = self.clock()

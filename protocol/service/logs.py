@@ -72,7 +72,7 @@ class _JsonFormatter(logging.Formatter):
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "role": self._role,
-            **{name: value for name, value in _context.items() if value is not None},
+            **{name: value for name, value in list(_context.items()) if value is not None},
             "logger": record.name,
             "msg": _message(record)[:_MAX_CHARS],
         }

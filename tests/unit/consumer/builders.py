@@ -1,5 +1,7 @@
 """Small things that the tests of `consumer` need again and again. None of them needs torch, which takes seconds to import."""
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,15 @@ def fill(replay: RolloutBuffer, count: int = 2, *, dull: int = 0) -> list[str]:
 
 def learning_metrics() -> LearningMetrics:
     return LearningMetrics(CollectorRegistry(), ["exact"], max_steps=9, max_staleness=1)
+
+
+class Growing(Counter[str]):
+    """Counts to which another thread adds a name whenever one is looked at."""
+
+    def items(self) -> Iterator[tuple[str, int]]:  # type: ignore[override]
+        for pair in super().items():
+            yield pair
+            self[f"another_{len(self)}"] += 1
 
 
 class Clock:

@@ -4,17 +4,19 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.sessions import ProducerSession
-from consumer.reporting.metrics import by_attempt, commit_seconds, watch_trainer
+from consumer.reporting.metrics import by_attempt, commit_seconds, watch_evaluation, watch_trainer
 from docs.generate_metrics import producer_registry, trainer_registry
 from protocol import __version__
 from protocol.security.rejections import Refusals
 from protocol.wire.messages import Heartbeat
+from tests.unit.consumer.builders import Growing
 
 UNITS = (
     "_seconds", "_bytes", "_tokens", "_versions", "_ratio", "_nats", "_total", "_info", "_steps", "_version", "_step",
@@ -136,6 +138,18 @@ def test_attempts_are_read_out_of_the_counts() -> None:
     counts = {"attempt_1_scored": 5, "attempt_12_scored": 3, "attempt_1_successes": 2, "accepted": 9}
     assert by_attempt(counts, "scored") == {"1": 5, "12": 3}
     assert by_attempt({}, "scored") == {"1": 0}
+
+
+def test_evaluations_that_end_during_a_scrape_do_not_fail_it() -> None:
+    registry = CollectorRegistry()
+    evaluation: Any = MagicMock()
+    evaluation.totals, evaluation.due.num_skipped = Growing(scored=2, incomplete=1), 3
+    watch_evaluation(registry, evaluation)
+    found = {
+        outcome: registry.get_sample_value("rl_trainer_evaluations_total", {"outcome": outcome})
+        for outcome in ("scored", "incomplete", "skipped")
+    }
+    assert found == {"scored": 2, "incomplete": 1, "skipped": 3}
 
 
 @pytest.mark.parametrize("registry", [trainer_registry(), producer_registry()], ids=["trainer", "producer"])

@@ -15,7 +15,7 @@ from consumer.reporting.step_report import StepReport, batch_metrics, success_ra
 from protocol.files import rotated_lines
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
-from tests.unit.consumer.builders import learning_metrics, rollout_group
+from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group
 
 METRICS = {"reward": 0.5, "staleness/mean": 1.0}
 
@@ -63,6 +63,14 @@ def test_metrics_by_hand() -> None:
             "rewards/second/std": 0.0,
         }
     )
+
+
+def test_counts_that_grow_meanwhile_are_reported_as_they_were(tmp_path: Path) -> None:
+    counts = Growing(accepted=3, attempt_1_scored=4, attempt_1_successes=1)
+    write(report(tmp_path, counts), 1)
+    (line,) = rotated_lines.read(tmp_path / "steps.jsonl")
+    assert line["success_rate/attempt_1"] == 0.25
+    assert line["counts"] == {"accepted": 3, "attempt_1_scored": 4, "attempt_1_successes": 1}
 
 
 def test_metrics_when_nothing_was_scored() -> None:

@@ -37,6 +37,17 @@ def test_a_loop_is_late_after_the_time_and_fine_again_with_the_next_beat(world: 
     assert world.health.alive() == {"training loop": None}
 
 
+def test_a_check_that_is_added_while_others_run_does_no_harm(world: World) -> None:
+    def check() -> None:
+        world.health.check_alive("disk", lambda: None)
+        world.health.check_ready("journal", lambda: None)
+
+    world.health.check_alive("engine", check)
+    world.health.check_ready("producers", check)
+    world.health.ready()
+    assert world.health.ready().keys() == {"engine", "producers", "disk", "journal", "phase"}
+
+
 def test_the_watchdog_is_fed_only_while_every_loop_comes_round(world: World) -> None:
     world.health.beat("intake")
     world.health.beat("training")
