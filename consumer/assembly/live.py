@@ -144,7 +144,6 @@ def watch_live(run: LiveRun, watch: Watch) -> None:
 
 
 def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: bool) -> RunStart:
-    checkpoints.clear_leftovers(config.checkpoints_dir)
     found = checkpoints.starting_point(
         Path(config.run_dir), config.checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume
     )
@@ -155,6 +154,7 @@ def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: 
     run_id = found.run_id if found else before.get("run_id") or secrets.token_hex(8)
     if before.get("run_id", run_id) != run_id:
         raise ConfigError(f"run_dir: {journal.path} belongs to another run than {found.folder if found else ''}")
+    checkpoints.clear_leftovers(config.checkpoints_dir)
     logs.bind(run=run_id)
     return RunStart(run_id, found)
 

@@ -107,9 +107,9 @@ def retraining(
     run_id = recorded.check(components.facts("?"))
     logs.bind(run=run_id)
     torch.set_num_threads(recorded.num_threads)
-    checkpoints.clear_leftovers(config.checkpoints_dir)
     run_dir, folder = Path(config.run_dir), config.checkpoints_dir
     start = RunStart(run_id, checkpoints.starting_point(run_dir, folder, has_groups=False, resume=resume))
+    checkpoints.clear_leftovers(folder)
     counts: Counter[str] = Counter()
     report = components.report(counts, start.step, watch.registry)
     heartbeat = Heartbeat(watch.health, components.stop, ThreadErrors())

@@ -1,8 +1,9 @@
 """Checkpoints: TRL's own folders plus the pipeline state.
 
 Guarantee: a checkpoint is written under `checkpoints/.partial`, brought to the disk, and then appears under its own name
-in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down. What a crash left half
-written or half deleted goes when the next process starts.
+in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down. An old one is renamed into
+`checkpoints/.deleted` before its files go. What a crash left in these two folders goes when the next process starts; a folder
+that no run of Slipstream committed is refused, never deleted or replaced.
 """
 
 import json
@@ -40,19 +41,20 @@ def staging(checkpoints_dir: Path) -> Path:
 
 def clear_leftovers(checkpoints_dir: Path) -> None:
     """Removes what a crash left half written, or half deleted."""
-    shutil.rmtree(staging(checkpoints_dir), ignore_errors=True)
-    for folder in _folders(checkpoints_dir):
-        if not is_committed(folder):
-            shutil.rmtree(folder)
+    for folder in (staging(checkpoints_dir), _deleted(checkpoints_dir)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(staged: Path, state: dict[str, Any]) -> None:
     """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and commits it. One that is committed
-    already stays: it is of the same step, and from the same weights."""
+    already stays: it is of the same step, and from the same weights. Raises ConfigError if a folder of somebody else has the
+    name."""
     (staged / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
     final = staged.parents[1] / staged.name
     if is_committed(final):
         shutil.rmtree(staged)
+    elif final.exists():
+        raise _foreign(final)
     else:
         settle(staged, final)
 
@@ -62,10 +64,13 @@ def is_committed(folder: Path) -> bool:
 
 
 def prune(checkpoints_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` committed checkpoints. None is committed any more, on the disk too, when its files go."""
-    for folder in list(filter(is_committed, _folders(checkpoints_dir)))[:-keep]:
-        (folder / _STATE_FILE).unlink()
-        sync(folder)
+    """Deletes all but the newest `keep` checkpoints. They have left their names, on the disk too, when their files go."""
+    old = committed(checkpoints_dir)[:-keep]
+    if old:
+        _deleted(checkpoints_dir).mkdir(exist_ok=True)
+        for checkpoint in old:
+            checkpoint.folder.rename(_deleted(checkpoints_dir) / checkpoint.folder.name)
+        sync(checkpoints_dir)
     clear_leftovers(checkpoints_dir)
 
 
@@ -96,8 +101,17 @@ def committed(checkpoints_dir: Path) -> list[Checkpoint]:
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
     """Where a run starts: the newest checkpoint with `--resume`, else from scratch. Raises ConfigError if there is a run to go
-    on with, as a checkpoint or as groups in the journal, and nobody said to go on with it."""
+    on with, as a checkpoint or as groups in the journal, and nobody said to go on with it, or if there are checkpoints of
+    others: such names would be taken, and such checkpoints deleted, in the course of the run."""
+    for folder in _folders(checkpoints_dir):
+        if not is_committed(folder):
+            raise _foreign(folder)
     found = latest(checkpoints_dir)
+    for other in committed(checkpoints_dir):
+        if found is not None and other.run_id != found.run_id:
+            raise ConfigError(
+                f"run_dir: {other.folder} belongs to another run than {found.folder}; move one of them out of {checkpoints_dir}"
+            )
     if (found is not None or has_groups) and not resume:
         what = found.folder.name if found is not None else "groups in its journal"
         raise ConfigError(
@@ -106,7 +120,19 @@ def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, re
     return found
 
 
+def _deleted(checkpoints_dir: Path) -> Path:
+    """Where checkpoints go before they are deleted."""
+    return checkpoints_dir / ".deleted"
+
+
+def _foreign(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"run_dir: {folder} is no checkpoint of Slipstream, because it has no {_STATE_FILE}. Move it elsewhere, or choose "
+        "another run_dir; lora.init_from starts a run from an adapter"
+    )
+
+
 def _folders(checkpoints_dir: Path) -> list[Path]:
-    """Of the checkpoints, committed or not, in the order of their steps."""
+    """Everything that is called like a checkpoint, committed or not, in the order of the steps."""
     steps = ((folder.name.removeprefix("checkpoint-"), folder) for folder in checkpoints_dir.glob("checkpoint-*"))
     return [folder for _, folder in sorted((int(step), folder) for step, folder in steps if step.isdigit())]

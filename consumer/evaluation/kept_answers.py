@@ -2,9 +2,10 @@
 
 Guarantee: a file has the answers of one evaluated version, as their producers sent them, at most `MAX_BYTES` of completions.
 Files of the newest `NEWEST` versions and of the best are kept; steps that a crash undid leave none. A full disk costs the texts
-and nothing else. Reading needs no torch, and of a damaged file there is nothing.
+and nothing else. Files of other names are left alone. Reading needs no torch, and of a damaged file there is nothing.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ FOLDER = "held-out"
 NEWEST, MAX_BYTES = 8, 32 * 2**20
 _MOST_READ = 4 * MAX_BYTES
 _NAME = "version-{}-step-{}.answers"
+_FILE = re.compile(r"(?P<half>\.)?version-(?P<version>\d{1,19})-step-(?P<step>\d{1,19})\.answers(?(half)\.partial)")
 
 
 class KeptAnswer(msgspec.Struct, frozen=True):
@@ -40,9 +42,9 @@ class KeptAnswers:
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         self._folder = run_dir / FOLDER
-        if self._folder.is_dir():
-            known = [(file, _numbers(file)) for file in self._folder.iterdir()]
-            for file in [file for file, numbers in known if numbers is None or numbers[1] > first_step]:
+        for file in list(self._folder.iterdir()) if self._folder.is_dir() else ():
+            found = _FILE.fullmatch(file.name)
+            if found and (found["half"] or int(found["step"]) > first_step):
                 file.unlink(missing_ok=True)
 
     def write(self, version: int, step: int, answers: Sequence[KeptAnswer]) -> None:
@@ -61,8 +63,8 @@ class KeptAnswers:
 
 def kept_versions(run_dir: Path) -> dict[int, Path]:
     """The files by version, the oldest first."""
-    found = ((_numbers(file), file) for file in (run_dir / FOLDER).glob("*.answers"))
-    return dict(sorted((numbers[0], file) for numbers, file in found if numbers))
+    found = ((_FILE.fullmatch(file.name), file) for file in (run_dir / FOLDER).glob("version-*.answers"))
+    return dict(sorted((int(name["version"]), file) for name, file in found if name))
 
 
 def read_answers(file: Path) -> list[KeptAnswer]:
@@ -79,9 +81,3 @@ def num_bytes(group: Group) -> int:
     """What the answer takes of `MAX_BYTES`."""
     values = (getattr(group, name) for name in group.__struct_fields__)
     return sum(len(value) for value in values if isinstance(value, bytes))
-
-
-def _numbers(file: Path) -> tuple[int, int] | None:
-    """Version and step of a file of ours."""
-    version, _, step = file.stem.removeprefix("version-").partition("-step-")
-    return (int(version), int(step)) if file.suffix == ".answers" and version.isdigit() and step.isdigit() else None

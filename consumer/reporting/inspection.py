@@ -2,8 +2,10 @@
 
 Guarantee: `step.json` says what was found and names the groups, `groups.safetensors` holds their arrays under `ID/NAME` (no
 pickle). The folder appears whole; a full disk costs the folder and nothing else. Folders of the newest eight steps are kept.
+What else lies there is left alone.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from replay.groups import RolloutGroup
 _ARRAYS = ("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "versions")
 _MAX_NAMES = 16
 _KEPT = 8
+_NAME, _STEP = re.compile(r"step-\d+"), "step.json"
 
 
 def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Path:
@@ -38,10 +41,12 @@ def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Pa
         folder.parent.mkdir(parents=True, exist_ok=True)
         with staged(folder) as partial:
             partial.mkdir()
-            (partial / "step.json").write_text(encode_page(values), encoding="utf-8")
+            (partial / _STEP).write_text(encode_page(values), encoding="utf-8")
             # Errors of `save_file` do not say that the disk is full.
             (partial / "groups.safetensors").write_bytes(save(arrays))
-    for old in sorted(folder.parent.glob("step-*"), key=lambda place: place.stat().st_mtime)[:-_KEPT]:
+    places = folder.parent.glob("step-*")
+    kept = [place for place in places if _NAME.fullmatch(place.name) and (place / _STEP).is_file()]
+    for old in sorted(kept, key=lambda place: place.stat().st_mtime)[:-_KEPT]:
         shutil.rmtree(old)
     return folder
 

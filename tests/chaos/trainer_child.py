@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import importlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -175,7 +174,7 @@ def set_points(aim: Aim) -> None:
     aim.around(EvaluationControl, "wait_for_last", "evaluation.awaited", None)
     aim.around(EvaluationResults, "record", "evaluation.begin", "evaluation.recorded")
 
-    rename, rmtree, sync = Path.rename, shutil.rmtree, staged.sync
+    rename, sync = Path.rename, staged.sync
     kinds = {"checkpoint": "checkpoint", ".adapter.partial": "adapter", ".trainer.json.partial": "summary"}
 
     def watched_sync(path: Path) -> None:
@@ -185,21 +184,17 @@ def set_points(aim: Aim) -> None:
 
     def watched_rename(path: Path, target: Any) -> Path:
         kind = kinds.get(path.name.partition("-")[0])
-        if kind:
+        is_old = Path(target).parent.name == ".deleted"
+        if kind and not is_old:
             aim.reach(f"{kind}.synced")
         result = rename(path, target)
-        if kind:
+        if is_old:
+            aim.reach("checkpoint.uncounted")
+        elif kind:
             aim.reach(f"{kind}.renamed")
         elif path.name == "adapter":
             aim.reach("adapter.aside")
         return result
 
-    def watched_rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
-        name = Path(path).name
-        if name.startswith("checkpoint-"):
-            aim.reach("checkpoint.uncounted")
-        rmtree(path, *args, **kwargs)
-
     staged.sync = watched_sync
     Path.rename = watched_rename  # type: ignore[method-assign]
-    shutil.rmtree = watched_rmtree  # type: ignore[assignment]

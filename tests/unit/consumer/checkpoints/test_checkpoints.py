@@ -51,11 +51,11 @@ def checkpoint(folder: Path, step: int) -> Path:
     return folder / f"checkpoint-{step}"
 
 
-def uncounted(folder: Path, step: int) -> Path:
-    """What is left of a checkpoint that was being deleted."""
+def foreign(folder: Path, step: int) -> Path:
+    """A checkpoint as transformers alone writes it."""
     place = folder / f"checkpoint-{step}"
     place.mkdir(parents=True)
-    (place / "optimizer.pt").write_text("moments")
+    (place / "model.safetensors").write_text("weights of somebody")
     return place
 
 
@@ -91,8 +91,8 @@ def dies(action: Callable[[], object], number: int, monkeypatch: pytest.MonkeyPa
 def test_those_that_count_are_found_by_number(tmp_path: Path) -> None:
     for step in (5, 10, 9):
         checkpoint(tmp_path, step)
-    uncounted(tmp_path, 20)
-    uncounted(tmp_path, 2)
+    foreign(tmp_path, 20)
+    foreign(tmp_path, 2)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-best" / "pipeline_state.json").write_text("{}")
     assert latest(tmp_path) == (tmp_path / "checkpoint-10", {"step": 10, "run_id": "run"})
@@ -109,7 +109,7 @@ def test_those_that_count_are_found_by_number(tmp_path: Path) -> None:
 def test_nothing_to_find(tmp_path: Path) -> None:
     assert latest(tmp_path / "absent") is None
     assert committed(tmp_path / "absent") == []
-    uncounted(tmp_path, 1)
+    foreign(tmp_path, 1)
     assert latest(tmp_path) is None
 
 
@@ -174,7 +174,6 @@ def test_a_run_with_a_checkpoint_is_only_continued_on_request(tmp_path: Path, ha
 
 
 def test_a_run_with_nothing_but_groups_in_its_journal_is_only_continued_on_request(tmp_path: Path) -> None:
-    uncounted(tmp_path / "checkpoints", 3)
     with pytest.raises(ConfigError, match=r"already holds a run \(groups in its journal\)\. Go on with it by --resume"):
         starting_point(tmp_path, tmp_path / "checkpoints", has_groups=True, resume=False)
     assert starting_point(tmp_path, tmp_path / "checkpoints", has_groups=True, resume=True) is None
@@ -182,8 +181,31 @@ def test_a_run_with_nothing_but_groups_in_its_journal_is_only_continued_on_reque
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_without_anything_that_counts_starts_from_scratch(tmp_path: Path, resume: bool) -> None:
-    uncounted(tmp_path, 3)
+    staged(tmp_path, 3)
     assert starting_point(tmp_path, tmp_path, has_groups=False, resume=resume) is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_checkpoint_of_somebody_else_is_refused_and_left(tmp_path: Path, resume: bool) -> None:
+    place = foreign(tmp_path, 500)
+    clear_leftovers(tmp_path)
+    with pytest.raises(ConfigError, match=r"^run_dir: .*checkpoint-500 .* Move it") as caught:
+        starting_point(tmp_path, tmp_path, has_groups=False, resume=resume)
+    assert caught.value.exit_code == 78
+    checkpoint(tmp_path, 400)
+    checkpoint(tmp_path, 600)
+    prune(tmp_path, 1)
+    with pytest.raises(ConfigError, match="checkpoint-500"):  # it may also have come while the run was under way
+        checkpoint(tmp_path, 500)
+    assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-500", "checkpoint-600"]
+    assert [file.name for file in place.iterdir()] == ["model.safetensors"]
+
+
+def test_checkpoints_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 4)
+    commit(staged(tmp_path, 2), state(2, run_id="another"))
+    with pytest.raises(ConfigError, match=r"checkpoint-2 belongs to another run than .*checkpoint-4; move"):
+        starting_point(tmp_path, tmp_path, has_groups=True, resume=True)
 
 
 # Deleting old ones.
@@ -192,10 +214,8 @@ def test_a_run_without_anything_that_counts_starts_from_scratch(tmp_path: Path, 
 def test_pruning_keeps_the_newest_that_count(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         checkpoint(tmp_path, step)
-    uncounted(tmp_path, 12)
     prune(tmp_path, 2)
-    names = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-10", "checkpoint-4"], "what was left of step 12 does not count"
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-4"]
     prune(tmp_path, 5)
     prune(tmp_path, 1)
     found = latest(tmp_path)
@@ -216,9 +236,10 @@ def test_a_crash_anywhere_in_pruning_leaves_only_whole_checkpoints_that_count(
         assert committed(tmp_path)
         clear_leftovers(tmp_path)  # as the next process does
         assert sorted(tmp_path.iterdir()) == sorted(found.folder for found in committed(tmp_path))
+        assert starting_point(tmp_path, tmp_path, has_groups=True, resume=True) == committed(tmp_path)[-1]
         for step in (1, 2):  # put back what the last attempt deleted
             if not is_committed(tmp_path / f"checkpoint-{step}"):
                 checkpoint(tmp_path, step)
         clear_leftovers(tmp_path)
     assert [found.step for found in committed(tmp_path)] == [3]
-    assert number == 2 * 6, "of each three files, first the state, which is synced, and two folders"
+    assert number == 2 + 1 + 2 * 5 + 1, "two renames, the folder above, of each three files and two folders, .deleted"

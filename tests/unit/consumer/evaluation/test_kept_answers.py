@@ -45,6 +45,17 @@ def test_steps_that_a_crash_undid_leave_none_and_a_damaged_file_has_none(tmp_pat
     assert read_answers(file) == []
 
 
+def test_files_and_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "held-out"
+    (folder / "notes").mkdir(parents=True)
+    mine = ["version-1.answers", "version-x-step-30.answers", "version-3-step-30.answers.bak", "todo.txt"]
+    for name in mine:
+        (folder / name).write_text("mine")
+    results(tmp_path, first_step=10)
+    assert sorted(file.name for file in folder.iterdir()) == sorted([*mine, "notes"])
+    assert versions(tmp_path) == []
+
+
 def test_a_full_disk_costs_the_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -119,9 +119,14 @@ def test_a_full_disk_costs_the_batch_and_nothing_else(tmp_path: Path, monkeypatc
 
 
 def test_of_a_run_that_is_started_again_and_again_the_newest_batches_are_kept(tmp_path: Path) -> None:
+    mine = [tmp_path / "inspect" / name for name in ("step-1-of-mine", "step-by-step", "step-0")]
+    for folder in mine:
+        folder.mkdir(parents=True)
+    (mine[0] / "step.json").write_text("{}")
+    (tmp_path / "inspect" / "step-notes").write_text("mine")
     batch = CutBatch(0, 1, 1, [rollout_group([[3], [4]])], 1)
     for number, step in enumerate((90, *range(1, 12))):  # step 90 was undone
         folder = keep(tmp_path, step, batch, {})
         os.utime(folder, (1e9 + number, 1e9 + number))
-    kept = sorted(int(folder.name.removeprefix("step-")) for folder in (tmp_path / "inspect").iterdir())
-    assert kept == list(range(4, 12))
+    kept = {folder.name for folder in (tmp_path / "inspect").iterdir()}
+    assert kept == {f"step-{step}" for step in range(4, 12)} | {folder.name for folder in mine} | {"step-notes"}
