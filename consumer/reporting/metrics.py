@@ -220,7 +220,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
     for name, (key, text) in _EVALUATION_IN_PROGRESS.items():
         gauge(name, text, lambda each, key=key: getattr(each.leases.progress, key), 0)  # type: ignore[misc]
 
-    def totals() -> dict[str, float]:
+    def totals() -> dict[str, int]:
         counts = evaluation.totals if evaluation else Counter[str]()
         skipped = evaluation.due.num_skipped if evaluation else 0
         return {outcome: counts[outcome] for outcome in ("scored", "incomplete")} | {"skipped": skipped}
