@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
 from producer.engine.arguments import num_parts, own_arguments
 from protocol.config.library_section import build
@@ -31,7 +32,8 @@ def model_folder(config: RunConfig) -> Path:
 
 
 def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
-    """Raises ConfigError where vLLM refuses `engine:`, or does not do with it what this pipeline needs."""
+    """Raises ConfigError where vLLM refuses `engine:`, or does not do with it what this pipeline needs. Limits of a batch that
+    `engine:` leaves open are those of `vllm serve` on this GPU."""
     _check_adapter_dtype(config)
     _check_sleep(config)
     ours = own_arguments(config, folder, num_gpus)
@@ -42,7 +44,7 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
         _need_torchvision()
     arguments = build("engine", AsyncEngineArgs, chosen, **ours)
     try:
-        vllm_config = arguments.create_engine_config()
+        vllm_config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise cannot_load(f"{folder}/config.json", error) from error

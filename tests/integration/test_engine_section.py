@@ -58,6 +58,28 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
         assert said.startswith(f"engine.{key}: {message}")
 
 
+def test_limits_of_a_batch_are_those_of_vllm_serve_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine import arg_utils
+
+    from producer.engine.vllm_config import build_vllm_config
+
+    def of_an_h100(*arguments: Any) -> Any:
+        with monkeypatch.context() as patched:
+            platform = type(arg_utils.current_platform)
+            patched.setattr(platform, "get_device_total_memory", classmethod(lambda *_: 80 * 2**30))
+            patched.setattr(platform, "get_device_name", classmethod(lambda *_: "NVIDIA H100 80GB HBM3"))
+            patched.setattr(platform, "is_cpu", lambda _: False)
+            return defaults(*arguments)
+
+    defaults = arg_utils.EngineArgs.get_batch_defaults
+    monkeypatch.setattr(arg_utils.AsyncEngineArgs, "get_batch_defaults", staticmethod(of_an_h100))
+    folder = build_model("llama", tmp_path / "model", num_layers=1)
+    for engine, num_seqs in (({}, 1024), ({"max_num_seqs": 256}, 256)):
+        config = run_config(tmp_path, model={"path": str(folder)}, engine=engine | {"max_model_len": 64})
+        scheduler = build_vllm_config(config, folder, num_gpus=0).scheduler_config
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (num_seqs, 8192)
+
+
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it where `model.trust_remote_code` says so, and the GPUs are shared by the parts of a pipeline."""
     from producer.engine.vllm_config import check_engine_section
