@@ -147,8 +147,8 @@ These follow from the file and cannot be set. `--check` shows them.
 | value | follows from |
 |---|---|
 | completions per step | `pipeline.groups_per_step` x `sampling.num_generations` |
-| engine `max_loras` | `pipeline.max_staleness` (`auto`: the greatest of `auto_staleness`) + 2: every version that a live \
-request can name, and the one being loaded; with `serve.enabled` + `serve.max_versions` + 2; with `evaluation` + 1 |
+| engine `max_loras` | `pipeline.max_staleness` (`auto`: the greatest of `auto_staleness`) + 2: every version whose groups \
+can still be trained, and the one being loaded; with `serve.enabled` + `serve.max_versions` + 2; with `evaluation` + 1 |
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |
 | control endpoint | `transport.endpoint`, else `ipc://RUN_DIR/control.ipc` |
 | blob endpoint | `transport.blob_endpoint`, else the control endpoint with `.blobs` appended (ipc) or the next port (tcp) |

@@ -202,6 +202,7 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGat
         SwapReport(base.counters, base.metrics, base.timeline),
         mailbox.put,
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
+        config.pipeline.staleness_limit,
     )
 
 

@@ -30,6 +30,10 @@ class Counters:
     restarted: int = _total(
         "rl_producer_groups_restarted_total", "Groups that began again at a swap (swap.in_flight: restart)."
     )
+    outdated: int = _total(
+        "rl_producer_groups_outdated_total",
+        "Groups that were ended while they were generated, because they had become too old to be trained. Their leases go back.",
+    )
     dropped_tokens: int = _total("rl_producer_tokens_dropped_total", "Tokens that restarts threw away.")
     turns: int = _total("rl_producer_turns_total", "Turns of the policy in episodes with an environment.")
     tool_calls: int = _total("rl_producer_tool_calls_total", "Tool calls that the policy asked for.")

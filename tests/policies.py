@@ -34,7 +34,7 @@ class Policies:
         self._swapped = asyncio.Event()
 
     @contextmanager
-    def pin(self) -> Iterator[Adapter]:
+    def pin(self, outdated: Any = None) -> Iterator[Adapter]:
         assert self.current is not None
         adapter = self.current
         self.pins[adapter.version] += 1

@@ -31,7 +31,7 @@ _FAILURES = (
 _TOTALS = {
     "leased": ("leases_given", "Leases given."),
     "adopted": ("leases_adopted", "Leases that a producer kept from an earlier trainer process."),
-    "returned": ("leases_returned", "Leases handed back by stopping producers."),
+    "returned": ("leases_returned", "Leases that producers handed back unanswered."),
     "trained": ("groups_trained", "Groups trained for the first time."),
     "replayed": ("groups_replayed", "Uses of groups that were replayed."),
     "went_stale": ("groups_went_stale", "Groups accepted, then too old when the batch was cut."),

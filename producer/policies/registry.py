@@ -1,15 +1,17 @@
 """The policy versions that the engine holds.
 
 Guarantee: a request runs on the adapter it pinned to its end; a superseded version is unloaded only when nothing pins it and it
-is not the one that is evaluated. Whoever lets a version go does not wait for that and cannot be cancelled in the middle of it:
-the registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer does,
-changes nothing: the one before stays current. An evaluated version that is not here any more is fetched and loaded beside the
-current one; an engine that has one version at a time keeps it instead, for a while, when a newer one has arrived.
+is not the one that is evaluated. Groups that have become too old to be trained are ended, so that training pins at most
+`max_staleness` + 1 versions of one trainer. Whoever lets a version go does not wait for that and cannot be cancelled in the
+middle of it: the registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer
+does, changes nothing: the one before stays current. An evaluated version that is not here any more is fetched and loaded beside
+the current one; an engine that has one version at a time keeps it instead, for a while, when a newer one has arrived.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,18 +33,20 @@ _MAX_UNAVAILABLE = 16  # policies that are known not to be had; few are evaluate
 class _Version:
     policy: PolicyInfo
     pins: int = 0
+    outdated: list[Callable[[], None]] = field(default_factory=list)  # of its pins
 
 
 @dataclass
 class AdapterRegistry:
     """Which adapter new requests start on, and which old ones are still needed. `fetch` asks for a policy that is not the
     newest, and `on_fetched` answers. A newer version waits `hold_s` for an evaluation; None: the engine has several versions at
-    once."""
+    once. A group whose version is more than `max_staleness` older than the newest can only be stale."""
 
     loader: PolicyLoader
     report: SwapReport
     fetch: Callable[[PolicyInfo], None] = lambda policy: None
     hold_s: float | None = None
+    max_staleness: float = math.inf
     current: Adapter | None = None  # what new requests start on
     _session: int = 0
     _flipped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,16 +106,21 @@ class AdapterRegistry:
         return self.current is not None and self.current.version > adapter.version
 
     @contextmanager
-    def pin(self, adapter: Adapter | None = None) -> Iterator[Adapter]:
-        """This adapter, or else the current one, kept loaded for the duration of the context. Only after `wait_for`."""
+    def pin(self, adapter: Adapter | None = None, outdated: Callable[[], None] | None = None) -> Iterator[Adapter]:
+        """This adapter, or else the current one, kept loaded for the duration of the context. Only after `wait_for`. `outdated`
+        is called, once, when a group of this version has become too old to be trained; the context should end soon then."""
         adapter = adapter or self.current
         assert adapter is not None
         version = self._versions[adapter]
         version.pins += 1
+        if outdated is not None:
+            version.outdated.append(outdated)
         try:
             yield adapter
         finally:
             version.pins -= 1
+            if outdated in version.outdated:
+                version.outdated.remove(outdated)
             self._released.set()
 
     @asynccontextmanager
@@ -169,6 +178,7 @@ class AdapterRegistry:
             return False
         self._activate(loaded.adapter, policy)
         self._flip(loaded.adapter)
+        self._end_outdated(policy.version - self.max_staleness)
         self.report.note_live(downloaded, loaded)
         await self.unload_idle()
         return True
@@ -200,6 +210,13 @@ class AdapterRegistry:
         self.report.note_current(adapter)
         self._flipped.set()
         self._flipped = asyncio.Event()
+
+    def _end_outdated(self, oldest: int) -> None:
+        for adapter, version in self._versions.items():
+            if adapter.version < oldest:
+                calls, version.outdated = version.outdated, []
+                for outdated in calls:
+                    outdated()
 
     def _tell_fetched(self) -> None:
         self._fetched.set()

@@ -2,16 +2,17 @@
 
 Guarantee: no more groups are in the engine at once than keep it busy, so that each begins on the newest policy there is when
 its turn comes; none enters while generation is paused, or the engine sleeps. An evaluation waits behind what is for training,
-and gets the very version that it evaluates.
+and gets the very version that it evaluates. A group that has become too old to be trained leaves, and its lease goes back.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from producer.interfaces import LeaseFailure
 from producer.policies.registry import AdapterRegistry
 from producer.rollouts.admission import Admission
 from producer.rollouts.in_flight import InFlight, Sample
@@ -74,5 +75,24 @@ class EngineAccess:
         async with self.admission:
             await self.wait_for(lease.policy_floor)
             progress.enter("generating", "generation_failed")
-            with self.in_flight.kept() as kept:
-                yield partial(self.in_flight.sample, kept=kept)
+            async with self._while_usable() as outdated:
+                with self.in_flight.kept(outdated) as kept:
+                    yield partial(self.in_flight.sample, kept=kept, outdated=outdated)
+
+    @asynccontextmanager
+    async def _while_usable(self) -> AsyncIterator[Callable[[], None]]:
+        """Yields what ends the context with the LeaseFailure `returned`."""
+        scope, loop = asyncio.timeout(None), asyncio.get_running_loop()
+
+        def end() -> None:
+            if not scope.expired():
+                scope.reschedule(loop.time())
+
+        try:
+            async with scope:
+                yield end
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            self.in_flight.counters.outdated += 1
+            raise LeaseFailure("returned", "its group could only be stale") from None

@@ -35,6 +35,7 @@ from protocol.wire.messages import Sampling
 
 OnSwap = Literal["finish", "continue", "restart"]
 Sample = Callable[[list[int], Sampling], Awaitable[list[Completion]]]
+OnOutdated = Callable[[], None]
 _Request = tuple[list[int], Sampling]
 
 
@@ -80,19 +81,25 @@ class InFlight:
             self.on_swap = "finish"  # where the engine's own weights change, a group goes on by itself, without a cut
 
     @contextmanager
-    def kept(self) -> Iterator[Adapter | None]:
+    def kept(self, outdated: OnOutdated | None = None) -> Iterator[Adapter | None]:
         """The adapter on which all turns of a group are sampled, for `sample`; None where each begins on the current one.
-        Only after `AdapterRegistry.wait_for`."""
+        Only after `AdapterRegistry.wait_for`; `outdated` as in `AdapterRegistry.pin`."""
         if self.on_swap != "finish" or not self._keeps_weights:
             yield None
             return
-        with self.adapters.pin() as adapter:
+        with self.adapters.pin(outdated=outdated) as adapter:
             yield adapter
 
-    async def sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None = None) -> list[Completion]:
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        kept: Adapter | None = None,
+        outdated: OnOutdated | None = None,
+    ) -> list[Completion]:
         """Samples one group, on the adapter `kept`, which the caller pins, or (None) from the current one on, but only after
-        `AdapterRegistry.wait_for`. Where the engine's own weights change meanwhile, tokens say so. Raises LeaseFailure where the
-        engine refuses a request."""
+        `AdapterRegistry.wait_for`; `outdated` as in `AdapterRegistry.pin`. Where the engine's own weights change meanwhile,
+        tokens say so. Raises LeaseFailure where the engine refuses a request."""
         stays = kept is not None or self.on_swap == "finish"
         continues, may_restart = (mode == self.on_swap and not stays for mode in ("continue", "restart"))
         await self.gate.wait_open()
@@ -100,7 +107,7 @@ class InFlight:
             await self.adapters.wait_for(0)  # another trainer may have come meanwhile
         began = self.clock()
         with ExitStack() as pins:
-            adapter = kept or pins.enter_context(self.adapters.pin())
+            adapter = kept or pins.enter_context(self.adapters.pin(outdated=outdated))
             whole = [(prompt_ids, sampling)]
             completions = await self._sample_segment(whole, adapter, min_run_s=math.inf if stays else 0.0)
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
@@ -112,7 +119,7 @@ class InFlight:
                 is_superseded = (continues or may_restart) and self.adapters.has_newer(adapter)
                 if is_superseded:
                     with pins.pop_all():
-                        adapter = pins.enter_context(self.adapters.pin())
+                        adapter = pins.enter_context(self.adapters.pin(outdated=outdated))
                 if (may_restart and is_superseded) or not _can_be_continued(sampling):
                     may_restart &= not is_superseded
                     self.counters.restarted += 1

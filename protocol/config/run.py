@@ -120,7 +120,7 @@ class RunConfig(Section):
 
     @property
     def training_loras(self) -> int:
-        """Adapters that training may need at once: every version that a live request can name, and the one being loaded."""
+        """Adapters that training may need at once: every version whose groups can still be trained, and the one being loaded."""
         return self.pipeline.staleness_limit + 2
 
     @property

@@ -4,7 +4,8 @@ import asyncio
 import functools
 import itertools
 import json
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,30 @@ async def test_pinned_versions_stay_until_their_last_request_is_done(setup):
     await settle()
     assert setup.engine.versions == [2]
     assert setup.folders() == 1
+
+
+@working
+async def test_what_has_become_too_old_is_told_once_and_other_pins_are_left_alone(setup):
+    setup.registry.max_staleness = 1
+    told: list[str] = []
+    async with AsyncExitStack() as pins:
+        await setup.publish(0)
+        for name in ("first", "second", "third"):
+            pins.enter_context(setup.registry.pin(outdated=partial(told.append, name)))
+        await pins.enter_async_context(setup.registry.pin_evaluated(blob(0)[0]))
+        pins.enter_context(setup.registry.pin())  # a client's
+        with setup.registry.pin(outdated=partial(told.append, "has ended")):
+            await setup.publish(1)
+        pins.enter_context(setup.registry.pin(outdated=partial(told.append, "of v1")))
+        assert told == []
+        await setup.publish(2)
+        assert told == ["first", "second", "third"]
+        setup.registry.start_session(blob(1)[0])  # of a trainer that is back at an older version
+        await setup.publish(1)
+        await setup.publish(2)
+        assert told == ["first", "second", "third"]
+        await setup.publish(3)
+        assert told == ["first", "second", "third", "of v1"]
 
 
 @working

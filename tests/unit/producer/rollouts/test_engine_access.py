@@ -1,9 +1,11 @@
 """Leases enter the engine when their policy is there, nothing is paused and there is room."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
-from protocol.wire.messages import Sampling
+from protocol.wire.messages import Nack, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle
 from tests.unit.producer.policies.test_adapters import blob, working
@@ -32,6 +34,35 @@ async def test_an_evaluation_is_answered_by_the_version_that_it_names_beside_new
         "lease-1": 3, "lease-2": 5, "lease-3": 3,
     }  # fmt: skip
     assert setup.engine.versions == [3, 5], "what is evaluated stays until another version is"
+
+
+@pytest.mark.parametrize(
+    ("on_swap", "holds_versions"), [("finish", True), ("continue", True), ("restart", True), ("finish", False)]
+)
+@working
+async def test_a_group_that_can_only_be_stale_is_ended_and_its_lease_goes_back_unfailed(setup, on_swap, holds_versions):
+    setup.registry.max_staleness = 1
+    setup.engine.capabilities = SimpleNamespace(holds_versions=holds_versions)
+    setup.generation = setup.generation_with(on_swap, setup.engine)
+    await setup.publish(3)
+    held_out = msgspec.structs.replace(lease(9), sampling=Sampling(1, 6, 0.0), evaluates=blob(3)[0])
+    setup.generation.start(held_out)
+    setup.generation.start(lease(0))
+    await settle()
+    await setup.publish(4)
+    setup.generation.start(lease(1))
+    await settle()
+    assert setup.answers == []
+    await setup.publish(5)
+    await settle()
+    assert setup.answers == [Nack("lease-0", "returned")]
+    assert (setup.counters.outdated, setup.counters.failed, setup.engine.running) == (1, 0, 2)
+    setup.generation.start(lease(2))
+    setup.engine.release.set()
+    await setup.settle()
+    assert {answer.lease_id: answer.policy_version for answer in setup.answers[1:]} == {
+        "lease-9": 3, "lease-1": 4, "lease-2": 5,
+    }  # fmt: skip
 
 
 @working
