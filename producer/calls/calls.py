@@ -19,7 +19,8 @@ Answer = dict[str, Any] | AsyncGenerator[str, None]
 
 @dataclass
 class Sampled:
-    """One completion. The three lists have equal lengths; `finish_reason` is None until the completion has ended."""
+    """One completion. The three lists have equal lengths; `finish_reason` is None unless the completion has ended
+    by itself."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)

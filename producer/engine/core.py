@@ -27,6 +27,7 @@ class EngineCore:
 
     def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:
         self._score_ids = itertools.count()
+        self._breach = ""  # how the engine served another policy than it was asked for
         self._sockets = ExitStack()  # vLLM leaves them, after a kill or not
         sockets = self._sockets.enter_context(scratch_folder())
         try:
@@ -63,8 +64,14 @@ class EngineCore:
             raise
         finally:
             cutting.cancel()
-        assert sampled.lora_request == lora, f"sampled on {sampled.lora_request}, not {lora}"
+        self.check_lora(sampled, lora)
         return sampled
+
+    def check_lora(self, output: Any, lora: LoRARequest | None) -> None:
+        """Raises EngineError where an output was sampled on another LoRA than `lora`; from then on `check_alive` does, too."""
+        if output.lora_request != lora:
+            self._breach = f"vLLM sampled on {output.lora_request} what was asked of {lora}"
+            raise EngineError(self._breach)
 
     async def score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
         """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV. Raises
@@ -83,6 +90,11 @@ class EngineCore:
         except Exception as error:
             self.raise_if_dead(error)
             raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error
+        if output.prompt_logprobs is None:
+            reason = output.outputs[0].finish_reason
+            raise AdapterRefusedError(
+                f"vLLM does not score {len(token_ids)} tokens: it ended with finish_reason={reason!r}"
+            )
         flat = output.prompt_logprobs
         logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
         assert len(logprobs) == len(token_ids) - 1
@@ -111,12 +123,16 @@ class EngineCore:
             ) from error
 
     def check_alive(self) -> None:
-        """Raises EngineError if the engine is dead, also while no request is in it. Costs nothing: vLLM watches its core's
-        process."""
+        """Raises EngineError if the engine is dead or has served another policy, also while no request is in it. Costs nothing:
+        vLLM watches its core's process."""
+        if self._breach:
+            raise EngineError(self._breach)
         if self.llm.errored:
             raise EngineError("the engine core has ended (its own messages are above)")
 
     def raise_if_dead(self, error: Exception) -> None:
+        if isinstance(error, EngineError):
+            raise error
         if isinstance(error, EngineDeadError) or self.llm.errored:
             raise EngineError(f"the engine died: {error} (its own messages are above)") from error
 

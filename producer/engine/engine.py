@@ -111,7 +111,7 @@ class VllmEngine:
     def openai_server(self, config: RunConfig) -> "OpenAIServer":
         from producer.engine.openai_server import OpenAIServer
 
-        return OpenAIServer(self._core.llm, self.weights, config)
+        return OpenAIServer(self._core, self.weights, config)
 
     def current_load(self) -> EngineLoad | None:
         return self._recorder.load if self._recorder else None
@@ -149,8 +149,10 @@ class _Prometheus(PrometheusStatLogger):
 
 def _completion(sample: Any, request: InFlightRequest, *, may_be_cut: bool) -> Completion:
     cut = sample.finish_reason == "abort" and may_be_cut
+    if sample.finish_reason == "abort" and not cut:
+        raise EngineError("the engine aborted a request that nothing had cut (its own messages are above)")
     if not cut and sample.finish_reason not in ("stop", "length"):
-        raise EngineError(f"the engine aborted a request (finish_reason={sample.finish_reason!r})")
+        raise LeaseFailure("generation_failed", f"vLLM ended a completion with finish_reason={sample.finish_reason!r}")
     token_ids = list(sample.token_ids)
     flat = sample.logprobs
     logprobs = [flat.logprobs[start] for start in flat.start_indices]  # the sampled token leads its position

@@ -9,7 +9,7 @@ The constructors used here agree in releases 0.26 to 0.32.
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from producer.calls.calls import Answer, Call
 from producer.calls.limits import limits
 from producer.calls.requests import RefusedError, ServedRequest, malformed
+from producer.engine.core import EngineCore
 from producer.engine.weights import InFlightRequest, VllmWeights
 from producer.serving.versions import model_name
 from protocol.config.run import RunConfig
@@ -37,8 +38,8 @@ class OpenAIServer:
     """Answers requests. What they leave open (temperature, length, ...) is as in `sampling:`. Raises ConfigError where vLLM
     does not know `serve.tool_call_parser`."""
 
-    def __init__(self, llm: Any, weights: VllmWeights, config: RunConfig) -> None:
-        client: Any = _Client(llm, weights)
+    def __init__(self, core: EngineCore, weights: VllmWeights, config: RunConfig) -> None:
+        llm, client = core.llm, cast(Any, _Client(core, weights))
         models = _Models(client, config.model.path, weights)
         parser = config.serve.tool_call_parser
         shared: dict[str, Any] = {
@@ -114,8 +115,8 @@ class _Models(OpenAIServingModels):
 class _Client:
     """The engine as vLLM's serving classes see it: `generate` is ours, everything else the engine's."""
 
-    def __init__(self, llm: Any, weights: VllmWeights) -> None:
-        self._llm = llm
+    def __init__(self, core: EngineCore, weights: VllmWeights) -> None:
+        self._core, self._llm = core, core.llm
         self._weights = weights
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +145,7 @@ class _Client:
         generating = self._llm.generate(prompt, params, request_id, lora_request=lora_request, **options)
         async with aclosing(generating) as outputs:
             async for output in outputs:
-                assert output.lora_request == lora_request, f"sampled on {output.lora_request}, not {lora_request}"
+                self._core.check_lora(output, lora_request)
                 _note(call, request_id, output, InFlightRequest(call.adapter.version))
                 yield output
                 call.note_reader(request_id)
@@ -178,4 +179,5 @@ def _note(call: Call, request_id: str, output: Any, request: InFlightRequest) ->
             sampled.logprobs += [position[token].logprob for position, token in pairs]
         sampled.token_ids += sample.token_ids
         sampled.token_versions += request.token_versions(sample.index, len(sample.token_ids))
-        sampled.finish_reason = sample.finish_reason
+        if sample.finish_reason not in ("abort", "error"):
+            sampled.finish_reason = sample.finish_reason

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 from transformers import AutoTokenizer
+from vllm.v1.engine.output_processor import RequestState
 
 from producer.engine.adapter_loading import ByAdapter
 from producer.interfaces import AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
 from producer.policies.registry import AdapterRegistry
+from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from producer.state import Counters
 from protocol.config.sections.swap import TOLERANCES
@@ -25,6 +28,7 @@ from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
 from tests.policies import registry_of
+from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 
@@ -209,6 +213,69 @@ async def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_ve
             assert len(completion.token_ids) == 200 or not completion.truncated
     assert not live.engine._core.llm.output_processor.request_states
     assert not live.engine._core.llm.output_processor.parent_requests, "vLLM has forgotten them"
+
+
+@on_engine
+async def test_groups_that_outlive_their_staleness_leave_the_slots_to_the_next_policy(live, registry):
+    """vLLM schedules no request for one more adapter while the running ones name as many as it has slots."""
+    registry.max_staleness = live.config.pipeline.staleness_limit
+    access = EngineAccess(
+        registry, Admission(64, 4, lambda: None), InFlight(live.engine, registry, Counters(), "finish")
+    )
+    versions = range(60, 60 + live.config.training_loras + 2)
+    probes = {version: probe(live, version) for version in versions}
+    asked = msgspec.structs.replace(sampling(240, n=2), ignore_eos=True)
+
+    async def straggle() -> list[Completion]:
+        async with access.enter(lease(0), Progress(lease(0))) as sample:
+            return await sample(PROMPT, asked)
+
+    groups = []
+    for version in versions:
+        assert await registry.publish(live.downloaded(version, probes[version]))
+        groups.append(asyncio.create_task(straggle()))
+        await asyncio.sleep(0.05)
+    ended = await asyncio.gather(*groups, return_exceptions=True)
+    num_usable = registry.max_staleness + 1
+    assert [error.reason for error in ended[:-num_usable]] == ["returned"] * (len(versions) - num_usable)
+    assert [group[0].token_versions[-1] for group in ended[-num_usable:]] == list(versions)[-num_usable:]
+    assert not live.engine._core.llm.output_processor.request_states
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "raised", "said"),
+    [
+        ("error", LeaseFailure, "error"),
+        ("repetition", LeaseFailure, "repetition"),
+        ("abort", EngineError, "abort"),
+        ("another lora", EngineError, "sampled on None what was asked of"),
+    ],
+)
+@on_engine
+async def test_what_vllm_could_not_generate_fails_its_lease_and_only_a_broken_engine_ends_the_producer(
+    live, registry, monkeypatch, finish_reason, raised, said
+):
+    def ended(self, *arguments):
+        made = make(self, *arguments)
+        for sample in made.outputs:
+            sample.finish_reason, sample.logprobs = finish_reason, None
+        if finish_reason == "another lora":
+            made.lora_request = None
+        return made
+
+    await registry.publish(live.downloaded(1))
+    with monkeypatch.context() as patched:
+        make = RequestState._new_request_output
+        patched.setattr(RequestState, "_new_request_output", ended)
+        with pytest.raises(raised, match=said) as caught:
+            await generate(live, registry)
+    assert getattr(caught.value, "reason", "generation_failed") == "generation_failed"
+    if finish_reason == "another lora":
+        with pytest.raises(EngineError, match="vLLM sampled on None"):
+            live.engine.check_alive()
+        live.engine._core._breach = ""
+    live.engine.check_alive()
+    assert len(await generate(live, registry)) == 4
 
 
 @on_engine
