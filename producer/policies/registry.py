@@ -211,7 +211,7 @@ class AdapterRegistry:
         self._flipped.set()
         self._flipped = asyncio.Event()
 
-    def _end_outdated(self, oldest: int) -> None:
+    def _end_outdated(self, oldest: float) -> None:
         for adapter, version in self._versions.items():
             if adapter.version < oldest:
                 calls, version.outdated = version.outdated, []

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from typing import Any
 
 import msgspec
 import prometheus_client
@@ -235,7 +236,7 @@ async def test_groups_that_outlive_their_staleness_leave_the_slots_to_the_next_p
         assert await registry.publish(live.downloaded(version, probes[version]))
         groups.append(asyncio.create_task(straggle()))
         await asyncio.sleep(0.05)
-    ended = await asyncio.gather(*groups, return_exceptions=True)
+    ended: list[Any] = await asyncio.gather(*groups, return_exceptions=True)
     num_usable = registry.max_staleness + 1
     assert [error.reason for error in ended[:-num_usable]] == ["returned"] * (len(versions) - num_usable)
     assert [group[0].token_versions[-1] for group in ended[-num_usable:]] == list(versions)[-num_usable:]
