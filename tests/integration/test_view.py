@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import apsw
-import numpy as np
 import pytest
 
 from tests.integration.browser import browser, console, drawn, texts, until, viewed
@@ -23,15 +22,12 @@ from tests.tools import require
 from tests.view_run import HOSTILE, write_run
 from tools.journal.content import ContentReader
 from tools.run_reader import RunReader
-from tools.view.index.cache import place_of
 from tools.view.pages.spans import SURPRISE
-from tools.view.scores.kept import KeptScores, ScoredBy, Scores
 
 AXE = "axe-core@4.14.1"
 PAGES = (
     "/", "/steps", "/steps/5", "/steps/12", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
-    "/group?id=2-3-0-1-s&colour=version", "/group?id=2-3-0-1-s&colour=ratio", "/group?id=2-3-0-1-s&colour=entropy",
-    "/group?id=0-10-0-1-s&colour=ratio", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1",
+    "/group?id=2-3-0-1-s&colour=version", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1",
     "/compare?a=0:4&b=5:&held=1", "/keys", "/groups?step=x",
 )  # fmt: skip
 
@@ -56,16 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """With ratios from 1/4 to 4 and entropies from 0 to 9 of one group, as if they had been computed."""
     cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch, closing(RunReader(run).journal()) as reader:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        row = reader.row("2-3-0-1-s")
-        content = ContentReader(reader).read(row) if row else None
-        assert content is not None
-        logprobs, share = content.group.logprobs, np.linspace(0, 1, content.group.num_tokens)
-        scores = Scores((logprobs + np.log(4) * (2 * share - 1)).astype("<f4"), (9 * share).astype("<f4"))
-        KeptScores(place_of(run / "journal.sqlite")).add("2-3-0-1-s", ScoredBy("3-1", 3, 3, 1.0), scores)
     with viewed(run, cache) as (found, _):
         yield found
 
@@ -197,16 +184,6 @@ def test_keys_page_search_and_open(driver: Any, base: str, run: Path) -> None:
     press(driver, "r")
     until(lambda: "raw=1" in driver.current_url, "the raw text")
     assert "<think>" in texts(driver, "[data-completion] pre")[0]
-
-
-def test_a_policy_that_cannot_be_asked_says_why(driver: Any, base: str) -> None:
-    """The model of this run is a tokenizer alone."""
-    driver.get(f"{base}/group?id=0-10-0-1-s&colour=entropy")
-    assert "Compute under version 10 (m)" in texts(driver, "button")
-    press(driver, "m")
-    until(lambda: texts(driver, "#said")[0].startswith("It is not known: "), "the reason")
-    assert "config.json cannot be read" in texts(driver, "#said")[0]
-    assert console(driver) == []
 
 
 def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -> None:

@@ -16,7 +16,6 @@ from tools.journal.content import Content
 from tools.view.index.decoder import Decoder
 from tools.view.pages.spans import Colour, Span, plain, spans
 from tools.view.pages.turns import Turn, turns
-from tools.view.scores.kept import Scores
 
 COMPLETIONS = 16
 _TOKENS = 4_096
@@ -57,11 +56,10 @@ def group_page(
     *,
     raw: bool,
     first: int,
-    scores: Scores | None = None,
     missing: Sequence[MissingReward] = (),
 ) -> GroupPage:
     """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text.
-    `scores` are those of its tokens under the newest policy, `missing` says why rewards are missing."""
+    `missing` says why rewards are missing."""
     group = content.group
     totals = _totals(content, facts)
     worth = [-math.inf if total is None else total for total in totals]
@@ -73,7 +71,7 @@ def group_page(
     for index in shown:
         rewards = dict(zip(content.reward_names, map(_known, group.rewards[index].tolist()), strict=True))
         records = [
-            _record(content, number, decoder, colour, scores, raw=raw)
+            _record(content, number, decoder, colour, raw=raw)
             for number in np.flatnonzero(group.completion_of == index).tolist()
         ]
         why = content.why_missing(missing, index)
@@ -84,9 +82,7 @@ def group_page(
     )  # fmt: skip
 
 
-def _record(
-    content: Content, number: int, decoder: Decoder | None, colour: Colour, scores: Scores | None, *, raw: bool
-) -> Record:
+def _record(content: Content, number: int, decoder: Decoder | None, colour: Colour, *, raw: bool) -> Record:
     group = content.group
     tokens = group.records[number]
     ids = group.completion_ids[tokens].tolist()
@@ -95,7 +91,7 @@ def _record(
 
     def shown(first: int, last: int) -> list[Span]:
         part = slice(tokens.start + first, tokens.start + last)
-        return spans(group, part, pieces[first:last], colour, scores)
+        return spans(group, part, pieces[first:last], colour)
 
     if left_out:
         middle = Span(f"\n[... {left_out} tokens left out ...]\n", "left-out")

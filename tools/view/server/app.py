@@ -24,7 +24,6 @@ from protocol.errors import JournalError
 from protocol.service.http_server import ConnectionLimiter, Server, listen
 from tools.view.index.cache import DamagedIndexError, SlowQueryError
 from tools.view.pages.forms import FormError
-from tools.view.scores.scorer import LONGEST_S, Scorer
 from tools.view.server.compare_pages import ComparePages
 from tools.view.server.group_pages import GroupPages
 from tools.view.server.history_pages import HistoryPages
@@ -33,7 +32,7 @@ from tools.view.server.run_pages import RunPages
 from tools.view.server.security import Guard
 from tools.view.server.viewer import Viewer
 
-_HEADERS_S, _ANSWER_S = 10.0, LONGEST_S + 60.0
+_HEADERS_S, _ANSWER_S = 10.0, 60.0
 _MAX_CONNECTIONS = 64
 _CODES: dict[type[Exception], int] = {
     FormError: 400,
@@ -82,7 +81,6 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
         Route("/policies", run.policies),
         Route("/groups", groups.groups),
         Route("/group", groups.group),
-        Route("/scores", groups.scores),
         Route("/prompts/{prompt:number}", history.prompt),
         Route("/compare", compared.compare),
         Route("/keys", keys),
@@ -100,16 +98,13 @@ def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> N
         for viewer in viewers:
             stack.enter_context(viewer.builder())
         server = Server(application(viewers[0], token, *viewers[1:]), limiter)
-        asyncio.run(_serve(server, door, viewers[0].scorer, lambda place: say_url(f"{place}/?token={token}")))
+        asyncio.run(_serve(server, door, lambda place: say_url(f"{place}/?token={token}")))
 
 
-async def _serve(server: Server, door: socket.socket, scorer: Scorer, say_place: Callable[[str], None]) -> None:
+async def _serve(server: Server, door: socket.socket, say_place: Callable[[str], None]) -> None:
     """Until a signal comes. An interrupt as an exception would be lost in a request that is answered at that moment."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     say_place(f"http://127.0.0.1:{door.getsockname()[1]}")
-    try:
-        await server.serve([door])
-    finally:
-        await scorer.close()
+    await server.serve([door])

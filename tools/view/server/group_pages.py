@@ -7,9 +7,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES
 from tools.journal.content import ContentReader
@@ -19,8 +18,7 @@ from tools.view.index.rows import VERDICTS
 from tools.view.index.texts import progress
 from tools.view.pages import forms
 from tools.view.pages.group import COMPLETIONS, group_page
-from tools.view.pages.spans import COLOURS, OF_SCORES
-from tools.view.scores.policy import NewestPolicy, NoPolicyError, newest_policy
+from tools.view.pages.spans import COLOURS
 from tools.view.server.rendering import page
 from tools.view.server.viewer import Viewer
 
@@ -71,16 +69,11 @@ class GroupPages:
                 return page(request, "missing.html", self._viewer.name, 404, group=query.get("id", ""))
             decoder, problem = self._viewer.decoder(facts)
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
-            newest, unknown = self._newest(reader) if colour in OF_SCORES else (None, "")
-            kept = self._viewer.scores.find(row.group_id, row.num_tokens) if colour in OF_SCORES else None
             missing = ContentReader(reader).missing(row)
-            shown = group_page(
-                content, facts, decoder, colour, raw=raw, first=first, scores=kept and kept[1], missing=missing
-            )
+            shown = group_page(content, facts, decoder, colour, raw=raw, first=first, missing=missing)
             here = fields | {"id": row.group_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
                 request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,
-                newest=newest and newest.by, by=kept and kept[0], unknown=unknown, of_scores=OF_SCORES,
                 colours={name: urlencode(here | {"colour": name}) for name in COLOURS},
                 next_colour=urlencode(here | {"colour": COLOURS[(COLOURS.index(colour) + 1) % len(COLOURS)]}),
                 raw_link=urlencode({**here, "raw": "0" if raw else "1"}),
@@ -88,21 +81,6 @@ class GroupPages:
                 pages={start: urlencode(here | {"first": start}) for start in range(0, shown.num_completions, COMPLETIONS)},
                 before=before and urlencode(here | {"id": before}), after=after and urlencode(here | {"id": after}),
             )  # fmt: skip
-
-    async def scores(self, request: Request) -> Response:
-        """Has the tokens of a group scored under the newest policy; the page shows them when this has answered."""
-        try:
-            await self._viewer.compute_scores(request.query_params.get("id", ""))
-        except (NoPolicyError, JournalError) as error:
-            return JSONResponse({"problem": f"It is not known: {error}."})
-        return JSONResponse({"problem": ""})
-
-    def _newest(self, reader: JournalReader) -> tuple[NewestPolicy | None, str]:
-        """The newest policy, or why there is none to ask."""
-        try:
-            return newest_policy(reader), ""
-        except NoPolicyError as error:
-            return None, str(error)
 
     def _neighbours(self, reader: JournalReader, wanted: Wanted, seq: int) -> tuple[str | None, str | None]:
         """The ids of the groups before and behind this one in its list."""

@@ -21,7 +21,7 @@ from tools.tables import clock, number, printable, size, span
 
 FOLDER = Path(__file__).parents[1]
 STATIC = FOLDER / "static"
-_SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "keys.js", "compute.js")
+_SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "keys.js")
 _STYLES = ("vendor/uplot/uPlot.min.css", "view.css")
 
 

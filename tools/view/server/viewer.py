@@ -4,7 +4,6 @@ Guarantee: a journal or an index is open for one page at a time and closed with 
 know within `_FRESH_S`.
 """
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import apsw
 from consumer.evaluation.kept_answers import KeptAnswer
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import MissingReward
-from replay.groups import InvalidGroupError, RolloutGroup
+from replay.groups import InvalidGroupError
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
 from tools.journal.content import Content, ContentReader, content_of, reward_names
@@ -27,10 +26,6 @@ from tools.view.index.builder import Builder
 from tools.view.index.cache import opened, place_of
 from tools.view.index.decoder import Decoder, find_decoder
 from tools.view.pages.group import GroupPage, group_page
-from tools.view.scores.kept import KeptScores
-from tools.view.scores.policy import NewestPolicy, NoPolicyError, loadable, newest_policy
-from tools.view.scores.questions import Policy
-from tools.view.scores.scorer import Scorer
 
 _FRESH_S = 1.5
 
@@ -45,7 +40,6 @@ class Viewer:
         self._index = place_of(self._journal)
         self._tokenizer = tokenizer
         self._decoder: tuple[str, Decoder] | None = None  # with the digest of its tokenizer
-        self.scores, self.scorer = KeptScores(self._index), Scorer()
         self._watch, self._looking = Watch(self.run, []), threading.Lock()
         self._seen: tuple[float, View] | None = None
 
@@ -101,26 +95,6 @@ class Viewer:
 
     def _beside(self, content: Content, facts: dict[str, str], missing: Sequence[MissingReward]) -> GroupPage:
         return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0, missing=missing)
-
-    async def compute_scores(self, group_id: str) -> None:
-        """Has a group's tokens scored under the newest policy, and keeps that; `NoPolicyError` says why it cannot be."""
-        newest, policy, max_bytes, group = await asyncio.to_thread(self._question, group_id)
-        kept = self.scores.find(group_id, group.num_tokens)
-        if kept is None or kept[0] != newest.by:
-            found = await self.scorer.scores(policy, max_bytes, group, newest.by.temperature)
-            try:
-                await asyncio.to_thread(self.scores.add, group_id, newest.by, found)
-            except (OSError, apsw.Error) as error:
-                raise NoPolicyError(f"the result cannot be kept in the user's cache: {error}") from error
-
-    def _question(self, group_id: str) -> tuple[NewestPolicy, Policy, int, RolloutGroup]:
-        with self.journal() as reader:
-            row = reader.row(group_id)
-            content = ContentReader(reader).read(row) if row is not None else None
-            if content is None:
-                raise NoPolicyError("the group is not in the journal any more")
-            newest = newest_policy(reader)
-            return newest, *loadable(newest, reader.facts()), content.group
 
     def status(self) -> View:
         """What the daemons say, at most some seconds ago."""

@@ -22,7 +22,6 @@ from replay.journal.writer import Journal
 from tests.unit.tools.view.indexing import index_whole
 from tools.view.cli import main
 from tools.view.index.cache import place_of
-from tools.view.scores.scorer import Scorer
 from tools.view.server.app import _serve, application
 from tools.view.server.security import POLICY
 from tools.view.server.viewer import Viewer
@@ -144,7 +143,7 @@ def test_a_shared_page_needs_nothing_else(client: TestClient, path: str) -> None
     assert 'href="/' not in answer.text
     assert 'src="/' not in answer.text
     assert "content=\"default-src 'none'; img-src data:;" in html.unescape(answer.text)
-    assert answer.text.count("<script>") == 4  # what the policy allows by its digest
+    assert answer.text.count("<script>") == 3  # what the policy allows by its digest
     assert "uPlot" in answer.text
 
 
@@ -314,7 +313,7 @@ def test_a_signal_in_the_middle_of_a_request_ends_the_server() -> None:
             asked.append(asyncio.ensure_future(ask(place)))
 
         with listen("127.0.0.1", 0, "--port", "--port") as door:
-            await asyncio.wait_for(_serve(Server(app, limiter), door, Scorer(), say), 30)
+            await asyncio.wait_for(_serve(Server(app, limiter), door, say), 30)
         await asked[0]
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
