@@ -6,7 +6,9 @@ the policy did not sample are attended to and never in the loss. Rows that canno
 padded to before, and any importance ratio it had, is nowhere kept, so a group can be trained again in any company.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +26,35 @@ MicroBatch = dict[str, torch.Tensor]
 FILLER = -1
 """The number of a row that stands for none."""
 
+_ALIGNED_TO = 8  # bytes, of the widest numbers
+
 
 def loss_mask(batch: MicroBatch) -> torch.Tensor:
     """(B, T), 1 for the tokens in the loss."""
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+
+
+def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> MicroBatch:
+    """The tensors on this device. What is not there is copied in one transfer, which the host does not wait for."""
+    away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != device.type}
+    if not away:
+        return dict(tensors)
+    data, layout = joined_bytes(away)
+    there = (data.pin_memory() if device.type == "cuda" else data).to(device, non_blocking=True)
+    return dict(tensors) | {name: view_of(there, away[name], place) for name, place in layout.items()}
+
+
+def joined_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, int]]:
+    """Their bytes one behind the other, and where each begins, so that numbers of any type may begin there."""
+    pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
+    pieces = [torch.nn.functional.pad(piece, (0, -len(piece) % _ALIGNED_TO)) for piece in pieces]
+    starts = accumulate((len(piece) for piece in pieces), initial=0)
+    return torch.cat(pieces), dict(zip(tensors, starts, strict=False))
+
+
+def view_of(data: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """The tensor of this shape and type whose bytes begin there."""
+    return data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _Row(NamedTuple):

@@ -9,7 +9,8 @@ whichever of three layouts fits:
     packed   all rows one behind the other, positions beginning anew, for attention kernels of variable length and models
              of which no layer carries anything from one row to the next
 
-Only tokens in the loss go through the LM head.
+Only tokens in the loss go through the LM head. No query is without a key that it may attend to, and padding repeats the last
+token of its row, so padding is as finite as the row. A layout is made on the CPU; a pass on a GPU waits for no number of it.
 """
 
 import inspect
@@ -37,7 +38,7 @@ _SCALED = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_he
 
 
 class Tokens(NamedTuple):
-    """A micro-batch as TRL lays it out."""
+    """A micro-batch as TRL lays it out, on the CPU."""
 
     ids: torch.Tensor  # (B, P + T): left-padded prompts, right-padded completions
     mask: torch.Tensor  # (B, P + T), 1 for those that are attended to
@@ -59,6 +60,28 @@ class Tokens(NamedTuple):
     @property
     def in_loss(self) -> torch.Tensor:
         return (self.mask[:, -self.width :] if self.loss_mask is None else self.loss_mask).bool()
+
+
+class Layout(NamedTuple):
+    """How the tokens of a micro-batch go through the model. N tokens are in the loss."""
+
+    ids: torch.Tensor  # (rows, columns)
+    before: torch.Tensor  # (N,), places in the flattened `ids`, of the token before each token in the loss
+    targets: torch.Tensor  # (N,), the tokens in the loss
+    in_loss: torch.Tensor  # (N,), their places in the flattened (B, T)
+    shape: tuple[int, int]  # (B, T)
+    longest: int  # tokens of the longest row
+    mask: torch.Tensor | None = None  # rows: (B, columns), 0 for padding
+    positions: torch.Tensor | None = None  # packed, shared: as `ids`
+    starts: torch.Tensor | None = None  # packed: (B + 1,) int32, where each row begins, and where the last one ends
+    prompts: torch.Tensor | None = None  # shared: (G, P), right-padded
+    last: torch.Tensor | None = None  # shared: (G,), places in the flattened `prompts`, of the last token of each
+    of_row: torch.Tensor | None = None  # shared: (B,), which prompt each row has
+    attended: torch.Tensor | None = None  # shared: (B, P + T), 0 for the padding of prompts; None: there is none
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
 
 
 def is_plain(model: Any) -> bool:
@@ -88,11 +111,12 @@ def keeps_rows_apart(model: Any) -> bool:
     others do not hand the positions on to their attention. Whatever a row depends on has a gradient, and where rows are apart it
     is exactly zero.
     """
-    if not _takes_positions(model):
+    if not _takes(model, "position_ids", "cu_seq_lens_q"):
         return False
     embeddings, device = model.get_input_embeddings(), model.get_input_embeddings().weight.device
     ids = torch.linspace(0, embeddings.num_embeddings - 1, 2 * _TRIED_TOKENS, device=device).long()
     positions = torch.arange(_TRIED_TOKENS, device=device).repeat(2)
+    starts = torch.arange(0, 2 * _TRIED_TOKENS + 1, _TRIED_TOKENS, dtype=torch.int32, device=device)
     seen: list[torch.Tensor] = []
 
     def watch(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -100,7 +124,7 @@ def keeps_rows_apart(model: Any) -> bool:
         return seen[0]
 
     with torch.enable_grad(), embeddings.register_forward_hook(watch):
-        hidden = text_model(model)(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
+        hidden = _packed_pass(text_model(model), ids[None], positions[None], starts, _TRIED_TOKENS)
         second = (
             hidden[0, _TRIED_TOKENS:].float().pow(3).sum()
         )  # a norm may keep the sum, and that of squares, constant
@@ -114,14 +138,17 @@ def is_shareable(model: Any) -> bool:
     return (
         not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         and not is_sharded(model)  # ranks would make different numbers of passes
-        and _takes_positions(model)
+        and _takes(model, "position_ids")
         and _cache_layers(model) == {DynamicLayer}
         and not getattr(model, "_is_stateful", False)
     )
 
 
-def _takes_positions(model: Any) -> bool:
-    return "position_ids" in inspect.signature(text_model(model).forward).parameters
+def _takes(model: Any, *names: str) -> bool:
+    """Whether its text model has these arguments. What it has no name for, it hands on to its layers."""
+    parameters = inspect.signature(text_model(model).forward).parameters
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return names[0] in parameters and (hands_on or all(name in parameters for name in names))
 
 
 def _cache_layers(model: Any) -> set[type]:
@@ -132,83 +159,136 @@ def _cache_layers(model: Any) -> set[type]:
         return {object}
 
 
-def token_logprobs(
-    model: Any, tokens: Tokens, head: Head, *, packed: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) log-probs and entropies, 0 for tokens outside the loss; at least one does.
+def lay_out(tokens: Tokens, *, packed: bool = False, shareable: bool = False) -> Layout:
+    """The layout that fits.
 
     Args:
         packed: only for a model that `is_packable`.
+        shareable: the model `is_shareable`.
     """
-    in_loss, linear = tokens.in_loss, model.get_output_embeddings()
-    hidden = hidden_states(model, tokens, packed=packed).to(linear.weight.dtype)
-    logprobs, entropies = head(hidden, linear.weight, linear.bias, tokens.completion_ids[in_loss])
-    return tuple(value.new_zeros(in_loss.shape).masked_scatter(in_loss, value) for value in (logprobs, entropies))
-
-
-def hidden_states(model: Any, tokens: Tokens, *, packed: bool = False) -> torch.Tensor:
-    """(N, H), before each token in the loss, row by row, by the layout that fits."""
     if packed:
-        return hidden_of_packed(text_model(model), tokens)
-    if is_shareable(model):
-        prompts = distinct_prompts(tokens)
-        shared = prompts.ids.numel() + tokens.completion_ids.numel()
-        if shared <= _WORTH_SHARING * len(tokens.ids) * int(tokens.mask.sum(1).max()):
-            return hidden_with_shared_prompts(text_model(model), tokens, prompts)
-    return hidden_of_rows(text_model(model), tokens)
+        return packed_layout(tokens)
+    if shareable:
+        shared = shared_layout(tokens)
+        assert shared.prompts is not None
+        if shared.prompts.numel() + shared.ids.numel() <= _WORTH_SHARING * len(tokens.ids) * shared.longest:
+            return shared
+    return rows_layout(tokens)
 
 
-def hidden_of_rows(backbone: Any, tokens: Tokens) -> torch.Tensor:
-    prompt_lengths, lengths = tokens.prompt_mask.sum(1), tokens.mask.sum(1)
-    columns = torch.arange(int(lengths.max()), device=tokens.ids.device)
-    padding = tokens.prompt_ids.size(1) - prompt_lengths
-    ids = tokens.ids.gather(1, (columns + padding[:, None]).clamp(max=tokens.ids.size(1) - 1))
-    hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    row, token = tokens.in_loss.nonzero(as_tuple=True)
-    return hidden[row, prompt_lengths[row] + token - 1]
+def rows_layout(tokens: Tokens) -> Layout:
+    lengths = tokens.mask.sum(1)
+    longest = int(lengths.max())
+    ids = _left_aligned(tokens.ids, tokens.prompt_ids.size(1) - tokens.prompt_mask.sum(1), lengths, longest)
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    return _layout(tokens, ids, torch.arange(len(ids)) * longest, longest)._replace(mask=mask)
 
 
-def hidden_of_packed(backbone: Any, tokens: Tokens) -> torch.Tensor:
-    real = tokens.mask.bool()
-    positions = tokens.mask.cumsum(1) - 1
-    hidden = backbone(input_ids=tokens.ids[real][None], position_ids=positions[real][None], use_cache=False)
-    place = (real.flatten().cumsum(0) - 1).view(real.shape)[:, -tokens.width :]  # of each token in the pack
-    return hidden.last_hidden_state[0, place[tokens.in_loss] - 1]
+def packed_layout(tokens: Tokens) -> Layout:
+    real, lengths = tokens.mask.bool(), tokens.mask.sum(1)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    positions = (tokens.mask.cumsum(1) - 1)[real][None]
+    found = _layout(tokens, tokens.ids[real][None], starts[:-1], int(lengths.max()))
+    return found._replace(positions=positions, starts=starts.int())
 
 
-def hidden_with_shared_prompts(backbone: Any, tokens: Tokens, prompts: "Prompts") -> torch.Tensor:
-    ids, mask, of_row = prompts.ids, prompts.mask, prompts.of_row
-    whole = bool(mask.all())
-    cache = DynamicCache(config=backbone.config)
-    before = backbone(
+def shared_layout(tokens: Tokens) -> Layout:
+    keys, of_row = tokens.prompt_ids.masked_fill(tokens.prompt_mask == 0, -1).unique(dim=0, return_inverse=True)
+    width, lengths = keys.size(1), (keys >= 0).sum(1)
+    prompts = _left_aligned(keys, width - lengths, lengths, width)
+    ends = tokens.mask.sum(1)
+    ids = _left_aligned(tokens.ids, torch.full_like(ends, width), ends - lengths[of_row], tokens.width)
+    is_real = torch.arange(width) < lengths[:, None]
+    in_loss = tokens.in_loss.flatten().nonzero()[:, 0]
+    return Layout(
+        ids=ids,
+        before=in_loss,
+        targets=tokens.completion_ids.flatten()[in_loss],
+        in_loss=in_loss,
+        shape=tuple(ids.shape),
+        longest=int(ends.max()),
+        positions=lengths[of_row][:, None] + torch.arange(tokens.width),
+        prompts=prompts,
+        last=torch.arange(len(prompts)) * width + lengths - 1,
+        of_row=of_row,
+        attended=None if is_real.all() else torch.cat([is_real[of_row].long(), torch.ones_like(ids)], 1),
+    )
+
+
+def _layout(tokens: Tokens, ids: torch.Tensor, starts: torch.Tensor, longest: int) -> Layout:
+    """Of rows without gaps, which begin at these places of the flattened `ids`."""
+    in_loss = tokens.in_loss.flatten().nonzero()[:, 0]
+    row, token = in_loss // tokens.width, in_loss % tokens.width
+    before = starts[row] + tokens.prompt_mask.sum(1)[row] + token - 1
+    targets = tokens.completion_ids.flatten()[in_loss]
+    return Layout(ids, before, targets, in_loss, tuple(tokens.in_loss.shape), longest)
+
+
+def _left_aligned(ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """(B, width): `lengths` tokens of each row from its place in `starts` on; then its last token, again and again."""
+    columns = torch.minimum(torch.arange(width), lengths[:, None] - 1) + starts[:, None]
+    return ids.gather(1, columns)
+
+
+def token_logprobs(model: Any, layout: Layout, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) log-probs and entropies, 0 for tokens outside the loss.
+
+    Args:
+        layout: on the device of the model.
+    """
+    linear, hidden = model.get_output_embeddings(), hidden_states(text_model(model), layout)
+    if len(layout.targets):
+        found = head(hidden.to(linear.weight.dtype), linear.weight, linear.bias, layout.targets)
+    else:
+        found = (hidden.float().sum(1),) * 2  # none, with a gradient: all ranks go back through a model that they share
+    logprobs, entropies = (spread(values, layout) for values in found)
+    return logprobs, entropies
+
+
+def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """(B, T), from one for each token in the loss; 0 for others."""
+    rows, columns = layout.shape
+    return values.new_zeros(rows * columns).index_put((layout.in_loss,), values).view(layout.shape)
+
+
+def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:
+    """(N, H), before each token in the loss, row by row."""
+    if layout.starts is not None:
+        hidden = _packed_pass(backbone, layout.ids, layout.positions, layout.starts, layout.longest)
+    elif layout.prompts is not None:
+        hidden = _shared_pass(backbone, layout)
+    else:
+        hidden = backbone(input_ids=layout.ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)[layout.before]
+
+
+def _packed_pass(
+    backbone: Any, ids: torch.Tensor, positions: torch.Tensor | None, starts: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """With where rows begin: transformers would ask the device in every layer."""
+    found: torch.Tensor = backbone(
         input_ids=ids,
-        attention_mask=None if whole else mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state[:, -1]
-    cache.reorder_cache(of_row)
-    lengths = mask.sum(1)[of_row]
-    columns = torch.arange(tokens.width, device=ids.device)
+        position_ids=positions,
+        use_cache=False,
+        cu_seq_lens_q=starts,
+        cu_seq_lens_k=starts,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
+    return found
+
+
+def _shared_pass(backbone: Any, layout: Layout) -> torch.Tensor:
+    """(B, T, H), before each token of the completions."""
+    cache = DynamicCache(config=backbone.config)
+    prompts = backbone(input_ids=layout.prompts, past_key_values=cache, use_cache=True).last_hidden_state
+    before = prompts.flatten(0, 1)[layout.last]
+    cache.reorder_cache(layout.of_row)
     after = backbone(
-        input_ids=tokens.completion_ids,
-        attention_mask=None if whole else torch.cat([mask[of_row], torch.ones_like(tokens.completion_ids)], 1),
-        position_ids=lengths[:, None] + columns,
+        input_ids=layout.ids,
+        attention_mask=layout.attended,
+        position_ids=layout.positions,
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state
-    hidden = torch.cat([before[of_row, None], after[:, :-1]], 1)
-    return hidden[tokens.in_loss]
-
-
-class Prompts(NamedTuple):
-    """The distinct prompts of a micro-batch."""
-
-    ids: torch.Tensor  # (G, P), left-padded
-    mask: torch.Tensor
-    of_row: torch.Tensor  # (B,)
-
-
-def distinct_prompts(tokens: Tokens) -> Prompts:
-    keys, of_row = tokens.prompt_ids.masked_fill(tokens.prompt_mask == 0, -1).unique(dim=0, return_inverse=True)
-    return Prompts(keys.clamp(min=0), (keys >= 0).long(), of_row)
+    return torch.cat([before[layout.of_row][:, None], after[:, :-1]], 1)

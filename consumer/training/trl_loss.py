@@ -5,19 +5,20 @@ update per batch the proximal policy is the current one, detached, so the import
 pass; with more, one pass per batch is added. What transformers takes for a batch is all of an optimizer step.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`, `compute_loss`,
-`_get_per_token_logps_and_entropies`, `_entropy_bonus_enabled`, `_last_world_entropy`, `_metrics`, `_get_grad_norm`,
-`_move_model_to_device`.
+`_entropy_bonus_enabled`, `_last_world_entropy`, `_metrics`, `_get_grad_norm`, `_move_model_to_device`, and `fused_lm_head` of its
+model.
 """
 
 import contextlib
+import functools
 import math
 import time
 from typing import Any
 
 import torch
 
-from consumer.batches.tensors import MicroBatch, loss_mask
-from consumer.loss.forward import Tokens, is_packable, is_plain, token_logprobs
+from consumer.batches.tensors import MicroBatch, loss_mask, on_device
+from consumer.loss.forward import Layout, Tokens, is_packable, is_plain, is_shareable, lay_out, spread, token_logprobs
 from consumer.loss.importance import Correction, importance_factors
 from consumer.loss.lm_head import TokenLogprobs
 from consumer.loss.ratio_statistics import ratio_statistics, ratio_values
@@ -46,6 +47,11 @@ with hidden("vllm"):
     from trl.kernels import ChunkedLogProbFunction
 
 _VOCABULARY_CHUNK = 32768  # of TRL's kernel
+_OF_LOSS = (
+    *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
+    *("old_per_token_logps", "ref_per_token_logps"),
+)
+"""What the loss takes of a micro-batch."""
 
 
 class StepLossTrainer(GRPOTrainer):
@@ -95,9 +101,9 @@ class StepLossTrainer(GRPOTrainer):
         return self._peft_model.get_base_model()
 
     def _prepare_inputs(self, generation_batch: list[MicroBatch]) -> list[MicroBatch]:
-        """To the device, with the log-probs of fixed policies, computed once per batch and kept for its iterations."""
+        """Adds the log-probs of fixed policies, computed once per batch and kept on the device for its iterations. The rest stays
+        on the CPU until its pass."""
         for batch in generation_batch:
-            batch.update({name: tensor.to(self.accelerator.device) for name, tensor in batch.items()})
             with torch.no_grad():
                 if self.num_iterations > 1 and "old_per_token_logps" not in batch:
                     batch["old_per_token_logps"] = self.forward_pass(batch).logprobs
@@ -162,6 +168,7 @@ class StepLossTrainer(GRPOTrainer):
         self, batch: MicroBatch, cut: EntropyCut | None, seen: list[Seen], ratios: list[Seen]
     ) -> torch.Tensor:
         found = self.forward_pass(batch)
+        batch = on_device({name: batch[name] for name in _OF_LOSS if name in batch}, self.accelerator.device)
         if self.top_entropy_quantile < 1.0 and cut is None:  # this is all of the step
             cut = self._entropy_cut([(batch, found)])
         current = found.logprobs.detach()
@@ -223,18 +230,33 @@ class StepLossTrainer(GRPOTrainer):
         return norm
 
     def forward_pass(self, batch: MicroBatch) -> Pass:
-        """Of the present policy; 0 for tokens outside the loss, where the model is plain."""
+        """Of the present policy; 0 for tokens outside the loss."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, batch["completion_ids"].size(1), loss_mask(batch))
-        if self._is_plain and tokens.in_loss.any():
-            with self.accelerator.autocast():
-                return Pass(*token_logprobs(self._causal_model, tokens, self._head, packed=self._packed))
-        return Pass(
-            *self._get_per_token_logps_and_entropies(
-                self.model, ids, mask, tokens.width, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-            )
+        layout = lay_out(tokens, packed=self._packed, shareable=self._is_plain and self._is_shareable)
+        layout = layout._replace(**on_device(layout.tensors, self.accelerator.device))
+        with self.accelerator.autocast():
+            if self._is_plain:
+                return Pass(*token_logprobs(self._causal_model, layout, self._head))
+            return self._pass_by_trl(layout)
+
+    def _pass_by_trl(self, layout: Layout) -> Pass:
+        """With the LM head that TRL gave the model, which knows the logits of models that are not plain."""
+        labels = torch.full_like(layout.ids, -100).flatten()
+        labels = labels.index_put((layout.before + 1,), layout.targets).view(layout.ids.shape)
+        options = {"attention_mask": layout.mask, "output_router_logits": True} if self.aux_loss_enabled else {}
+        found = self.model(input_ids=layout.ids, labels=labels, fused_lm_head=True, **options)
+        logprobs, entropies = (
+            spread(torch.nn.functional.pad(values, (0, 1)).flatten()[layout.before], layout)
+            for values in (found.log_probs, found.entropy)
         )
+        return Pass(logprobs, entropies, found.aux_loss if self.aux_loss_enabled else None)
+
+    @functools.cached_property
+    def _is_shareable(self) -> bool:
+        """Asked at the first pass, when transformers has switched gradient checkpointing on."""
+        return is_shareable(self._causal_model)
 
     def _head(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor

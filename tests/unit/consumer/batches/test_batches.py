@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumer.batches.advantages import advantages
-from consumer.batches.tensors import BatchRecipe, MicroBatch, loss_mask
+from consumer.batches.tensors import BatchRecipe, MicroBatch, joined_bytes, loss_mask, on_device, view_of
 from consumer.loss.importance import PRESETS, importance_factors
 from replay.groups import RolloutGroup
 from replay.rewards import OverlongPenalty, RewardRecipe
@@ -232,3 +232,25 @@ def test_no_token_is_lost_moved_or_invented(contents: list[tuple[list[int], list
         assert batch["prompt_mask"].any(0).all()
         assert batch["completion_mask"].any(0).all(), "nothing but padding"
     assert sorted(read) == sorted((prompt, ids) for prompt, completions in contents for ids in completions)
+
+
+def test_tensors_of_any_type_travel_as_one() -> None:
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "nothing": torch.empty(0, dtype=torch.int32),
+        "number": torch.tensor(7),
+        "matrix": torch.arange(6.0).view(2, 3).t(),
+        "starts": torch.tensor([0, 3], dtype=torch.int32),
+    }
+    data, places = joined_bytes(tensors)
+    for name, place in places.items():
+        found = view_of(data, tensors[name], place)
+        assert (found.dtype, found.shape) == (tensors[name].dtype, tensors[name].shape)
+        assert torch.equal(found, tensors[name])
+
+
+def test_what_is_on_the_device_is_not_copied() -> None:
+    there = torch.ones(2, device="meta")
+    found = on_device({"there": there, "here": torch.ones(3)}, torch.device("meta"))
+    assert found["there"] is there
+    assert (found["here"].device.type, found["here"].shape) == ("meta", (3,))

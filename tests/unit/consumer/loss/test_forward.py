@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from consumer.loss import forward
-from consumer.loss.forward import Tokens, is_plain, is_shareable, token_logprobs
+from consumer.loss.forward import Layout, Tokens, is_plain, is_shareable, lay_out, token_logprobs
 from consumer.loss.lm_head import TokenLogprobs
 from tests.integration.models import build_model
 
@@ -65,21 +65,16 @@ def gradient(model: Any, values: tuple[torch.Tensor, torch.Tensor]) -> torch.Ten
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
-def shared(backbone: Any, rows: Tokens) -> torch.Tensor:
-    return forward.hidden_with_shared_prompts(backbone, rows, forward.distinct_prompts(rows))
-
-
 @pytest.mark.parametrize(
     "prompts", [PROMPTS, [[3, 4, 5], [5, 6, 7], [3, 4, 9]]], ids=["prompts of any length", "of one length"]
 )
-@pytest.mark.parametrize("layout", [forward.hidden_of_rows, forward.hidden_of_packed, shared])
+@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
 def test_log_probs_entropies_and_gradients(
-    model: Any, monkeypatch: pytest.MonkeyPatch, layout: Callable[..., torch.Tensor], prompts: list[list[int]]
+    model: Any, monkeypatch: pytest.MonkeyPatch, layout: Callable[[Tokens], Layout], prompts: list[list[int]]
 ) -> None:
     """Packed rows go through SDPA here, which is exact and slow; in production only attention kernels of varying length."""
     rows = tokens(prompts)
-    monkeypatch.setattr(forward, "hidden_states", lambda model, rows, **_: layout(model.base_model, rows))
-    ours, theirs = token_logprobs(model, rows, head), plain(model, rows)
+    ours, theirs = token_logprobs(model, layout(rows), head), plain(model, rows)
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
     expected = gradient(model, theirs)
     largest = expected.abs().max().item()
@@ -87,13 +82,39 @@ def test_log_probs_entropies_and_gradients(
     torch.testing.assert_close(gradient(model, ours), expected, atol=TOLERANCE * largest, rtol=0)
 
 
-def test_prompts_are_computed_once_where_that_saves_a_fifth(model: Any) -> None:
-    seen = []
-    hook = model.base_model.embed_tokens.register_forward_pre_hook(lambda _, ids: seen.append(ids[0].shape))
-    forward.hidden_states(model, tokens())
-    forward.hidden_states(model, tokens([[3], [4], [5]]))
-    with hook:
-        assert seen == [(3, 7), (6, 5), (6, 6)]
+@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+def test_the_embedding_of_the_id_that_pads_does_not_matter(model: Any, layout: Callable[[Tokens], Layout]) -> None:
+    """What nothing has trained may be anything, and 0 times NaN is NaN, in gradients too."""
+    rows = tokens([[3, 4, 5, 6, 7, 8, 9], [2, 4, 5], [4, 5]])
+    values = token_logprobs(model, layout(rows), head)
+    expected = gradient(model, values)
+
+    def spoil(_module: Any, ids: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((ids[0] == 0)[..., None], torch.nan)
+
+    with model.get_input_embeddings().register_forward_hook(spoil):
+        found = token_logprobs(model, layout(rows), head)
+        assert torch.equal(found[0], values[0])
+        assert torch.equal(gradient(model, found), expected)
+
+
+@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+def test_a_micro_batch_without_a_token_in_the_loss_has_a_gradient_of_zero(
+    model: Any, layout: Callable[[Tokens], Layout]
+) -> None:
+    rows = tokens()._replace(loss_mask=torch.zeros(6, 5))
+    values = token_logprobs(model, layout(rows), head)
+    assert not torch.stack(values).any()
+    assert not gradient(model, values).any()
+
+
+def test_prompts_are_computed_once_where_that_saves_a_fifth() -> None:
+    layout = lay_out(tokens(), shareable=True)
+    assert layout.prompts is not None
+    assert (layout.prompts.shape, layout.ids.shape) == ((3, 7), (6, 5))
+    layout = lay_out(tokens([[3], [4], [5]]), shareable=True)
+    assert (layout.prompts, layout.ids.shape) == (None, (6, 6))
+    assert lay_out(tokens()).prompts is None
 
 
 def test_no_prompts_are_shared_with_gradient_checkpointing_or_a_cache_that_forgets(model: Any, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from consumer.loss import forward
-from consumer.loss.forward import Tokens, is_packable, is_shareable, keeps_rows_apart
-from tests.unit.consumer.loss.test_forward import shared, tokens
+from consumer.loss.forward import Layout, Tokens, hidden_states, is_packable, is_shareable, keeps_rows_apart
+from tests.unit.consumer.loss.test_forward import tokens
 
 SHAPE = {
     "vocab_size": 32,
@@ -75,19 +75,27 @@ def varlen_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
     **options: Any,
 ) -> Any:
-    """As transformers calls the kernel: without positions it knows of no rows."""
+    """As transformers calls the kernel: without where they begin it knows of no rows."""
     assert attention_mask is None
     places = torch.arange(query.shape[2])
     sees = places[:, None] >= places
     if sliding_window is not None:
         sees &= places[:, None] - places < sliding_window
-    if position_ids is not None and len(query) == 1:
-        row = (position_ids[0] == 0).cumsum(0)
+    if cu_seq_lens_q is not None and len(query) == 1:
+        assert cu_seq_lens_q.dtype == torch.int32
+        assert type(max_length_q) is type(max_length_k) is int
+        assert max_length_k == max_length_q == int(cu_seq_lens_q.diff().max())
+        assert cu_seq_lens_k is cu_seq_lens_q
+        assert cu_seq_lens_q[-1] == len(places)
+        row = torch.searchsorted(cu_seq_lens_q.long(), places, right=True)
         sees &= row[:, None] == row
     return sdpa_attention_forward(module, query, key, value, sees[None, None], **options)
 
@@ -95,6 +103,10 @@ def varlen_attention(
 def with_flash(model: Any) -> Any:
     model.config._attn_implementation_internal = "flash_attention_2"
     return model
+
+
+def hidden(model: Any, layout: Layout) -> torch.Tensor:
+    return hidden_states(model.base_model, layout)
 
 
 def alone(model: Any, rows: Tokens) -> torch.Tensor:
@@ -121,7 +133,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_attention_alone_is_packed(flash: None, family: str) -> None:
     model = with_flash(build(family, **ATTENTION[family]))
     assert is_packable(model)
-    assert difference(forward.hidden_states(model, tokens(), packed=True), alone(model, tokens())) < 1e-12
+    assert difference(hidden(model, forward.packed_layout(tokens())), alone(model, tokens())) < 1e-12
 
 
 @pytest.mark.parametrize("family", RECURRENT | UNLISTED)
@@ -130,8 +142,8 @@ def test_what_carries_a_state_on_is_not_packed(flash: None, family: str) -> None
     expected = alone(model, tokens())
     assert not is_packable(model)
     assert not keeps_rows_apart(model)
-    assert difference(forward.hidden_of_packed(model.base_model, tokens()), expected) > 1e-4, "it would be wrong"
-    assert difference(forward.hidden_states(model, tokens()), expected) < 1e-12
+    assert difference(hidden(model, forward.packed_layout(tokens())), expected) > 1e-4, "it would be wrong"
+    assert difference(hidden(model, forward.lay_out(tokens())), expected) < 1e-12
 
 
 @pytest.mark.parametrize("family", ATTENTION | RECURRENT)
@@ -140,18 +152,20 @@ def test_rows_and_shared_prompts_are_those_of_rows_alone(family: str) -> None:
     model = build(family, **(ATTENTION | RECURRENT)[family])
     expected = alone(model, tokens())
     assert is_shareable(model) == (family in ("Llama", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"))
-    assert difference(forward.hidden_of_rows(model.base_model, tokens()), expected) < 1e-12
+    assert difference(hidden(model, forward.rows_layout(tokens())), expected) < 1e-12
     assert difference(left_padded(model, tokens()), expected) < 1e-6, "angles of positions are float32"
     if is_shareable(model):
-        assert difference(shared(model.base_model, tokens()), expected) < 1e-12
+        assert difference(hidden(model, forward.shared_layout(tokens())), expected) < 1e-12
 
 
-def test_a_model_that_hands_no_positions_on_is_not_packed(flash: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_tell_its_attention_where_rows_begin_is_not_packed(
+    flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = with_flash(build("Llama"))
     for layer in model.model.layers:
         attend = layer.self_attn.forward
         monkeypatch.setattr(
-            layer.self_attn, "forward", lambda *a, attend=attend, position_ids=None, **options: attend(*a, **options)
+            layer.self_attn, "forward", lambda *a, attend=attend, cu_seq_lens_q=None, **options: attend(*a, **options)
         )
     assert not is_packable(model)
 
