@@ -65,7 +65,10 @@ def trainer_registry() -> CollectorRegistry:
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
     buffer: Any = SimpleNamespace(totals=Counter(), depth=lambda: defaultdict(int))
     sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}
-    fleet, arrivals = SimpleNamespace(sessions=sessions, tokens_generated=0), SimpleNamespace(waiting=tuple)
+    fleet, arrivals = (
+        SimpleNamespace(sessions=sessions, tokens_generated=0, num_goodbyes=0),
+        SimpleNamespace(waiting=tuple),
+    )
     store = SimpleNamespace(newest=SimpleNamespace(version=0))
     intake: Any = SimpleNamespace(fleet=fleet, arrivals=arrivals, store=store, clock=lambda: 0.0)
     watch_evaluation(registry, None)

@@ -23,12 +23,12 @@ class Expression(NamedTuple):
     promql: str
 
 
-def of_dashboards(run_dir: str) -> Iterator[Expression]:
+def of_dashboards(run: str) -> Iterator[Expression]:
     """With Grafana's variables filled in."""
     for file in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel["targets"]:
-                promql = target["expr"].replace("$run", run_dir).replace("$producer", ".*")
+                promql = target["expr"].replace("$run", run).replace("$producer", ".*")
                 promql = promql.replace("$__rate_interval", "30s")
                 yield Expression(f"{file.stem}, {panel['title']} {target['refId']}", promql)
 

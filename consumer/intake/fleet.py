@@ -67,6 +67,7 @@ class Fleet:
     warn: Throttle
     sessions: dict[bytes, ProducerSession] = field(default_factory=dict)  # by peer; any thread may copy them
     tokens_generated: int = 0  # by all producers, since this trainer started
+    num_goodbyes: int = 0
     _peers: dict[str, bytes] = field(default_factory=dict)  # of the sessions, by producer
     _look_at: float = -math.inf
     _look_for: deque[tuple[float, bytes]] = field(default_factory=deque)  # from when on

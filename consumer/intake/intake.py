@@ -203,6 +203,7 @@ class Intake:
             case Heartbeat():
                 self.fleet.note(peer, session, message)
             case Bye():
+                self.fleet.num_goodbyes += 1
                 self.fleet.lose(peer, "it said goodbye")
 
     def _offer(self, peer: bytes, request: PolicyRequest) -> PolicyOffer | BlobMissing:

@@ -155,6 +155,11 @@ def _watch_fleet(readings: Readings, intake: Intake) -> None:
     readings.counter(
         "rl_trainer_tokens_generated_total", "Tokens that producers generated.", lambda: intake.fleet.tokens_generated
     )
+    readings.counter(
+        "rl_trainer_producers_stopped_total",
+        "Producers that said goodbye, because they were stopped or drained; others were lost.",
+        lambda: intake.fleet.num_goodbyes,
+    )
     readings.gauges(
         "rl_trainer_producer_info",
         "1 for each connected producer and its release; empty when it does not say.",

@@ -47,7 +47,7 @@ class Series(NamedTuple):
 
 def of_run(metric: str, *matchers: str) -> str:
     """The metric of the run that is looked at."""
-    chosen = ",".join(('run_dir="$run"', *matchers))
+    chosen = ",".join(('run="$run"', *matchers))
     return f"{metric}{{{chosen}}}"
 
 
@@ -73,7 +73,7 @@ def by_producer(expr: str, *labels: str, aggregate: str = "sum") -> str:
         labels: to keep beside the name.
     """
     names = of_run("rl_producer_info", 'producer=~"$producer"')
-    named = f"{expr} * on (run_dir, instance, pid) group_left (producer) {names}"
+    named = f"{expr} * on (run, instance, pid) group_left (producer) {names}"
     return f"{aggregate} by ({', '.join(('producer', *labels))}) ({named})"
 
 
@@ -228,7 +228,7 @@ def board(uid: str, title: str, description: str, *, producers: bool = False) ->
         .time("now-3h", "now")
         .refresh("30s")
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(_choice("run", "Run", "label_values(rl_trainer_info, run_dir)"))
+        .with_variable(_choice("run", "Run", "label_values(rl_trainer_info, run)"))
         .link(
             dashboard.DashboardLink("Slipstream")
             .type(DashboardLinkType.DASHBOARDS)

@@ -9,6 +9,7 @@ open, in the form that Prometheus' file discovery reads.
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ from typing import NamedTuple
 
 import msgspec
 import psutil
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -32,6 +34,7 @@ from protocol.errors import ConfigError
 from protocol.files.json_lines import encode_page
 from protocol.files.space import unless_full
 from protocol.files.staged import staged
+from protocol.service import logs
 from protocol.service.health import Findings, Health
 from protocol.service.http_server import REASONS, ConnectionLimiter, Reason, Server, listen
 from protocol.service.metrics import Readings, add_process_metrics
@@ -84,6 +87,21 @@ class _Reader:
             reading.get_loop().call_soon_threadsafe(settle)
 
 
+class _LabelledByRun(Collector):
+    """The metrics of a registry with the label `run`, by which rules and dashboards tell runs apart, as soon as it is known."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        run = logs.bound("run")
+        for metric in self._registry.collect():
+            if run is not None:
+                metric = copy.copy(metric)
+                metric.samples = [sample._replace(labels={"run": run} | sample.labels) for sample in metric.samples]
+            yield metric
+
+
 class _Application:
     """The ASGI application. That of prometheus_client reads on the event loop, where it would delay `/healthz`, and lets
     Prometheus choose OpenMetrics, whose encoder renames `vllm:` to `vllm_`."""
@@ -91,8 +109,9 @@ class _Application:
     def __init__(
         self, registry: CollectorRegistry, health: Health, status: Callable[[], Status], targets: Targets
     ) -> None:
+        labelled = _LabelledByRun(registry)
         self._readers = {
-            "/metrics": _Reader(lambda: Response(generate_latest(registry), media_type=_TEXT_FORMAT)),
+            "/metrics": _Reader(lambda: Response(generate_latest(labelled), media_type=_TEXT_FORMAT)),
             STATUS_PATH: _Reader(lambda: Response(msgspec.json.encode(status()), media_type="application/json")),
             TARGETS_PATH: _Reader(lambda: Response(msgspec.json.encode(targets.read()), media_type="application/json")),
             "/healthz": _Reader(lambda: _findings(health.alive)),

@@ -40,6 +40,11 @@ def bind(**context: Any) -> None:
     _context.update(context)
 
 
+def bound(name: str) -> Any:
+    """Return a value that was bound, or None."""
+    return _context.get(name)
+
+
 def structured() -> bool:
     """Whether records are JSON, so that no line for people may bypass logging."""
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)

@@ -8,6 +8,8 @@ import ipaddress
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from protocol.service import logs
+
 PATH = "/targets"
 
 
@@ -29,12 +31,14 @@ class Targets:
         self._sources.append(source)
 
     def read(self) -> list[dict[str, object]]:
-        """As Prometheus wants it. `run_dir` is the label by which rules and dashboards tell runs apart."""
+        """Return the list in Prometheus' form. Rules and dashboards tell runs apart by `run`, which is "" until it is known."""
+        run = logs.bound("run") or ""
         found = [target for source in self._sources for target in source()]
         return [
             {
                 "targets": [target.address],
-                "labels": {"job": target.job, "daemon": target.daemon, "host": target.host, "run_dir": self._run_dir},
+                "labels": {"job": target.job, "daemon": target.daemon, "host": target.host}
+                | {"run": run, "run_dir": self._run_dir},
             }
             for target in found
         ]

@@ -14,6 +14,7 @@ from tests.tools import require
 
 from .pair import Daemon
 from .prometheus import Prometheus, pending
+from .runs import eventually
 from .test_pair import write_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -59,10 +60,22 @@ def prometheus(run_dir: Path) -> Iterator[Prometheus]:
         yield server
 
 
+def run_of(prometheus: Prometheus) -> str:
+    """The id of the run, which every metric of both daemons has."""
+
+    def ids() -> set[str]:
+        up = prometheus.get("query", query='{__name__=~"rl_(trainer|producer)_info"}')["result"]
+        return {series["metric"].get("run", "") for series in up} if len(up) == 2 else set()
+
+    eventually(lambda: len(ids()) == 1, 60)
+    [run] = ids()
+    return run
+
+
 def test_every_expression_of_dashboards_and_rules_has_numbers_while_a_run_trains(
     prometheus: Prometheus, run_dir: Path
 ) -> None:
-    expressions = [*of_dashboards(str(run_dir)), *of_rules("record")]
+    expressions = [*of_dashboards(run_of(prometheus)), *of_rules("record")]
     assert len(expressions) > 100
     hopeless = [one for one in expressions if any(name in one.promql for name in NO_NUMBER_HERE)]
     assert pending(prometheus, [one for one in expressions if one not in hopeless], DATA_WITHIN_S) == []

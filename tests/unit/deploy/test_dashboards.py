@@ -1,6 +1,8 @@
 """The dashboards as files: current, complete, and addressable for good."""
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ def test_panels_do_not_overlap_and_ask_for_the_chosen_run(board: dict[str, Any])
     assert max(x for x, _ in cells) < 24
     for panel in board["panels"]:
         for target in panel["targets"]:
-            assert target["expr"].count("{") == target["expr"].count('run_dir="$run"') > 0
+            assert target["expr"].count("{") == target["expr"].count('run="$run"') > 0
             assert target["datasource"]["uid"] == "${datasource}"
 
 
@@ -84,3 +86,19 @@ def test_grafana_is_told_where_dashboards_and_prometheus_are() -> None:
         "scrape_interval"
     ]
     assert (source["type"], source["jsonData"]["timeInterval"]) == ("prometheus", scrape_interval)
+
+
+def test_installing_the_monitoring_keeps_the_configuration_that_is_there(tmp_path: Path) -> None:
+    """By the commands of docs/monitoring.md, in a root of their own."""
+    page = (DEPLOY.parent / "docs" / "monitoring.md").read_text()
+    commands = re.findall(r"^install -m 644 .*/etc/prometheus/$", page, re.M)
+    (tmp_path / "prometheus.yml").write_text("# of somebody else")
+    for command in commands:
+        line = command.replace("/etc/prometheus/", f"{tmp_path}/")
+        subprocess.run(["bash", "-c", line], cwd=DEPLOY.parent, check=True, timeout=30)
+    assert {file.name for file in tmp_path.glob("*.yml")} == {
+        "prometheus.yml",
+        "recording.rules.yml",
+        "alerts.rules.yml",
+    }
+    assert (tmp_path / "prometheus.yml.~1~").read_text() == "# of somebody else"

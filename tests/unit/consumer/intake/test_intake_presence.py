@@ -48,6 +48,7 @@ def test_while_the_trainer_stands_still_nobody_is_silent(
     trainer.now += 1.5
     trainer.tick()
     assert len(trainer.intake.fleet.sessions) == 1, "5 s before it and 1.5 after it are more than 6"
+    assert trainer.intake.fleet.num_goodbyes == 0
     assert only(reader.beat(), Bye) == Bye("unknown_session")
 
 
@@ -56,6 +57,7 @@ def test_a_producer_that_says_goodbye_frees_its_leases(start: Start) -> None:
     producer = trainer.producer()
     producer.say(Bye("stopping"))
     assert len(trainer.intake.fleet.sessions) == 0
+    assert trainer.intake.fleet.num_goodbyes == 1
     assert trainer.replay.totals["failed_released"] == 2
     assert trainer.intake.describe() == "no producer is connected; start one with: rl-producer --config FILE"
 

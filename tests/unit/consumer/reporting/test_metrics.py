@@ -44,7 +44,8 @@ class World:
             totals=Counter(), depth=lambda: {"ready": 3, "replayable": 4, "leased": 5, "deferred": 6, "epoch": 7}
         )
         self.intake: Any = SimpleNamespace(
-            fleet=SimpleNamespace(sessions={}, tokens_generated=0), arrivals=SimpleNamespace(waiting=lambda: {"x"}),
+            fleet=SimpleNamespace(sessions={}, tokens_generated=0, num_goodbyes=2),
+            arrivals=SimpleNamespace(waiting=lambda: {"x"}),
             store=SimpleNamespace(newest=SimpleNamespace(version=9)), clock=lambda: 12.0,
         )  # fmt: skip
         beat = Heartbeat(policy_version=8, capacity=4, held=[], tokens_generated=0, busy_s=0.0, idle_s=7.5)

@@ -11,13 +11,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Info
 
 from protocol.errors import ConfigError, EndpointInUseError
-from protocol.service import exposition
+from protocol.service import exposition, logs
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
 from protocol.service.targets import Targets
+
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 def health() -> Health:
@@ -58,6 +60,22 @@ def test_metrics_come_in_the_text_format_under_their_own_names_whatever_promethe
     assert b"vllm:things_total 4.0\n" in body
 
 
+def test_every_metric_tells_of_which_run_it_is_as_soon_as_that_is_known(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    Counter("rl_trainer_things", "Things.", ["kind"], registry=registry).labels("a").inc(3)
+    Info("rl_trainer", "This.", registry=registry).info({"run": "own"})
+    with served(tmp_path, registry=registry) as address:
+        before = get(address, "/metrics")[2]
+        logs.bind(run="5f0c")
+        after = get(address, "/metrics")[2]
+        (target,) = json.loads(get(address, "/targets")[2])
+    assert b'rl_trainer_things_total{kind="a"} 3.0\n' in before
+    assert b'rl_trainer_things_total{kind="a",run="5f0c"} 3.0\n' in after
+    assert b'rl_trainer_info{run="own"} 1.0\n' in after
+    assert registry.get_sample_value("rl_trainer_things_total", {"kind": "a"}) == 3.0
+    assert target["labels"]["run"] == "5f0c"
+
+
 def test_health_and_readiness_come_with_reasons_and_503_when_something_is_wrong(tmp_path: Path) -> None:
     state = health()
     with served(tmp_path, state=state) as address:
@@ -85,7 +103,7 @@ def test_prometheus_is_told_of_the_daemon_itself(tmp_path: Path) -> None:
     with served(tmp_path) as address:
         status, content_type, body = get(address, "/targets")
     assert (status, content_type) == (200, "application/json")
-    labels = {"job": "rl-trainer", "daemon": "host-1", "host": socket.gethostname(), "run_dir": "/runs/sums"}
+    labels = {"job": "rl-trainer", "daemon": "host-1", "host": socket.gethostname(), "run": "", "run_dir": "/runs/sums"}
     assert json.loads(body) == [{"targets": [address], "labels": labels}]
 
 

@@ -2,16 +2,18 @@
 
 import pytest
 
+from protocol.service import logs
 from protocol.service.targets import Target, Targets, reachable
 
 
-def test_every_part_adds_what_it_knows_of_at_the_time() -> None:
+def test_every_part_adds_what_it_knows_of_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_context", {"run": "5f0c"})
     targets, fleet = Targets("/runs/sums"), list[Target]()
     targets.add(lambda: [Target("trainer:9464", "rl-trainer", "t", "trainer")])
     targets.add(lambda: fleet)
     assert [one["targets"] for one in targets.read()] == [["trainer:9464"]]
     fleet.append(Target("gpu7:9465", "rl-producer", "p-1-ab", "gpu7"))
-    labels = {"job": "rl-producer", "daemon": "p-1-ab", "host": "gpu7", "run_dir": "/runs/sums"}
+    labels = {"job": "rl-producer", "daemon": "p-1-ab", "host": "gpu7", "run": "5f0c", "run_dir": "/runs/sums"}
     assert targets.read()[1] == {"targets": ["gpu7:9465"], "labels": labels}
 
 

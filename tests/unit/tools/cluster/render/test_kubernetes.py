@@ -50,7 +50,10 @@ def container(manifest: dict[str, Any]) -> dict[str, Any]:
 )
 def test_the_schemas_of_kubernetes_have_nothing_to_say(here: Path, arguments: tuple[str, ...]) -> None:
     found = manifests(here, *arguments)
-    assert [found.pop(name)["apiVersion"] for name in ("PodMonitor rl-my-run",)] == ["monitoring.coreos.com/v1"]
+    monitor = found.pop("PodMonitor rl-my-run")
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    assert {rule["targetLabel"] for rule in endpoint["relabelings"]} == {"run_dir", "job"}, "`run` is the metrics' own"
     assert len(found) == (7 if "--nodes" in arguments else 6)
     for manifest in found.values():
         for release in RELEASES:
