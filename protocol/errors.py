@@ -5,6 +5,7 @@ Every other exception is a bug and ends the process with `ExitCode.BUG`.
 """
 
 import errno
+import sys
 from enum import IntEnum
 
 
@@ -80,6 +81,18 @@ class DeviceError(SlipstreamError):
 
 class EndpointInUseError(SlipstreamError):
     exit_code = ExitCode.ENDPOINT_IN_USE
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether torch raised this because its device has no memory. torch is not imported for that."""
+    return "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError)
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Tell whether torch raised this because its device has no memory, or failed."""
+    return is_out_of_memory(error) or (
+        "torch" in sys.modules and isinstance(error, sys.modules["torch"].AcceleratorError)
+    )
 
 
 def cannot_listen(error: OSError, place: str, key: str, fix: str, host_key: str = "") -> SlipstreamError:

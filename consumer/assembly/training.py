@@ -13,6 +13,7 @@ from consumer.publishing.snapshots import Probe, probe_tokens
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.ranks.leading import LedBatches, begin
 from consumer.reporting.sampled_rollouts import RolloutLog
+from consumer.training.base_loading import loading
 from consumer.training.callbacks import Heartbeat, RunControl
 from consumer.training.feed import RecordedFeed, RecordedRun
 from consumer.training.loop import TrainingLoop
@@ -20,9 +21,7 @@ from consumer.training.pipeline import CheckpointWriter, Connections, Pipeline
 from consumer.training.quantization import unquantized_probe
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import REFUSALS
 from consumer.waiting import ThreadErrors, WaitPolicy
-from protocol.errors import ConfigError
 from protocol.service import logs
 from protocol.service.exposition import Watch
 
@@ -42,6 +41,7 @@ def training_loop(
 
     Raises:
         ConfigError: TRL or PEFT refused, or adapter or checkpoint do not fit.
+        DeviceError: the device has no memory for the model, or failed.
     """
     config, arguments = components.config, components.arguments
     checkpoints = CheckpointWriter(
@@ -81,21 +81,17 @@ def _trainer(
     ranks: Ranks,
     recorded: Recorded,
 ) -> SlipstreamTrainer:
-    try:
+    with loading("TRL or PEFT refused to build the trainer"):
         trainer = SlipstreamTrainer(
             components.config, components.arguments, components.lora, components.model_folder, batches, checkpoints.commit,
             ranks, recorded,
         )  # fmt: skip
-    except REFUSALS as error:
-        raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     if components.initial_adapter is not None:
         trainer.start_from(components.initial_adapter, resumed=start.checkpoint is not None)
     if start.checkpoint is not None:
         folder = start.checkpoint.folder
-        try:
+        with loading(f"run_dir: {folder} does not fit model.path and lora"):
             trainer._load_from_checkpoint(str(folder))  # before the first policy is published
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"run_dir: {folder} does not fit model.path and lora: {error}") from error
     return trainer
 
 

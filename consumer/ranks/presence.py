@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from consumer.ranks.signs import LOST, SILENCE_S, is_broken_connection, key_of, same_life
-from protocol.errors import ExitCode, RankLostError
+from protocol.errors import ExitCode, RankLostError, SlipstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,10 @@ class RankWatch(threading.Thread):
         self.lost: RankLostError | None = None
 
     def explain(self, error: Exception) -> None:
-        """After an error on the main thread: raises `RankLostError` if a lost rank may have caused it."""
+        """After an error on the main thread: raises `RankLostError` if a lost rank may have caused it. What rank 0 itself has to
+        say to the user, such as that its own device has no memory, is not of that kind."""
+        if isinstance(error, SlipstreamError):
+            return
         if is_broken_connection(error) and not self._found.wait(_FINDING_S):
             self.close()
             if self.lost is None:

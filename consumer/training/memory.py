@@ -44,16 +44,31 @@ def given_up_together(ranks: Ranks) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or bool(should_reduce_batch_size(error))
+    """Tell whether a device, or the host, had no memory. CUDA itself says it in other words than torch's allocator."""
+    of_driver = isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    return of_driver or isinstance(error, torch.OutOfMemoryError) or bool(should_reduce_batch_size(error))
+
+
+def num_refusals() -> int:
+    """Count how often the GPU of this process has had no memory for a tensor; 0 where it has none."""
+    return int(torch.cuda.memory_stats().get("num_ooms", 0)) if torch.cuda.is_initialized() else 0
+
+
+def room_of_gpu(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that torch can still give out on this GPU, and those of the whole GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index  # accelerate's device has none
+    reserved, allocated = torch.cuda.memory_reserved(index), torch.cuda.memory_allocated(index)
+    free, total = torch.cuda.mem_get_info(index)
+    limit = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+    return allocatable_bytes(free, reserved, allocated, limit), total
 
 
 class PassMemory:
     """What the passes of a step take of a GPU. Elsewhere nobody can tell."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device: torch.device | None = None
-        if device.type == "cuda":  # accelerate's has no index, and some functions of torch.cuda want one
-            self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = device if device.type == "cuda" else None
+        if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
 
@@ -64,10 +79,8 @@ class PassMemory:
         if self._device is None or largest < _WORTH_MEASURING:
             return None
         taken = torch.cuda.max_memory_allocated(self._device) - self._before
-        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        limit = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
-        return tokens_within(allocatable_bytes(free, reserved, allocated, limit), taken, largest)
+        room, _ = room_of_gpu(self._device)
+        return tokens_within(room, taken, largest)
 
 
 def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> int:

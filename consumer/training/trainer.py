@@ -26,6 +26,7 @@ from consumer.loss.importance import resolve
 from consumer.loss.reference import ReferencePolicy
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, Ranks
+from consumer.training.base_loading import check_room, device_map
 from consumer.training.memory import OutOfMemory, PassMemory, random_state, set_random_state
 from consumer.training.quantization import keep_as_it_trains, quantization_config
 from consumer.training.trl_loss import StepLossTrainer
@@ -62,6 +63,12 @@ class SlipstreamTrainer(StepLossTrainer):
         recorded: Recorded = lambda step: None,
     ) -> None:
         self._shares_gpu = config.pipeline.gpu == "turns"
+        on_gpu = not arguments.use_cpu
+        if on_gpu:
+            check_room(config, model_folder, ranks.world)
+        arguments.model_init_kwargs["device_map"] = device_map(
+            config.pipeline.gpu, on_gpu=on_gpu, num_ranks=ranks.world
+        )
         sides = {"padding_side": "left", "truncation_side": "left"}
         tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)
         super().__init__(

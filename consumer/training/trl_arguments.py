@@ -30,9 +30,6 @@ CHOICES = {
 }
 """Options that TRL only looks at in the middle of a step."""
 
-REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
-"""With these TRL and PEFT refuse to build a trainer."""
-
 
 def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
     """The run's GRPOConfig: the `trainer` section plus what follows from the others.
@@ -99,13 +96,8 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": config.model.dtype} | model_options | _placement(config),
+        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
     }
-
-
-def _placement(config: RunConfig) -> dict[str, Any]:
-    """TRL would load the model to the GPU, where it is not the trainer's turn yet."""
-    return {"device_map": None} if config.pipeline.gpu == "turns" else {}
 
 
 def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:

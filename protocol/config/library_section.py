@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from protocol.config.type_names import nearest
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 Built = TypeVar("Built")
 _MAX_LINES = 6  # of a library's error
@@ -22,8 +22,8 @@ _MAX_LINES = 6  # of a library's error
 
 def build(section: str, factory: Callable[..., Built], values: dict[str, Any], **ours: Any) -> Built:
     """Returns `factory(**values, **ours)` after checking what the user wrote against its signature and type hints. Raises
-    `ConfigError` where the library does not know a key or refuses a value; `section` is its name in the configuration
-    file."""
+    `ConfigError` where the library does not know a key or refuses a value, and `DeviceError` where it found a GPU that fails;
+    `section` is its name in the configuration file."""
     library = f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
     names = list(inspect.signature(factory).parameters)
     checked = {}
@@ -40,6 +40,10 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
     except Exception as error:
         text = str(error) or type(error).__name__
         shown = "\n".join(text.splitlines()[:_MAX_LINES])
+        if is_device_failure(error):
+            raise DeviceError(
+                f"the GPU failed when {library} looked at it: {shown}; nvidia-smi shows its state"
+            ) from error
         raise ConfigError(f"{section}: refused by {library}: {shown}") from error
 
 

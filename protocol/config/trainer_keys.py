@@ -194,8 +194,9 @@ MODEL_INIT_RESERVED: dict[str, str | None] = {
     "torch_dtype": "model.dtype",
     "revision": "model.revision",
     "trust_remote_code": "model.trust_remote_code",
+    "device_map": "--gpu",
 }
-"""Keys within `model_init_kwargs` that both daemons must agree on."""
+"""Keys within `model_init_kwargs` that follow from others."""
 
 
 def refusal(key: str, value: Any) -> str | None:

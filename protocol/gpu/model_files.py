@@ -71,7 +71,9 @@ def model_shape(folder: Path) -> ModelShape:
     Raises:
         ConfigError: the folder's files do not say it.
     """
-    config, weights = _json(folder / "config.json"), tuple(_weights(folder))
+    config, weights = _json(folder / "config.json"), tuple(weights_of(folder))
+    if not weights:
+        raise _refusal(f"{folder} has no *.safetensors, whose headers say the shapes of the weights")
     config = config.get("text_config") or config
     by_shape = _from_weights(weights)
 
@@ -112,16 +114,27 @@ def _from_weights(weights: Iterable[Weight]) -> dict[str, int]:
     return found
 
 
-def _weights(folder: Path) -> Iterator[Weight]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise _refusal(f"{folder} has no *.safetensors, whose headers say the shapes of the weights")
-    for file in files:
+def weights_of(folder: Path) -> Iterator[Weight]:
+    """Read the headers of the safetensors that transformers loads the model from; none where its files are of another kind.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    for file in _weight_files(folder):
         for name, said in _header(file).items():
             if name != "__metadata__" and is_of_text_model(name):
                 bits = re.search(r"\d+", said["dtype"])
                 size = int(bits.group()) if bits else 8  # BOOL
                 yield Weight(name, tuple(said["shape"]), size, "F" in said["dtype"] and size >= 16)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Some checkpoints have all weights a second time, in files with other names."""
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return [folder / name for name in sorted(set(_json(index).get("weight_map", {}).values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from protocol.config.run import RunConfig
 from protocol.config.sections.learning import FIRST_TOKENS
-from protocol.gpu.model_files import ModelShape, Weight, model_shape
+from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
 
 GIB = 2**30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -118,6 +118,15 @@ def base_bytes(weights: Iterable[Weight], dtype_bytes: int, quantization: str | 
         else:
             total += weight.num_elements * dtype_bytes
     return int(total)
+
+
+def base_of(folder: Path, dtype: str, quantization: str | None) -> int:
+    """Compute the bytes of the base in this folder; 0 where its files do not say the shapes of its weights.
+
+    Args:
+        dtype: `model.dtype`.
+    """
+    return base_bytes(weights_of(folder), _DTYPE_BYTES[dtype], quantization)
 
 
 def adapter_parameters(weights: Iterable[Weight], rank: int, targets: str | Sequence[str]) -> int:

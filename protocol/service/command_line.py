@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from protocol import __version__
-from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
+from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError, is_out_of_memory
 from protocol.files.space import out_of_space
 from protocol.service import logs
 
@@ -112,7 +112,10 @@ def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = Exi
         return _report_end(program, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         return interrupted
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            fix = "free the device of other processes (nvidia-smi shows them), or take one with more memory"
+            return _report_end(program, f"error: {str(error).partition(chr(10))[0]}; {fix}", ExitCode.DEVICE)
         return _report_end(program, "this is a bug; please report it with its traceback", ExitCode.BUG, bug=True)
 
 

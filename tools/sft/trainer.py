@@ -16,12 +16,14 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.training.trl_arguments import REFUSALS, build_lora, former_names
+from consumer.training.base_loading import check_base_fits, device_map, loading
+from consumer.training.trl_arguments import build_lora, former_names
 from consumer.training.vision_language import within_text_model
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode
+from protocol.gpu.needs import base_of
 from protocol.import_guard import hidden
 from protocol.service import logs
 from protocol.service.command_line import say_progress
@@ -31,6 +33,9 @@ from tools.sft.rows import training_rows
 
 with hidden("vllm"):
     from trl import SFTConfig, SFTTrainer
+
+
+_LARGER = "take a GPU with more memory, or --gpu cpu"
 
 
 def check_libraries(config: RunConfig) -> None:
@@ -51,6 +56,8 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     with new_folder(to) as partial:
         lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
         inputs = RunInputs(config)
+        if gpus:
+            check_base_fits(base_of(inputs.model_folder, config.model.dtype, None), _LARGER)
         rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
@@ -79,14 +86,16 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
             use_cpu=not on_gpu,
             save_strategy="no",
             disable_tqdm=True,
-            model_init_kwargs={"dtype": config.model.dtype} | options,
+            model_init_kwargs={"dtype": config.model.dtype}
+            | options
+            | {"device_map": device_map("own", on_gpu=on_gpu)},
         )
 
 
 def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Dataset) -> PeftModel:
     """Returns the model with the trained adapter; `ConfigError` if TRL or PEFT refused. The rows have `prompt` and
     `completion`, and perhaps `chat_template_kwargs`."""
-    try:
+    with loading("TRL or PEFT refused to build the trainer", _LARGER):
         trainer = SFTTrainer(
             model=str(model_folder),
             args=arguments,
@@ -95,8 +104,6 @@ def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Data
             peft_config=within_text_model(lora, model_folder),
             callbacks=[_Lines()],
         )
-    except REFUSALS as error:
-        raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.accelerator.unwrap_model(trainer.model)

@@ -7,7 +7,7 @@ import pytest
 
 from consumer.ranks.presence import RankWatch
 from consumer.ranks.signs import Signs, tell_lost
-from protocol.errors import RankLostError
+from protocol.errors import DeviceError, RankLostError
 
 from .dictionary_store import DictionaryStore
 
@@ -121,6 +121,18 @@ def test_an_error_that_no_rank_caused_stays_what_it_is() -> None:
     watch.explain(MemoryError())
     watch.explain(RuntimeError("CUDA out of memory"))
     assert watch.lost is None
+
+
+def test_what_rank_0_has_to_say_itself_comes_before_a_rank_that_found_the_same() -> None:
+    watch = RankWatch(DictionaryStore(), [range(2)], lambda: [(1, "DeviceError: no memory")], [])
+    watch.start()
+    try:
+        assert watch._found.wait(10)
+        watch.explain(DeviceError("no memory for the model"))  # which the caller raises on
+        with pytest.raises(RankLostError):
+            watch.explain(RuntimeError("CUDA error: unspecified launch failure"))
+    finally:
+        watch.close()
 
 
 def test_a_store_that_fails_ends_the_run_because_nobody_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:

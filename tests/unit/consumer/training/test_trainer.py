@@ -82,12 +82,6 @@ def test_options_of_the_user_reach_trl(tmp_path: Path) -> None:
     assert result.model_init_kwargs == {"dtype": "float32", "attn_implementation": "eager"}
 
 
-def test_a_model_that_takes_turns_on_a_gpu_is_loaded_in_host_memory(tmp_path: Path) -> None:
-    turns = {"gpu": "turns", "groups_per_step": 2}
-    result = arguments(tmp_path, pipeline=turns, model_init_kwargs={"device_map": "auto"})
-    assert result.model_init_kwargs == {"dtype": "float32", "device_map": None}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
-from protocol.errors import ConfigError, ExitCode
+from protocol.errors import ConfigError, DeviceError, ExitCode
 
 if TYPE_CHECKING:
     from nowhere import Unresolvable  # type: ignore[import-not-found]
@@ -144,6 +144,16 @@ def test_a_plain_function_works_too() -> None:
 
     assert build("lora", factory, {"size": "3"}, label="b") == (3, "b")
     assert "Input should be a valid integer" in refusal("lora", factory, {"size": "x"})
+
+
+def test_a_gpu_that_fails_while_a_library_looks_at_it_is_no_wrong_section() -> None:
+    import torch
+
+    def factory() -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    with pytest.raises(DeviceError, match="busy or unavailable"):
+        build("trainer", factory, {})
 
 
 def test_long_errors_of_a_library_are_cut() -> None:

@@ -15,7 +15,7 @@ from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
 from protocol.service import logs
-from protocol.service.command_line import main, parser, say_progress, select_gpus
+from protocol.service.command_line import exit_code, main, parser, say_progress, select_gpus
 from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.protocol.gpu.models import write_model
 
@@ -164,6 +164,18 @@ def test_a_bug_ends_with_its_traceback_and_code(call: Callable[..., Ended]) -> N
     assert shown.returncode == ExitCode.BUG == 70
     assert "Traceback (most recent call last)" in shown.stderr
     assert shown.stderr.endswith("KeyError: 'a bug'\nrl-stub: this is a bug; please report it with its traceback\n")
+
+
+def test_a_device_without_memory_is_no_bug_wherever_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    def work() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert exit_code("rl-export", work) == ExitCode.DEVICE
+    shown = capsys.readouterr().err
+    assert "Tried to allocate 2.00 GiB" in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize(
