@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -25,12 +25,15 @@ help: ## show this
 demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a real TRL trainer (SEED=1)
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
 
-test: unit ## run every test
+test: unit rehearse ## run every test
 	$(OLD_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/soak tests/faults tests/chaos tests/integration
 
 unit: $(STAMP) ## run the unit tests but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
+
+rehearse: $(STAMP) ## the paths of a GPU on a stand-in that has the host's memory and the CPU's kernels, at most four minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/gpu
 
 portable: $(STAMP) ## the unit tests that compute, as on other CPUs, with one and two threads, some ten minutes
 	@set -e; for threads in 1 2; do for cpu in $(CPUS); do \

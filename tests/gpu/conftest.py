@@ -1,0 +1,64 @@
+"""Every test with the mark `stand_in` runs in a fork of a process that has the stand-in GPU; see `tests.gpu.warm`."""
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.fleet import Zygote
+from tests.gpu import reports
+from tests.gpu.stand_in import building
+from tests.tools import require
+
+_LONGEST_S = 280.0
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """The process with the stand-in GPU that belongs to this one."""
+    building.gpu_library()  # here, where an error of the compiler is seen
+    building.nvml_library()
+    started = Zygote("tests.gpu.warm", Path(os.devnull), Path(tempfile.gettempdir()))
+    atexit.register(started.close)
+    started.wait_until_ready()
+    return started
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Without a compiler the fixture below says why the test is not run."""
+    if item.get_closest_marker("stand_in") is None or reports.are_made_here() or not shutil.which(building.COMPILER):
+        return None
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    call = pytest.CallInfo.from_call(lambda: reports.of_test(item, zygote(), _LONGEST_S), when="call")
+    for report in [hook.pytest_runtest_makereport(item=item, call=call)] if call.excinfo else call.result or ():
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def compiler(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("stand_in") is not None:
+        require(building.COMPILER, "g++")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _model("llama", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _model("qwen2", tmp_path_factory)
+
+
+def _model(family: str, folders: pytest.TempPathFactory) -> Path:
+    from tests.integration.models import build_model
+
+    return build_model(family, folders.mktemp(family) / "model")

@@ -1,0 +1,59 @@
+"""Trainers on the stand-in GPU, fed with batches that a test makes up."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import build_arguments, build_lora
+from replay.batches.cutting import CutBatch
+from tests.unit.consumer.builders import rollout_group, run_config
+
+COMPLETIONS = ([3, 9], [4, 5], [6], [7, 8])
+"""Of each of the two groups of a step."""
+
+
+def trainer(
+    folder: Path,
+    model: Path,
+    *,
+    steps: int = 1,
+    dtype: str = "bfloat16",
+    completions: Sequence[list[int]] = COMPLETIONS,
+    sampled: int | None = None,
+    model_options: dict[str, Any] | None = None,
+    on_gpu: bool = True,
+    **sections: Any,
+) -> SlipstreamTrainer:
+    """A trainer of `steps` steps of two groups with these completions.
+
+    Args:
+        sampled: so many of the last tokens of a completion are in the loss; None: all. Triton's interpreter takes milliseconds
+            for each of them.
+        model_options: change the section `model`.
+        sections: change the other sections of the configuration.
+    """
+    sections["trainer"] = {"max_steps": steps, "save_strategy": "no"} | sections.get("trainer", {})
+    sections["sampling"] = {"max_completion_length": max(map(len, completions))} | sections.get("sampling", {})
+    config = run_config(folder, model, **sections)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": dtype, **(model_options or {})})}
+    )
+
+    in_loss = None
+    if sampled is not None:
+        in_loss = [[False] * (len(ids) - sampled) + [True] * min(sampled, len(ids)) for ids in completions]
+
+    def batches() -> Iterator[CutBatch]:
+        for number in range(steps):
+            groups = [rollout_group(list(completions), group_id=f"s-{number}-{i}", sampled=in_loss) for i in range(2)]
+            yield CutBatch(number, 1, number + 1, groups, len(groups))
+
+    return SlipstreamTrainer(
+        config,
+        build_arguments(config, on_gpu=on_gpu, num_prompts=8),
+        build_lora(config),
+        model,
+        batches(),
+        lambda step, staged, write: write(),
+    )
