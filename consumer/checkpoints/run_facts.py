@@ -73,7 +73,10 @@ def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
 
 
 def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
-    """Whether groups made under the facts `before` can be trained now. Raises ConfigError if they are of another model."""
+    """Whether groups made under the facts `before` can be trained now. Raises ConfigError if they are of another model.
+    A new journal has no facts and no groups."""
+    if not before:
+        return True
     changed = list(_changes(before, now))
     for _, fact in changed:
         if fact.decides == "run":
