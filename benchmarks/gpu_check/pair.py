@@ -28,7 +28,7 @@ def run(place: Place, mode: str, ranks: int = 1) -> Findings:
     path = write_run(place, run_dir, mode, 0.4 if ranks > 1 else None)
     for line in preview(load_config(str(path), ["pipeline.gpu=shared"]), place.gpu if ranks == 1 else "cpu"):
         yield {"what": "shares", "computed": line}
-    trainer = place.gpu if ranks == 1 else ",".join(map(str, place.gpus[:ranks]))
+    trainer = place.gpu if ranks == 1 else ",".join(map(str, range(ranks)))
     failure: SystemExit | None = None
     with most_used(place.gpus) as used:
         try:

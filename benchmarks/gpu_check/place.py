@@ -35,8 +35,8 @@ class Place:
 
     @property
     def gpu(self) -> str:
-        """`--gpu` of a daemon."""
-        return "cpu" if self.on_cpu else str(self.gpus[0])
+        """`--gpu` of a daemon, which counts among the GPUs of this process."""
+        return "cpu" if self.on_cpu else "0"
 
     @property
     def dtype(self) -> str:

@@ -52,7 +52,7 @@ async def run_part(part: Part, gpus: Sequence[int], out: Path, limit_s: float) -
     """`out` is a folder that parts of other checks leave alone."""
     folder, findings = out / part.name, out / f"{part.name}.findings.jsonl"
     folder.mkdir()
-    gpu = ",".join(map(str, gpus[: max(1, part.num_gpus)])) or "cpu"
+    gpu = ",".join(map(str, range(min(len(gpus), max(1, part.num_gpus))))) or "cpu"  # among those of this process
     command = [sys.executable, "-W", "ignore", "-m", _ENTRY, part.name, gpu]
     command += [str(out.parent), str(folder), str(findings)]
     began = time.monotonic()

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import time
 from pathlib import Path
 
 from examples.folders import build_once, fresh_folder
+from protocol.errors import DeviceError
+from protocol.gpu.device import VISIBLE, visible_gpus
 
 CONFIG = "examples/arithmetic/run.yaml"
 BASE = Path("runs/demo-base")
@@ -65,10 +66,10 @@ def build_base_model() -> None:
 
 def default_gpus() -> list[str]:
     """Two GPUs if the machine has two, one shared if it has one, else the CPU."""
-    if shutil.which("nvidia-smi") is None:
+    try:
+        count = len(visible_gpus(os.environ.get(VISIBLE)))
+    except DeviceError:
         return ["cpu", "cpu"]
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    count = sum(line.startswith("GPU ") for line in listing.splitlines())
     return ["cpu", "cpu"] if count == 0 else ["0", "1" if count > 1 else "0"]
 
 

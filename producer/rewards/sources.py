@@ -20,6 +20,7 @@ from producer.rewards.worker import Job, Scores, Source, checked
 from protocol.config.sections.rewards import RewardModel, RewardService, RewardsSection
 from protocol.decoding import UNREADABLE, UNSENDABLE
 from protocol.errors import ConfigError
+from protocol.gpu.device import ORDER, VISIBLE, given_gpu
 from protocol.security.secret_lines import secret_line
 
 if TYPE_CHECKING:
@@ -139,8 +140,7 @@ def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
             sources.append(HttpReward(function.name, str(function.url), settings))
         elif isinstance(settings, RewardModel):
             model = {function.name: Source(shipped="model", options=function.options | {"path": function.model})}
-            gpu = "" if settings.gpu is None else str(settings.gpu)
-            where = {"CUDA_VISIBLE_DEVICES": gpu, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            where = ORDER | {VISIBLE: "" if settings.gpu is None else given_gpu(settings.gpu).name}
             count = function.concurrency or 1  # and no limit of memory, which is known beforehand
             sources.append(WorkerReward(WorkerPool(model, count, None, _MODEL_START_TIMEOUT_S, where), 0))
         else:

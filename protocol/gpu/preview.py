@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.config.run import RunConfig
-from protocol.gpu.device import gpu_facts
+from protocol.errors import DeviceError
+from protocol.gpu.device import Gpu, given_gpu, gpu_facts
 from protocol.gpu.needs import needs_of
 from protocol.gpu.shares import gib, shares_of
 
@@ -25,7 +26,7 @@ def preview(config: RunConfig, choice: str) -> Iterator[str]:
         yield "shares of the GPU: computed at the start, from the files of model.path, which are not on this machine"
         return
     needs, engine = needs_of(config, folder)
-    gpu = gpu_facts(int(choice)) if choice.isdecimal() else None
+    gpu = _gpu(choice)
     if gpu is not None:
         yield f"shares of GPU {gpu.index}: {shares_of(config, gpu.total_bytes, needs, engine).in_words()}"
     else:
@@ -33,3 +34,10 @@ def preview(config: RunConfig, choice: str) -> Iterator[str]:
             f"shares of the GPU: the trainer wants {gib(needs.wanted)} and needs {gib(needs.least)} at least, the engine "
             f"{gib(engine.least)}; there is no such GPU here to divide"
         )
+
+
+def _gpu(choice: str) -> Gpu | None:
+    try:
+        return gpu_facts(given_gpu(int(choice)).index) if choice.isdecimal() else None
+    except DeviceError:
+        return None

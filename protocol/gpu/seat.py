@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
-from protocol.gpu.device import Gpu, gpu_facts
+from protocol.gpu.device import Gpu, given_gpu, gpu_facts
 from protocol.gpu.mps import mps_in_words
 from protocol.gpu.needs import needs_of
 from protocol.gpu.shares import Shares, gib, shares_of
@@ -119,7 +119,8 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
                 "can share it; stop that one, or name another GPU"
             )
     for function in config.rewards.functions:
-        if function.kind == "model" and getattr(function.settings, "gpu", None) == gpu.index:
+        number = getattr(function.settings, "gpu", None) if function.kind == "model" else None
+        if number is not None and given_gpu(number).index == gpu.index:
             raise ConfigError(
                 f"rewards.functions: {function.name} is on GPU {gpu.index}, too, all of which trainer and producer have "
                 "(pipeline.gpu: shared); leave its `gpu` out, or name another one"

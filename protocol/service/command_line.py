@@ -10,8 +10,6 @@ import atexit
 import io
 import logging
 import os
-import shutil
-import subprocess
 import sys
 import threading
 import traceback
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from protocol import __version__
 from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError, is_out_of_memory
 from protocol.files.space import out_of_space
+from protocol.gpu.device import ORDER, VISIBLE, VisibleGpu, visible_gpus
 from protocol.service import logs
 
 if TYPE_CHECKING:
@@ -45,7 +44,11 @@ def parser(program: str, description: str, *, connects: bool = False) -> argpars
         help="validate, print the resolved file and exit; `full` also asks vLLM, PEFT or TRL what only they can judge",
     )
     result.add_argument(
-        "--gpu", metavar="N[,N]|cpu", default="0", help="GPU index as nvidia-smi counts, or cpu (default: %(default)s)"
+        "--gpu",
+        metavar="N[,N]|cpu",
+        default="0",
+        help="GPU index as nvidia-smi counts, or among those of CUDA_VISIBLE_DEVICES where that is set; a UUID or the name of an "
+        "instance of MIG; or cpu (default: %(default)s)",
     )
     result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return result
@@ -178,34 +181,39 @@ def _report_end(program: str, why: str, code: ExitCode, *, bug: bool = False) ->
 
 
 def select_gpus(choice: str) -> list[int]:
-    """Makes exactly the chosen GPUs visible to this process, before any library looks at them, and returns their indexes,
-    none for `cpu`. An index that is not a number or does not exist on this machine raises `DeviceError`."""
+    """Makes exactly the chosen GPUs visible to this process, before any library looks at them, and returns their indexes as
+    nvidia-smi counts, none for `cpu`. Where CUDA_VISIBLE_DEVICES is set, the choice is among those. What is no such GPU raises
+    `DeviceError`."""
+    given = os.environ.get(VISIBLE)
     if choice == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ[VISIBLE] = ""
         return []
+    there = visible_gpus(given)
+    chosen = [_chosen(choice, part, there, given) for part in choice.split(",")]
+    if len(set(chosen)) != len(chosen):
+        raise DeviceError(f"--gpu {choice}: the same GPU is named twice")
+    if len(chosen) > 1 and any(gpu.name.startswith("MIG-") for gpu in chosen):
+        raise DeviceError(f"--gpu {choice}: CUDA gives a process one instance of MIG; name one")
+    os.environ |= ORDER | {VISIBLE: ",".join(gpu.name for gpu in chosen)}
+    return [gpu.index for gpu in chosen]
+
+
+def _chosen(choice: str, part: str, there: list[VisibleGpu], given: str | None) -> VisibleGpu:
+    if part.startswith(("GPU-", "MIG-")):
+        named = visible_gpus(part)
+        if named and named[0] in there + (named if given is None else []):
+            return named[0]
+        raise DeviceError(f"--gpu {choice}: there is no {part} {_place(given)}; `nvidia-smi -L` lists what there is")
     try:
-        indexes = [int(part) for part in choice.split(",")]
+        index = int(part)
     except ValueError:
         raise DeviceError(f"--gpu {choice}: expected an index such as 0, a list such as 0,1, or cpu") from None
-    count = _gpu_count()
-    for index in indexes:
-        if not 0 <= index < count:
-            existing = f"GPUs 0 to {count - 1}" if count > 1 else "only GPU 0" if count else "no NVIDIA GPU"
-            raise DeviceError(
-                f"--gpu {choice}: GPU {index} does not exist, this machine has {existing}; or use --gpu cpu"
-            )
-    if len(set(indexes)) != len(indexes):
-        raise DeviceError(f"--gpu {choice}: the same GPU is named twice")
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indexes))
-    return indexes
+    if 0 <= index < len(there):
+        return there[index]
+    count = len(there)
+    existing = f"GPUs 0 to {count - 1}" if count > 1 else "only GPU 0" if count else "no NVIDIA GPU"
+    raise DeviceError(f"--gpu {choice}: there is no GPU {index}, but {existing} {_place(given)}; or use --gpu cpu")
 
 
-def _gpu_count() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError(f"nvidia-smi does not answer: {error}. Is the driver in order? Or use --gpu cpu") from error
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+def _place(given: str | None) -> str:
+    return "on this machine" if given is None else f"in {VISIBLE}={given}"

@@ -19,7 +19,7 @@ _SERVICE_RETRIES = 3
 class RewardModel(Section):
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     gpu: Count | None = Field(
-        None, description="GPU to run on, as nvidia-smi counts. Leave room for it there. Default: the CPU."
+        None, description="GPU to run on, counted as for --gpu. Leave room for it there. Default: the CPU."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of its weights.")
     max_length: Positive = Field(4096, description="Longest text in tokens; of a longer one the beginning is dropped.")

@@ -12,31 +12,31 @@ from tools.cluster.fleet.plan import TRAINER, Plan
 _SCRIPTS = {"rl-trainer": "consumer.cli", "rl-producer": "producer.cli"}
 
 
-def daemon_command(plan: Plan, name: str, gpus: Sequence[int], folder: Path, keys: Path) -> list[str]:
+def daemon_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, keys: Path) -> list[str]:
     """
     Args:
-        gpus: as nvidia-smi counts them; those that Ray gave the actor.
+        gpus: as `--gpu` takes them; those that Ray gave the actor.
         folder: of the daemon, on its node.
         keys: of a producer.
     """
     return trainer_command(plan, gpus) if name == TRAINER else producer_command(plan, name, gpus, folder, keys)
 
 
-def trainer_command(plan: Plan, gpus: Sequence[int]) -> list[str]:
+def trainer_command(plan: Plan, gpus: Sequence[str]) -> list[str]:
     ranks = [] if gpus else ["--ranks", str(plan.ranks)]
     return [*_program("rl-trainer", gpus), "--config", plan.config, *_set(*plan.overrides), "--resume", *ranks]
 
 
-def producer_command(plan: Plan, name: str, gpus: Sequence[int], folder: Path, keys: Path) -> list[str]:
+def producer_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, keys: Path) -> list[str]:
     """Its node needs no file of the run: configuration and code come from the trainer."""
     model = ["--model", plan.model] if plan.model else []
     own = _set(*plan.producer_overrides, f"transport.identity={name}", f"run_dir={folder}")
     return [*_program("rl-producer", gpus), "--connect", plan.endpoint, "--keys", str(keys), *model, *own]
 
 
-def _program(script: str, gpus: Sequence[int]) -> list[str]:
+def _program(script: str, gpus: Sequence[str]) -> list[str]:
     """By its module, because the folder of scripts need not be on the path of Ray's workers."""
-    return [sys.executable, "-m", _SCRIPTS[script], "--gpu", ",".join(map(str, gpus)) or "cpu"]
+    return [sys.executable, "-m", _SCRIPTS[script], "--gpu", ",".join(gpus) or "cpu"]
 
 
 def _set(*overrides: str) -> list[str]:

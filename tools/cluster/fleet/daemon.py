@@ -45,7 +45,7 @@ class Daemon:
 
     Args:
         plan: `Plan` as JSON.
-        gpus: as nvidia-smi counts them.
+        gpus: as `--gpu` takes them.
     """
 
     def __init__(self, plan: bytes, name: str) -> None:
@@ -187,11 +187,11 @@ def daemon_folder(plan: Plan, name: str) -> Path:
     return Path(cache) / "slipstream" / namespace(plan.run_dir) / name
 
 
-def _place() -> tuple[str, list[int]]:
+def _place() -> tuple[str, list[str]]:
     """The address of this node, and the GPUs that Ray gave this actor."""
     import ray
 
-    return ray.util.get_node_ip_address(), [int(index) for index in ray.get_gpu_ids()]
+    return ray.util.get_node_ip_address(), list(map(str, ray.get_gpu_ids()))
 
 
 @contextlib.contextmanager

@@ -10,13 +10,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from producer.rewards.sources import WorkerReward, sources_of
+from protocol.config.sections.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError, StalledError
-from protocol.gpu import preview, seat, tenants
-from protocol.gpu.device import Gpu, gpu_facts
+from protocol.gpu import device, preview, seat, tenants
+from protocol.gpu.device import Gpu, VisibleGpu, gpu_facts
 from protocol.gpu.mps import mps_in_words
 from protocol.gpu.needs import GIB
 from protocol.gpu.seat import seated
 from tests.unit.protocol.gpu.models import run_of, write_model
+from tests.unit.protocol.gpu.nvml import fake_nvml
 
 GPUS = {0: Gpu(0, "GPU-a", 80 * GIB, 79 * GIB), 1: Gpu(1, "GPU-b", 24 * GIB, 24 * GIB)}
 
@@ -194,3 +197,16 @@ def test_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mps_in_words() == f"CUDA MPS runs ({tmp_path}): kernels of trainer and engine work side by side"
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "40")
     assert mps_in_words().endswith("side by side, with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40 for this daemon")
+
+
+def test_a_reward_model_counts_among_the_gpus_that_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, [f"GPU-{letter}" for letter in "abcdef"], {"MIG-1": 3})
+    assert device.given_gpu(1) == VisibleGpu(1, "1")
+    monkeypatch.setattr(device, "GIVEN", "5,GPU-e,MIG-1")
+    assert [device.given_gpu(number).name for number in range(3)] == ["5", "4", "MIG-1"]
+    with pytest.raises(DeviceError, match="no GPU 3 in CUDA_VISIBLE_DEVICES=5,"):
+        device.given_gpu(3)
+    section = RewardsSection.model_validate({"functions": [{"model": "judge", "options": {"gpu": 1}}]})
+    [source] = sources_of(section)
+    assert isinstance(source, WorkerReward)
+    assert source.workers._environment["CUDA_VISIBLE_DEVICES"] == "4"  # type: ignore[index]

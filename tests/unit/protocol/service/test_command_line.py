@@ -14,10 +14,12 @@ import protocol
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
+from protocol.gpu import device
 from protocol.service import logs
 from protocol.service.command_line import exit_code, main, parser, say_progress, select_gpus
 from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.protocol.gpu.models import write_model
+from tests.unit.protocol.gpu.nvml import NO_DRIVER, NO_LIBRARY, TIMED_OUT, fake_nvml
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -32,19 +34,12 @@ def own_environment(own_logging: None) -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.yaml").write_text(MINIMAL)
-    (tmp_path / "bin").mkdir()
     return tmp_path
 
 
-def fake_nvidia_smi(folder: Path, script: str) -> None:
-    file = folder / "bin" / "nvidia-smi"
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
-
-
-def two_gpus(folder: Path) -> None:
-    gpus = ["GPU 0: NVIDIA H200 (UUID: GPU-a)", "  MIG 1g", "GPU 1: NVIDIA H200 (UUID: GPU-b)"]
-    fake_nvidia_smi(folder, "; ".join(f"echo '{line}'" for line in gpus))
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, ["GPU-a", "GPU-b"])
 
 
 Ended = subprocess.CompletedProcess[str]
@@ -68,7 +63,6 @@ def run(config: RunConfig, gpus: list[int]) -> ExitCode:
 @pytest.fixture
 def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     monkeypatch.chdir(folder)
-    os.environ["PATH"] = f"{folder}/bin:/usr/bin:/bin"
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         os.environ.pop(name, None)
 
@@ -115,16 +109,15 @@ def test_check_says_what_each_daemon_gets_of_a_gpu_that_they_share(folder: Path,
         (["--check=full"], 78, "engine.max_model_len: refused by vllm"),
         (["--gpu", "x"], 71, "--gpu x: expected an index such as 0, a list such as 0,1, or cpu"),
         (["--gpu", ""], 71, "--gpu : expected an index such as 0, a list such as 0,1, or cpu"),
-        (["--gpu", "2"], 71, "--gpu 2: GPU 2 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu"),
-        (["--gpu", "0,-1"], 71, "--gpu 0,-1: GPU -1 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu"),
+        (["--gpu", "2"], 71, "--gpu 2: there is no GPU 2, but GPUs 0 to 1 on this machine; or use --gpu cpu"),
+        (["--gpu", "0,-1"], 71, "--gpu 0,-1: there is no GPU -1, but GPUs 0 to 1 on this machine; or use --gpu cpu"),
         (["--gpu", "1,1"], 71, "--gpu 1,1: the same GPU is named twice"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_a_user_gets_wrong(
-    folder: Path, call: Callable[..., Ended], arguments: list[str], code: int, message: str
+    two_gpus: None, call: Callable[..., Ended], arguments: list[str], code: int, message: str
 ) -> None:
-    two_gpus(folder)
     shown = call("--config", "run.yaml", *arguments)
     assert (shown.returncode, shown.stdout, shown.stderr) == (code, "", f"rl-stub: error: {message}\n")
 
@@ -140,23 +133,71 @@ def test_usage_errors(call: Callable[..., Ended], arguments: list[str]) -> None:
     ("choice", "shown"),
     [("0", "[0] 0 PCI_BUS_ID"), ("1", "[1] 1 PCI_BUS_ID"), ("1,0", "[1, 0] 1,0 PCI_BUS_ID"), ("cpu", "[]  None")],
 )
-def test_exactly_the_chosen_gpus_are_visible(folder: Path, call: Callable[..., Ended], choice: str, shown: str) -> None:
-    two_gpus(folder)
+def test_exactly_the_chosen_gpus_are_visible(
+    two_gpus: None, call: Callable[..., Ended], choice: str, shown: str
+) -> None:
     assert call("--config", "run.yaml", "--gpu", choice).stdout == f"running on {shown}\n"
 
 
 @pytest.mark.parametrize(
-    ("script", "existing"),
+    ("given", "choice", "chosen", "visible"),
     [
-        ("echo 'GPU 0: NVIDIA A100 (UUID: GPU-a)'", "only GPU 0"),
-        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9", "no NVIDIA GPU"),
+        ("5,4", "0", [5], "5"),
+        ("5,4", "1,0", [4, 5], "4,5"),
+        (" 5 , 4", "1", [4], "4"),
+        ("GPU-e,GPU-f", "1", [5], "5"),
+        ("GPU-e,GPU-f", "GPU-f", [5], "5"),
+        (None, "GPU-c", [2], "2"),
+        ("MIG-1,MIG-2", "1", [3], "MIG-2"),
+        ("MIG-1,MIG-2", "MIG-1", [3], "MIG-1"),
+        (None, "MIG-1", [3], "MIG-1"),
+        ("4,NoDevFiles,5", "0", [4], "4"),
+        ("", "cpu", [], ""),
     ],
 )
-def test_fewer_gpus_than_asked_for(folder: Path, call: Callable[..., Ended], script: str, existing: str) -> None:
-    fake_nvidia_smi(folder, script)
+def test_a_choice_is_among_the_gpus_that_the_process_was_given(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, choice: str, chosen: list[int], visible: str
+) -> None:
+    fake_nvml(monkeypatch, [f"GPU-{letter}" for letter in "abcdef"], {"MIG-1": 3, "MIG-2": 3})
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    else:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert select_gpus(choice) == chosen
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ("5,4", "2"),
+        ("5,4", "GPU-a"),
+        ("5,9,4", "1"),
+        ("4,NoDevFiles,5", "1"),
+        ("GPU-", "0"),  # which of them?
+        ("MIG-3", "0"),
+        ("", "0"),
+        ("-1", "0"),
+        ("NoDevFiles", "0"),
+        ("MIG-1,MIG-2", "0,1"),  # CUDA has one
+        ("5,GPU-f", "0,1"),  # twice the same
+    ],
+)
+def test_no_gpu_is_taken_that_the_process_was_not_given(
+    monkeypatch: pytest.MonkeyPatch, given: str, choice: str
+) -> None:
+    fake_nvml(monkeypatch, [f"GPU-{letter}" for letter in "abcdef"], {"MIG-1": 3, "MIG-2": 3})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    with pytest.raises(DeviceError, match=f"--gpu {choice}"):
+        select_gpus(choice)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == given
+
+
+def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Ended]) -> None:
+    fake_nvml(monkeypatch, ["GPU-a"])
     shown = call("--config", "run.yaml", "--gpu", "3")
     assert shown.returncode == ExitCode.DEVICE == 71
-    assert f"GPU 3 does not exist, this machine has {existing}; or use --gpu cpu" in shown.stderr
+    assert "only GPU 0 on this machine" in shown.stderr
 
 
 def test_a_bug_ends_with_its_traceback_and_code(call: Callable[..., Ended]) -> None:
@@ -242,14 +283,22 @@ def test_every_error_has_a_code_of_its_own() -> None:
     }  # fmt: skip
 
 
-def test_a_machine_whose_driver_does_not_answer_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    hangs = mock.Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(subprocess, "run", hangs)
-    with pytest.raises(DeviceError, match=r"^nvidia-smi does not answer: .* timed out .* Or use --gpu cpu$"):
+def test_a_machine_whose_driver_does_not_answer_or_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_nvml(monkeypatch, [], fails=TIMED_OUT)
+    with pytest.raises(DeviceError, match=r"the NVIDIA driver does not answer: .* --gpu cpu"):
         select_gpus("0")
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(DeviceError, match=r"^--gpu 0: GPU 0 does not exist, this machine has no NVIDIA GPU; or use"):
+    for value in (NO_LIBRARY, NO_DRIVER):
+        fake_nvml(monkeypatch, [], fails=value)
+        with pytest.raises(DeviceError, match=r"--gpu 0: .* no NVIDIA GPU"):
+            select_gpus("0")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(device, "_DRIVER", tmp_path / "missing")
+    with pytest.raises(DeviceError, match=r"--gpu 0: .* no NVIDIA GPU"):
+        select_gpus("0")
+    monkeypatch.setattr(device, "_DRIVER", tmp_path)
+    with pytest.raises(DeviceError, match="pip install nvidia-ml-py"):
         select_gpus("0")
 
 

@@ -93,14 +93,14 @@ def test_the_commands_are_those_that_a_person_would_type(here: Path, programs: P
     out = rendered(here, programs, "--producers", "6", "--ranks", "2", "--set", "trainer.run_name=a 'b' $c")
     for _, program in JOBS:
         stand_in(programs, program, "exit 0")
-    environment = OF_A_TASK | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    environment = OF_A_TASK | {"CUDA_VISIBLE_DEVICES": "2,3"}  # among which `--gpu` counts
     for job, _ in JOBS:
         assert bash(out / job, programs, **environment).returncode == 0
     producer, trainer = sorted(call for call in calls(programs) if call.startswith("rl-"))
     connect = f"--connect tcp://n2:5557 --keys {out}/keys --set transport.identity=producer-4"
-    assert producer == f"rl-producer --gpu 2,3 {connect}"
+    assert producer == f"rl-producer --gpu 0 {connect}"
     assert trainer == (
-        f"rl-trainer --gpu 2,3 --config {here}/run.yaml --resume --set trainer.run_name=a 'b' $c "
+        f"rl-trainer --gpu 0,1 --config {here}/run.yaml --resume --set trainer.run_name=a 'b' $c "
         f"--set transport.keys={out}/keys --set transport.endpoint=tcp://0.0.0.0:5557"
     )
     of_trainer, of_producers = directives(out / "trainer.sbatch"), directives(out / "producers.sbatch")
