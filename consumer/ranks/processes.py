@@ -69,7 +69,7 @@ def rank_processes(
 
 
 def start(member: Member, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "consumer.follower"]
+    command = [sys.executable, "-P", "-m", "consumer.follower"]
     # In a process group of its own: Ctrl-C is for rank 0 alone, also before this one has learned to ignore it.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment, process_group=0)
     assert process.stdin is not None

@@ -31,8 +31,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_LINE_BYTES = 64 * 2**20  # a row of a dataset
 _SHOWN_BYTES = 200  # of a line that is no message
 _ROOT = Path(__file__).resolve().parents[2]
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from producer.environments.bridges import {0}, program; del sys.path[0]; "
-_RUN += "program.main({0}.load)"
+# The folder of the run, which is the first place for `python -c`, comes after our modules are loaded: files there may have the
+# names of what they import. The Python of the environment need not know -P.
+_LOAD = (
+    "import sys; sys.path[0] = sys.argv[1]; from producer.environments.bridges import {0}, program; sys.path[0] = ''; "
+)
+_RUN = _LOAD + "program.main({0}.load)"
 
 
 class _Program:

@@ -18,16 +18,14 @@ PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:
-    """Imports the function `spec` of configuration key `key`. Modules are looked up from the working directory too."""
+    """Imports the function `spec` of configuration key `key`. Modules are looked up in the working directory first, also those
+    that it imports."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise ConfigError(f"{key}: {spec}: there is no file {place} (looked from {Path.cwd()})")
     try:
-        if place.endswith(".py"):
-            module = _load_file(Path(place).resolve())
-        else:
-            sys.path[:0] = [] if "" in sys.path else [""]
-            module = importlib.import_module(place)
+        sys.path[:0] = [] if "" in sys.path else [""]  # before our own: what this process needs of ours is loaded
+        module = _load_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ConfigError(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)

@@ -34,8 +34,9 @@ class ChildEndedError(Exception):
 
 
 class ChildProcess:
-    """`python -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`, or `ChildEndedError`. `source`
-    is how the log names what it writes, and `environment` has variables beside the daemon's own."""
+    """`python -P -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`, or `ChildEndedError`. Without
+    -P a file of the user's that is called like one of our packages would be taken for it. `source` is how the log names what it
+    writes, and `environment` has variables beside the daemon's own."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class ChildProcess:
                 ours.callback(os.close, reading)
                 theirs.callback(os.close, writing)
                 self.process = KeptProcess(
-                    [sys.executable, "-m", module, str(channel.fileno()), *arguments],
+                    [sys.executable, "-P", "-m", module, str(channel.fileno()), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=writing,
                     stderr=writing,

@@ -95,7 +95,7 @@ def start_here(run_dir: Path, num_cpus: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     options = ["--node-ip-address=127.0.0.1", f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
     options += [f"--num-cpus={num_cpus}", f"--object-store-memory={128 * 2**20}"]
     with (folder / "ray.log").open("wb") as log:

@@ -32,7 +32,7 @@ def back_up(run_dir: str, folder: str) -> str:
     """
     place = Path(folder) / namespace(run_dir)
     to = _new_name(place)
-    command = [sys.executable, "-m", "tools.journal.cli", "--run", run_dir, "backup", "--to", str(to)]
+    command = [sys.executable, "-P", "-m", "tools.journal.cli", "--run", run_dir, "backup", "--to", str(to)]
     try:
         place.mkdir(parents=True, exist_ok=True)
         made = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

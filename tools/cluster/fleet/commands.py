@@ -36,7 +36,7 @@ def producer_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, k
 
 def _program(script: str, gpus: Sequence[str]) -> list[str]:
     """By its module, because the folder of scripts need not be on the path of Ray's workers."""
-    return [sys.executable, "-m", _SCRIPTS[script], "--gpu", ",".join(gpus) or "cpu"]
+    return [sys.executable, "-P", "-m", _SCRIPTS[script], "--gpu", ",".join(gpus) or "cpu"]
 
 
 def _set(*overrides: str) -> list[str]:

@@ -11,14 +11,14 @@ FOLDER, KEYS = Path("/home/u/.cache/slipstream/x/producer-2"), Path("/tmp/slipst
 
 def test_the_trainer_on_the_gpus_that_ray_gave_it() -> None:
     assert daemon_command(PLAN, "trainer", ["2", "3"], FOLDER, KEYS) == [
-        sys.executable, "-m", "consumer.cli", "--gpu", "2,3", "--config", "/home/u/run.yaml",
+        sys.executable, "-P", "-m", "consumer.cli", "--gpu", "2,3", "--config", "/home/u/run.yaml",
         "--set", "pipeline.max_staleness=2", "--resume",
     ]  # fmt: skip
 
 
 def test_a_producer_has_an_address_and_a_key_and_no_file_of_the_run() -> None:
     assert daemon_command(PLAN, "producer-2", ["1"], FOLDER, KEYS) == [
-        sys.executable, "-m", "producer.cli", "--gpu", "1", "--connect", "tcp://10.0.0.5:20000", "--keys", str(KEYS),
+        sys.executable, "-P", "-m", "producer.cli", "--gpu", "1", "--connect", "tcp://10.0.0.5:20000", "--keys", str(KEYS),
         "--set", "transport.identity=producer-2", "--set", f"run_dir={FOLDER}",
     ]  # fmt: skip
     changed = plan(gpus=0, model="/models/a", producer_overrides=["serve.host=10.0.0.6"])
@@ -29,5 +29,5 @@ def test_a_producer_has_an_address_and_a_key_and_no_file_of_the_run() -> None:
 
 def test_the_trainer_on_the_cpu() -> None:
     command = daemon_command(plan(gpus=0), "trainer", [], FOLDER, KEYS)
-    assert command[3:5] == ["--gpu", "cpu"]
+    assert command[4:6] == ["--gpu", "cpu"]
     assert command[-3:] == ["--resume", "--ranks", "2"]
