@@ -34,6 +34,18 @@ def loss_mask(batch: MicroBatch) -> torch.Tensor:
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
+class Places(NamedTuple):
+    """Where the loss of a micro-batch is."""
+
+    tokens: torch.Tensor  # (N,), in the flattened (B, T), of the tokens in the loss
+    rows: torch.Tensor  # of the rows that have one
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Places":
+        """Of the ones of a mask (B, T). On a GPU this waits for it."""
+        return cls(mask.flatten().nonzero()[:, 0], mask.any(1).nonzero()[:, 0])
+
+
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> MicroBatch:
     """The tensors on this device. What is not there is copied in one transfer, which the host does not wait for."""
     away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != device.type}

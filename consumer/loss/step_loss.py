@@ -9,20 +9,21 @@ Symbols as in `consumer.loss.importance`; log-probs are (B, T). Options and metr
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from consumer.batches.tensors import MicroBatch, loss_mask
+from consumer.batches.tensors import MicroBatch, Places, loss_mask
 from consumer.loss.importance import Factors
+from consumer.loss.summary import Numbers, Values
 
 ACTING_ENTROPY = "entropy of the tokens that the loss acts on"
-_TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")  # over the tokens of the step; the others are over its completions
+_TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")  # over the tokens of the step; the others are over its rows
 _LOG_MIN, _LOG_MAX = math.log(1e-8), 20.0  # of VESPO's ratios
 
 Seen = dict[str, torch.Tensor]
-"""What metrics are made of, by their names: a value of each token in the loss, or of each row."""
+"""What metrics are made of, by their names: (B, T), or one of each row, (B,) or (B, 1), or one of all, (1,)."""
 
 
 class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the loop to say
@@ -78,15 +79,23 @@ def part_of_loss(
         seen["kl"] = kl = reference_kl(options, batch, found.logprobs)
         losses = losses + options.beta * (kl * factors.kl if options.use_bias_correction_kl else kl)
     loss = aggregate(options, losses * mask, mask, num_tokens)
-    seen |= {"policy_loss": loss[None], "entropy": found.entropies, ACTING_ENTROPY: found.entropies[acting.bool()]}
+    seen["policy_loss"] = loss[None]
+    seen |= {"entropy": found.entropies, ACTING_ENTROPY: found.entropies.masked_fill(acting == 0, torch.nan)}
     if entropy_coef:
         loss = loss - entropy_coef * (found.entropies * acting).sum() / num_acting
     if found.aux_loss is not None:
         seen["aux_loss"] = found.aux_loss.expand(mask.shape)
         loss = loss + aux_loss_coef * found.aux_loss * mask.sum() / num_tokens
-    in_loss = mask.bool()
-    return loss, {
-        name: (values[in_loss] if values.shape == mask.shape else values.flatten()).detach()
+    return loss, {name: values.detach() for name, values in seen.items()}
+
+
+def values_of(seen: Seen, places: Places, shape: torch.Size) -> Values:
+    """
+    Args:
+        shape: (B, T).
+    """
+    return {
+        name: values.flatten()[places.tokens] if values.shape == shape else values.flatten()
         for name, values in seen.items()
     }
 
@@ -136,10 +145,10 @@ def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torc
 
 
 def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-    """What the losses of tokens (B, T) are of the loss of a step.
+    """What the losses of tokens (B, T) are of the loss of a step. A row is a record: an episode may have several.
 
         bnpo, dapo, cispo, vespo   sum / tokens of the step
-        grpo, sapo                 sum over completions of the mean over tokens / completions of a full step
+        grpo, sapo                 sum over rows of the mean over tokens / completions of a full step
         dr_grpo                    sum / (max_completion_length · completions of a full step)
         luspo                      sum / completions of a full step
 
@@ -156,28 +165,19 @@ def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens
     return rows.sum() / options.per_device_train_batch_size
 
 
-def joined(parts: Sequence[Seen]) -> Seen:
-    """What several micro-batches gave, as if they were one."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
+def metrics_of_step(numbers: Mapping[str, Numbers]) -> dict[str, float]:
+    """The minimum for a name that ends in `min`, the maximum for `max`, the sum for `policy_loss`, else the mean. A name without
+    values is left out."""
+    known = {name: each for name, each in numbers.items() if each.num_values}
+    return {name: _metric(name, each) for name, each in known.items()}
 
 
-def metrics_of_step(seen: Seen) -> dict[str, float]:
-    """Of all of its micro-batches, in one transfer from the device: the least of what is called min, the greatest of what is
-    called max, the sum of the parts of the loss, and else the mean. What has no value anywhere is left out."""
-    found = {}
-    for name, values in seen.items():
-        known = values.double()
-        known = known[~known.isnan()]
-        if not len(known):
-            continue
-        if name.endswith("min"):
-            found[name] = known.min()
-        elif name.endswith("max"):
-            found[name] = known.max()
-        else:
-            found[name] = known.sum() if name == "policy_loss" else known.mean()
-    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+def _metric(name: str, numbers: Numbers) -> float:
+    if name.endswith("min"):
+        return numbers.least
+    if name.endswith("max"):
+        return numbers.greatest
+    return numbers.total if name == "policy_loss" else numbers.mean
 
 
 def _proximal(batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:

@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-from consumer.batches.tensors import MicroBatch, loss_mask, on_device
+from consumer.batches.tensors import MicroBatch, Places, loss_mask, on_device
 from consumer.loss.forward import Layout, Tokens, is_packable, is_plain, is_shareable, lay_out, spread, token_logprobs
 from consumer.loss.importance import Correction, importance_factors
 from consumer.loss.lm_head import TokenLogprobs
-from consumer.loss.ratio_statistics import ratio_statistics, ratio_values
+from consumer.loss.ratio_statistics import ratio_statistics, ratio_values, samples_of
 from consumer.loss.reference import ReferencePolicy
 from consumer.loss.step_loss import (
     ACTING_ENTROPY,
     EntropyCut,
     NotFiniteStep,
     Pass,
-    Seen,
-    joined,
     metrics_of_step,
     part_of_loss,
+    values_of,
 )
+from consumer.loss.summary import Summary, merged, over_ranks, sampled
 from consumer.ranks.agreement import CHECK_EVERY, check_agreement
 from consumer.ranks.exchange import Ranks
 from consumer.ranks.sharding import is_sharded, shard_base
@@ -47,6 +47,7 @@ with hidden("vllm"):
     from trl.kernels import ChunkedLogProbFunction
 
 _VOCABULARY_CHUNK = 32768  # of TRL's kernel
+_RATIO = "sampling/importance_sampling_ratio/"
 _OF_LOSS = (
     *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
     *("old_per_token_logps", "ref_per_token_logps"),
@@ -74,7 +75,7 @@ class StepLossTrainer(GRPOTrainer):
         self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
         self._correction = correction
         self._step_loss, self._grad_norm = torch.zeros(()), math.nan
-        self._seen: tuple[Seen, Seen] = ({}, {})
+        self._summaries: list[Summary] = []  # of the micro-batches of the last step
         model = self._causal_model
         self._is_plain = is_plain(model) and not (self.args.cast_lm_head_to_fp32 or self.aux_loss_enabled)
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
@@ -122,11 +123,12 @@ class StepLossTrainer(GRPOTrainer):
             with torch.no_grad(), self._together():
                 passes = [(batch, self.forward_pass(batch)) for batch in inputs]
             cut = self._entropy_cut(passes)
-        total, seen, ratios = torch.zeros((), device=self.accelerator.device), list[Seen](), list[Seen]()
+        total = torch.zeros((), device=self.accelerator.device)
+        self._summaries = []
         try:
             for number, batch in enumerate(inputs, start=1):
                 state._set_sync_gradients(number == len(inputs))
-                loss = self._part_of_loss(batch, cut, seen, ratios)
+                loss = self._part_of_loss(batch, cut)
                 if number < len(inputs):
                     self.accelerator.backward(loss)
                     loss = loss.detach()
@@ -134,7 +136,6 @@ class StepLossTrainer(GRPOTrainer):
                 total = total + loss
         finally:
             state._set_sync_gradients(True)
-        self._seen = joined(seen), joined(ratios)
         self._step_loss = total.detach()
         return total
 
@@ -164,13 +165,14 @@ class StepLossTrainer(GRPOTrainer):
         self.works[:] = work_of_all(self._ranks, step_s, waited_s, num_tokens)
         return self._step_loss.clone()
 
-    def _part_of_loss(
-        self, batch: MicroBatch, cut: EntropyCut | None, seen: list[Seen], ratios: list[Seen]
-    ) -> torch.Tensor:
+    def _part_of_loss(self, batch: MicroBatch, cut: EntropyCut | None) -> torch.Tensor:
         found = self.forward_pass(batch)
-        batch = on_device({name: batch[name] for name in _OF_LOSS if name in batch}, self.accelerator.device)
         if self.top_entropy_quantile < 1.0 and cut is None:  # this is all of the step
             cut = self._entropy_cut([(batch, found)])
+        num_tokens, places = int(batch["num_items_in_batch"]), Places.of(loss_mask(batch))
+        tensors = {name: batch[name] for name in _OF_LOSS if name in batch} | places._asdict()
+        batch = on_device(tensors, self.accelerator.device)
+        places = Places(batch["tokens"], batch["rows"])
         current = found.logprobs.detach()
         factors = importance_factors(
             self._correction,
@@ -181,16 +183,24 @@ class StepLossTrainer(GRPOTrainer):
             mask=loss_mask(batch),
         )
         is_gated = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-        loss, numbers = part_of_loss(
+        loss, seen = part_of_loss(
             self.args, batch, found, factors, cut=cut,
             entropy_coef=0.0 if is_gated else self.entropy_coef, aux_loss_coef=self.router_aux_loss_coef,
         )  # fmt: skip
-        seen.append(numbers)
-        ratios.append(ratio_values(factors))
+        ratios = ratio_values(self._correction, factors, places)
+        of_tokens, of_rows = samples_of(self._correction)
+        samples = sampled(ratios, of_tokens, num_tokens) | {name: ratios[name] for name in of_rows}
+        values = {f"{_RATIO}{name}": each for name, each in ratios.items()}
+        values |= values_of(seen, places, current.shape)
+        self._summaries.append(Summary.of(values, samples))
         return loss
 
     def _entropy_cut(self, passes: list[tuple[MicroBatch, Pass]]) -> EntropyCut:
-        entropies = [found.entropies.detach()[loss_mask(batch).bool()] for batch, found in passes]
+        device = self.accelerator.device
+        entropies = [
+            found.entropies.detach().flatten()[on_device(Places.of(loss_mask(batch))._asdict(), device)["tokens"]]
+            for batch, found in passes
+        ]
         of_step = self._ranks.gather({"entropies": torch.cat(entropies)})["entropies"]
         return EntropyCut.at(of_step.to(entropies[0]), 1 - self.top_entropy_quantile)
 
@@ -200,9 +210,9 @@ class StepLossTrainer(GRPOTrainer):
 
     def note_step(self) -> None:
         """The metrics of the last step, and what the adaptive entropy coefficient becomes by it."""
-        seen, ratios = self._seen
-        of_step = self._ranks.gather(seen | ratios)
-        numbers = metrics_of_step({name: of_step[name] for name in seen})
+        of_step, samples = over_ranks(merged(self._summaries), self._ranks)
+        ratios = {name.removeprefix(_RATIO): each for name, each in of_step.items() if name.startswith(_RATIO)}
+        numbers = metrics_of_step({name: each for name, each in of_step.items() if not name.startswith(_RATIO)})
         entropy = numbers.pop(ACTING_ENTROPY, 0.0)
         if self.use_adaptive_entropy:
             if entropy <= self.args.entropy_target:
@@ -214,8 +224,8 @@ class StepLossTrainer(GRPOTrainer):
             numbers["entropy_coef"] = self.entropy_coef
         else:
             numbers.pop("policy_loss", None)  # it is the loss
-        statistics = ratio_statistics(self._correction, {name: of_step[name] for name in ratios})
-        numbers |= {f"sampling/importance_sampling_ratio/{name}": value for name, value in statistics.items()}
+        statistics = ratio_statistics(self._correction, ratios, samples)
+        numbers |= {f"{_RATIO}{name}": value for name, value in statistics.items()}
         for name, value in numbers.items():
             self._metrics["train"][name].append(value)
 

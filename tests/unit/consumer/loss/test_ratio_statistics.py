@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from consumer.loss import ratio_statistics as module
+from consumer.batches.tensors import Places
+from consumer.loss import summary
 from consumer.loss.importance import PRESETS, importance_factors
-from consumer.loss.ratio_statistics import ratio_statistics, ratio_values
+from consumer.loss.ratio_statistics import ratio_statistics, ratio_values, samples_of
+from consumer.loss.summary import Summary, over_ranks, sampled
+from consumer.ranks.exchange import ALONE
 
 NAN = math.nan
 LOG2, LOG4 = math.log(2), math.log(4)
@@ -20,15 +23,19 @@ def statistics(
 ) -> dict[str, float]:
     correction = dataclasses.replace(PRESETS[preset], **changes)
     p = torch.full((len(log_ratios), len(log_ratios[0])), -1.0)
+    in_loss = torch.ones_like(p) if mask is None else torch.tensor(mask)
     factors = importance_factors(
         correction,
         current=p,
         proximal=p,
         behaviour=p - torch.tensor(log_ratios),
         advantages=torch.ones(len(p)),
-        mask=torch.ones_like(p) if mask is None else torch.tensor(mask),
+        mask=in_loss,
     )
-    return ratio_statistics(correction, ratio_values(factors))
+    values = ratio_values(correction, factors, Places.of(in_loss))
+    of_tokens, of_rows = samples_of(correction)
+    samples = sampled(values, of_tokens, int(in_loss.sum())) | {name: values[name] for name in of_rows}
+    return ratio_statistics(correction, *over_ranks(Summary.of(values, samples), ALONE))
 
 
 # Ratios 1, 2, 4 and 1/4; one token is not scored, one is padding.
@@ -120,7 +127,7 @@ def test_numbers_are_finite_whatever_the_ratios(preset: str) -> None:
 
 
 def test_quantiles_look_at_no_more_than_so_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "QUANTILE_SAMPLE", 64)
+    monkeypatch.setattr(summary, "SAMPLE", 64)
     sizes = []
     quantile = torch.Tensor.quantile
 

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from consumer.batches.tensors import Places
 from consumer.loss.importance import Correction, importance_factors
-from consumer.loss.step_loss import EntropyCut, Pass, joined, metrics_of_step, part_of_loss
+from consumer.loss.step_loss import ACTING_ENTROPY, EntropyCut, Pass, metrics_of_step, part_of_loss, values_of
+from consumer.loss.summary import Summary, merged, over_ranks
+from consumer.ranks.exchange import ALONE
 from tests.unit.consumer.trl_reference import inputs_of_logprobs, loss_options
 
 
@@ -24,9 +27,10 @@ def test_a_step_without_a_token_in_the_loss_has_no_cut() -> None:
 def test_metrics_by_hand() -> None:
     first = {"kl": [1.0, 1.0, 1.0], "clip_ratio/low_min": [0.1], "clip_ratio/high_max": [0.2], "policy_loss": [1.0]}
     second = {"kl": [5.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [math.nan], "policy_loss": [5.0]}
-    second |= {"aux_loss": [2.0], "entropy": []}
-    parts = [{name: torch.tensor(values) for name, values in part.items()} for part in (first, second)]
-    assert metrics_of_step(joined(parts)) == pytest.approx({
+    first, second = first | {"aux_loss": [], "entropy": []}, second | {"aux_loss": [2.0], "entropy": []}
+    parts = [Summary.of({name: torch.tensor(values) for name, values in part.items()}) for part in (first, second)]
+    numbers, _ = over_ranks(merged(parts), ALONE)
+    assert metrics_of_step(numbers) == pytest.approx({
         "kl": 2.0, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.2, "policy_loss": 6.0, "aux_loss": 2.0
     })  # fmt: skip
 
@@ -42,13 +46,21 @@ def seen(**options: Any) -> dict[str, list[float]]:
         Correction("none", "truncate", 0.0, math.inf), current=current, proximal=old, behaviour=current,
         advantages=batch["advantages"], mask=batch["completion_mask"],
     )  # fmt: skip
-    found = part_of_loss(loss_options(**options), batch, Pass(current, torch.arange(4.0).view(2, 2)), factors)[1]
-    return {name: values.tolist() for name, values in found.items()}
+    found = part_of_loss(
+        loss_options(**options),
+        batch,
+        Pass(current, torch.arange(4.0).view(2, 2)),
+        factors,
+        cut=EntropyCut(1.0, torch.tensor(2)),
+    )[1]
+    values = values_of(found, Places.of(batch["completion_mask"]), current.shape)
+    return {name: each.tolist() for name, each in values.items()}
 
 
 def test_what_metrics_are_made_of() -> None:
     clipped = seen(loss_type="grpo")
     assert clipped["entropy"] == [0.0, 1.0, 2.0]
+    assert clipped[ACTING_ENTROPY] == pytest.approx([math.nan, 1.0, 2.0], nan_ok=True)
     assert clipped["clip_ratio/high_mean"] == [True, False, False]
     assert clipped["clip_ratio/low_mean"] == [False, False, True]
     assert clipped["clip_ratio/region_mean"] == [True, False, True]
