@@ -12,6 +12,11 @@ TRAINER = """\
 `TrainingArguments`, read by the trainer. Often useful: `learning_rate`, `max_steps`, `loss_type`, `beta`, `scale_rewards`,
 `num_iterations`, `save_steps`, `report_to`.
 
+Where the file leaves them out, these keys have defaults of Slipstream's own, which `--check` prints, because TRL's are for full
+fine-tuning and not for LoRA:
+{defaults}.
+On a GPU `bf16` is true for a model in bfloat16.
+
 How a step is cut into forward and backward passes follows from `pipeline.trainer_tokens_per_micro_batch`. Every key that starts
 with `vllm_` is refused, because generation is the producer's.
 
@@ -33,7 +38,8 @@ Of keys that work, these values are refused:
 
 def trainer_section() -> Iterator[str]:
     """The lines of the page."""
-    yield from [TRAINER, *working(trainer_keys.WORKS)]
+    defaults = ", ".join(f"`{key}: {value}`" for key, value in trainer_keys.DEFAULTS.items())
+    yield from [TRAINER.format(defaults=defaults), *working(trainer_keys.WORKS)]
     model_options = {f"model_init_kwargs.{key}": owner for key, owner in trainer_keys.MODEL_INIT_RESERVED.items()}
     yield from [RESERVED, *reserved(trainer_keys.RESERVED | model_options)]
     yield from [REFUSED, *refused_unless_default(trainer_keys.REFUSED)]

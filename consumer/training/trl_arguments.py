@@ -65,14 +65,9 @@ def build_lora(config: RunConfig) -> LoraConfig:
 
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """The `trainer` section, with our defaults where it leaves something out."""
-    defaults = {
-        "logging_steps": 1,
-        "num_train_epochs": 1,
-        "report_to": "none",
-        "bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16"),
-    }
-    return defaults | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+    """Return the `trainer` section with the precision of its device."""
+    precision = {"bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")}
+    return precision | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
 
 
 def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:

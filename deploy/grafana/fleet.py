@@ -35,7 +35,8 @@ def fleet() -> dashboard.Dashboard:
     lag = as_trainer_knows("rl_trainer_producer_lag_versions")
     leases = as_trainer_knows("rl_trainer_producer_leases")
     heard = as_trainer_knows("rl_trainer_producer_heard_seconds")
-    producers_up, trainer_up = of_run("up", 'job="rl-producer"'), of_run("up", 'job="rl-trainer"')
+    # Not `up`, which has the labels of the target alone.
+    producers_up, trainer_up = of_run("rl_producer_info"), of_run("rl_trainer_info")
     built = board(
         "slipstream-fleet", "Slipstream / Fleet", "Every producer of a run beside the others.", producers=True
     )
@@ -57,7 +58,7 @@ def fleet() -> dashboard.Dashboard:
             "Whether Prometheus can read the trainer's metrics; when not, it has stopped or hangs: see its unit "
             "and log.",
             "bool_yes_no",
-            Series(f"max({trainer_up})", "up"),
+            Series(f"max({trainer_up}) or vector(0)", "up"),
         ),
         number(
             "Failing checks",
@@ -135,10 +136,10 @@ def fleet() -> dashboard.Dashboard:
         ),
         graph(
             "Up",
-            "Whether Prometheus can read each daemon's metrics; one that is down has crashed or hangs: see its "
-            "unit and log.",
+            "Whose metrics Prometheus can read; one whose line ends has stopped, crashed or hangs: see its unit and log.",
             "bool_yes_no",
-            Series(of_run("up", 'job=~"rl-trainer|rl-producer"'), "{{job}} {{instance}}"),
+            Series(trainer_up, "rl-trainer {{instance}}"),
+            Series(producers_up, "rl-producer {{instance}}"),
             most=1,
         ),
         graph(

@@ -90,6 +90,9 @@ LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
 }
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {"lora": LORA_DEFAULTS, "trainer": trainer_keys.DEFAULTS}
+"""Of ours, by section. The library has the defaults of all other keys."""
+
 RESERVED: dict[str, dict[str, str | None]] = {
     "engine": ENGINE_RESERVED,
     "trainer": trainer_keys.RESERVED,
@@ -101,7 +104,7 @@ RESERVED: dict[str, dict[str, str | None]] = {
 
 def check(name: str, section: dict[str, Any]) -> dict[str, Any]:
     """The section `name` as it will be used, or `ValueError`."""
-    section = LORA_DEFAULTS | section if name == "lora" else section
+    section = DEFAULTS.get(name, {}) | section
     for problem in chain(_problems(name, section), _OF_ONE[name](section)):
         raise ValueError(problem)
     return section

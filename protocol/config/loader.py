@@ -39,7 +39,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved file, with the derived values as comments."""
+    """Return the resolved file, with the derived values as comments."""
     derived = {
         "completions per step": config.completions_per_step,
         "control endpoint": config.control_endpoint,
@@ -48,7 +48,8 @@ def dump_config(config: RunConfig) -> str:
         "engine max_lora_rank": config.max_lora_rank,
     }
     body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
-    return body + "".join(f"# {name}: {value}\n" for name, value in derived.items())
+    libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL.\n"
+    return body + libraries + "".join(f"# {name}: {value}\n" for name, value in derived.items())
 
 
 def _read(path: str) -> str:

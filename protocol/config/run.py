@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config import consistency
+from protocol.config import consistency, trainer_keys
 from protocol.config.library_rules import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.sections.dataset import DatasetSection
 from protocol.config.sections.engine_server import EngineServerSection
@@ -72,7 +72,7 @@ class RunConfig(Section):
         description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them.",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
-    trainer: dict[str, Any] = Field(default_factory=dict, description="trl.GRPOConfig.")
+    trainer: dict[str, Any] = Field(default_factory=lambda: dict(trainer_keys.DEFAULTS), description="trl.GRPOConfig.")
     sft: dict[str, Any] = Field(default_factory=dict, description="trl.SFTConfig, of `rl-sft`.")
 
     @field_validator(*RESERVED)

@@ -7,6 +7,15 @@ fails when the installed TRL or transformers has a field that is in none of them
 
 from typing import Any, NamedTuple
 
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 2e-5,
+    "num_train_epochs": 1,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_steps": 50,
+}
+"""Of ours, where the file leaves a key out: TRL's are those of full fine-tuning, and its checkpoints 500 steps apart."""
+
 WORKS: dict[str, tuple[str, ...]] = {
     "Length of the run": ("num_train_epochs", "max_steps"),
     "Optimizer": (

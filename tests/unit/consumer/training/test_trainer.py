@@ -66,6 +66,7 @@ def test_what_follows_from_our_sections(tmp_path: Path) -> None:
     assert result.model_init_kwargs == {"dtype": "float32"}
     assert not result.use_vllm
     assert result.report_to == []
+    assert (result.save_steps, result.num_train_epochs, result.logging_steps) == (50, 1, 1)
 
 
 def test_options_of_the_user_reach_trl(tmp_path: Path) -> None:

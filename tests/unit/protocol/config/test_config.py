@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from protocol.config.loader import dump_config, load_config
+from protocol.config.trainer_keys import DEFAULTS as TRAINER_DEFAULTS
 from tests.unit.protocol.config.files import MINIMAL, load
 
 EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("**/*.yaml"))
@@ -14,7 +16,8 @@ def test_the_minimal_file_and_its_defaults(run_yaml: Path) -> None:
     config = load(run_yaml)
     assert (config.run_dir, config.seed, config.rewards.names) == ("runs/x", 42, ("exact",))
     assert config.lora == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-    assert config.engine == config.trainer == {}
+    assert config.engine == {}
+    assert config.trainer == TRAINER_DEFAULTS
     assert (config.pipeline.groups_per_step, config.sampling.num_generations) == (16, 8)
 
 
@@ -44,6 +47,14 @@ def test_what_lora_leaves_out_keeps_our_default(run_yaml: Path) -> None:
     assert config.lora == {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]}
     assert config.max_lora_rank == 16
     assert load(run_yaml, overrides=["lora.r=8"]).lora == {"r": 8, "lora_alpha": 32, "target_modules": "all-linear"}
+
+
+def test_what_trainer_leaves_out_keeps_our_default_and_is_shown(run_yaml: Path) -> None:
+    config = load(run_yaml, MINIMAL + "trainer: {max_steps: 9, save_steps: 7}\n")
+    assert config.trainer == TRAINER_DEFAULTS | {"max_steps": 9, "save_steps": 7}
+    shown = yaml.safe_load(dump_config(load(run_yaml)))
+    assert shown["trainer"]["learning_rate"] == 2e-5
+    assert shown["trainer"]["save_steps"] == 50
 
 
 def test_the_slots_of_an_adaptive_staleness_are_those_of_its_greatest(run_yaml: Path) -> None:

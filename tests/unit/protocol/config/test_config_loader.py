@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config.loader import load_config
+from protocol.config.trainer_keys import DEFAULTS
 from protocol.errors import ConfigError
 from tests.unit.protocol.config.files import MINIMAL, NEXT, load, refusal
 
@@ -112,7 +113,7 @@ def test_overrides_of_library_sections_go_deep_and_the_last_wins(run_yaml: Path)
         ],
     )
     assert config.seed == 2
-    assert config.trainer == {
+    assert config.trainer == DEFAULTS | {
         "learning_rate": "1e-5",  # YAML 1.1 has no such float; protocol.config.library_section makes it one
         "lr_scheduler_kwargs": {"num_cycles": 2},
         "report_to": ["tensorboard"],

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from protocol.config import trainer_keys
-from protocol.config.trainer_keys import REFUSED, REFUSED_VALUES, RESERVED, WORKS
+from protocol.config.trainer_keys import DEFAULTS, REFUSED, REFUSED_VALUES, RESERVED, WORKS
 from tests.unit.protocol.config.files import MINIMAL, NEXT, load, refusal
 
 
@@ -30,7 +30,7 @@ def trainer_section(**values: Any) -> str:
 
 def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Path) -> None:
     defaults = {key: refused.default for key, refused in REFUSED.items()}
-    assert load(run_yaml, MINIMAL + yaml.safe_dump({"trainer": defaults})).trainer == defaults
+    assert load(run_yaml, MINIMAL + yaml.safe_dump({"trainer": defaults})).trainer == DEFAULTS | defaults
     for key, (default, reason, instead) in REFUSED.items():
         value = other_than(default)
         shown = "..." if key == "hub_token" else value
