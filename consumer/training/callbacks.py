@@ -58,7 +58,7 @@ class RunControl(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.monotonic()
-        self._seen = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+        self.trainer.step_numbers.clear()
         batch = self.connections.feed.last
         assert batch is not None
         cut_by = self.budget.version_at(batch.step)  # further iterations over the batch are some versions on
@@ -78,11 +78,7 @@ class RunControl(TrainerCallback):
             self.connections.pipeline.end_step(state.global_step, self._last_cut())
         batch = self.connections.feed.last
         assert batch is not None
-        latest = {
-            name: values[-1]
-            for name, values in self.trainer._metrics["train"].items()
-            if len(values) > self._seen.get(name, 0) and not math.isnan(values[-1])
-        }
+        latest = {name: value for name, value in self.trainer.step_numbers.items() if not math.isnan(value)}
         wait_s, step_s = self.connections.feed.wait_s, time.monotonic() - self._began
         standing = self.connections.pipeline.observe(latest.get(_EFFECTIVE_SHARE), wait_s / max(1e-9, wait_s + step_s))
         self.connections.report.step(

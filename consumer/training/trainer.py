@@ -169,10 +169,6 @@ class SlipstreamTrainer(StepLossTrainer):
         """Loss of the last step, and the norm of its gradient before clipping, whatever `logging_steps` says."""
         return {"loss": float(self._step_loss), "grad_norm": self._grad_norm}
 
-    def record_metric(self, name: str, value: float) -> None:
-        """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""
-        self._metrics["train"][name].append(value)
-
     def log_now(self, numbers: Mapping[str, float]) -> None:
         """Sends these to every tracker at once, beside the metrics of steps, which TRL collects."""
         Trainer.log(self, dict(numbers))

@@ -63,6 +63,10 @@ class StepLossTrainer(GRPOTrainer):
         ranks: that share the work of every step.
         shard: whether they share the base, too.
         options: of `trl.GRPOTrainer`.
+
+    Attributes:
+        works: of the last step, by rank; empty for one rank.
+        step_numbers: metrics of the step in progress, by name, on rank 0; for whoever begins a step to clear.
     """
 
     entropy_coef: float
@@ -72,10 +76,12 @@ class StepLossTrainer(GRPOTrainer):
         self._shard = shard
         super().__init__(**options)
         drop_towers(self._causal_model)
-        self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
+        self.works: list[RankWork] = []
         self._correction = correction
         self._step_loss, self._grad_norm = torch.zeros(()), math.nan
         self._summaries: list[Summary] = []  # of the micro-batches of the last step
+        self.step_numbers: dict[str, float] = {}
+        self._unlogged: dict[str, tuple[float, int]] = {}  # sum and number of values of each metric
         model = self._causal_model
         self._is_plain = is_plain(model) and not (self.args.cast_lm_head_to_fp32 or self.aux_loss_enabled)
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
@@ -209,9 +215,8 @@ class StepLossTrainer(GRPOTrainer):
         return contextlib.nullcontext() if self.is_sharded else given_up_together(self._ranks)
 
     def note_step(self) -> None:
-        """The metrics of the last step, and what the adaptive entropy coefficient becomes by it."""
+        """Records the metrics of the last step on rank 0, and moves the adaptive entropy coefficient on all ranks."""
         of_step, samples = over_ranks(merged(self._summaries), self._ranks)
-        ratios = {name.removeprefix(_RATIO): each for name, each in of_step.items() if name.startswith(_RATIO)}
         numbers = metrics_of_step({name: each for name, each in of_step.items() if not name.startswith(_RATIO)})
         entropy = numbers.pop(ACTING_ENTROPY, 0.0)
         if self.use_adaptive_entropy:
@@ -224,10 +229,27 @@ class StepLossTrainer(GRPOTrainer):
             numbers["entropy_coef"] = self.entropy_coef
         else:
             numbers.pop("policy_loss", None)  # it is the loss
-        statistics = ratio_statistics(self._correction, ratios, samples)
-        numbers |= {f"{_RATIO}{name}": value for name, value in statistics.items()}
-        for name, value in numbers.items():
-            self._metrics["train"][name].append(value)
+        numbers |= {name: values[-1] for name, values in self._metrics["train"].items()}  # what TRL has measured
+        self._metrics["train"].clear()
+        if self._ranks.rank == 0:
+            ratios = {name.removeprefix(_RATIO): each for name, each in of_step.items() if name.startswith(_RATIO)}
+            statistics = ratio_statistics(self._correction, ratios, samples)
+            numbers |= {f"{_RATIO}{name}": value for name, value in statistics.items()}
+            for name, value in numbers.items():
+                self.record_metric(name, value)
+
+    def record_metric(self, name: str, value: float) -> None:
+        """Adds a number to those of the step in progress, and to the means that the next log has."""
+        self.step_numbers[name] = value
+        total, count = self._unlogged.get(name, (0.0, 0))
+        self._unlogged[name] = (total, count) if math.isnan(value) else (total + value, count + 1)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs these and the means of all numbers since the last log, which TRL would keep one by one until then."""
+        means = {name: [total / count if count else math.nan] for name, (total, count) in self._unlogged.items()}
+        self._metrics["train"].update(means)
+        self._unlogged.clear()
+        super().log(logs, start_time)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         """transformers asks for it once per step, after the last backward pass and before the optimizer. A gradient that a

@@ -81,7 +81,8 @@ LINES: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
         ),
     ),
     (GRPOTrainer.__init__, ('self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}',)),
-    (GRPOTrainer.log, ("self._metrics[mode].clear()",)),
+    (GRPOTrainer.log, ("valid = [v for v in val if not math.isnan(v)]", "self._metrics[mode].clear()")),
+    (GRPOTrainer.training_step, ("self._metrics['train']['step_time'].append(self._current_train_step_time)",)),
     # A checkpoint is written into the output directory that we override.
     (
         Trainer._save_checkpoint,
@@ -163,7 +164,7 @@ def test_we_override_the_seams_and_nothing_else() -> None:
     both = vars(StepLossTrainer) | vars(SlipstreamTrainer)
     ours = {name for name, value in both.items() if inspect.isfunction(value)}
     seams = {"__init__", "get_train_dataloader", "_prepare_inputs", "training_step", "compute_loss"}
-    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm", "_move_model_to_device"}
+    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm", "_move_model_to_device", "log"}
     assert {name for name in ours if hasattr(GRPOTrainer, name)} == seams, (
         "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
     )

@@ -112,7 +112,7 @@ def test_a_micro_batch_that_counts_nowhere_gives_zero_and_no_nan(
     [empty] = busy.recipe.tensors(some_groups(1)[:1])[:1]
     empty["completion_mask"].zero_()
     empty["num_items_in_batch"].zero_()
-    busy._metrics["train"].clear()
+    busy.step_numbers.clear()
     loss, gradient = trained(busy, [empty])
     assert loss == 0.0
     assert (gradient == 0.0).all()
@@ -222,7 +222,7 @@ def test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it(
         for batch in batches:
             log_ratio = policy_logprobs(trainer, batch) - batch["sampling_per_token_logps"]
             ratios.append(log_ratio.exp()[batch["completion_mask"].bool()])
-        means.append(trainer._metrics["train"]["sampling/importance_sampling_ratio/corrected/mean"][-1])
+        means.append(trainer.step_numbers["sampling/importance_sampling_ratio/corrected/mean"])
         assert means[-1] == pytest.approx(torch.cat(ratios).mean().item(), rel=1e-9)
         perturb(trainer, seed=step)
     assert means[0] != pytest.approx(means[1], rel=0.01)

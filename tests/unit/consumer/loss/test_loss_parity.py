@@ -177,8 +177,8 @@ def test_one_update_per_batch_in_any_number_of_micro_batches(
         batches = our_inputs(ours, groups)
         assert (len(batches) > 1) == cut
         assert_equal(loss_and_gradients(ours, batches), expected)
-        assert {name: ours._metrics["train"][name][-1] for name in metrics} == pytest.approx(metrics, rel=1e-6)
-    ratio = ours._metrics["train"]["sampling/importance_sampling_ratio/clipped_share"][-1]
+        assert {name: ours.step_numbers[name] for name in metrics} == pytest.approx(metrics, rel=1e-6)
+    ratio = ours.step_numbers["sampling/importance_sampling_ratio/clipped_share"]
     assert 0 < ratio < 1, "some ratios must be cut and some not"
 
 
@@ -313,7 +313,7 @@ def test_presets_that_trl_has_too(
     assert_equal(
         loss_and_gradients(ours, our_inputs(ours, groups)), loss_and_gradients(theirs, trl_inputs(theirs, groups))
     )
-    clipped = ours._metrics["train"]["sampling/importance_sampling_ratio/clipped_share"][-1]
+    clipped = ours.step_numbers["sampling/importance_sampling_ratio/clipped_share"]
     assert 0 < clipped < 1, "some ratios must be out of bounds and some not"
 
 
@@ -327,7 +327,7 @@ def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(
     inputs = our_inputs(ours, groups)
     loss, gradient = loss_and_gradients(ours, inputs)
     for bound in ("min", "max"):
-        ratio = ours._metrics["train"][f"sampling/importance_sampling_ratio/corrected/{bound}"][-1]
+        ratio = ours.step_numbers[f"sampling/importance_sampling_ratio/corrected/{bound}"]
         assert ratio == pytest.approx(1, abs=TOLERANCE)
     without = trl_inputs(uncorrected, groups)
     assert "importance_sampling_ratio" not in without

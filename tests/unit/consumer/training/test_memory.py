@@ -115,9 +115,7 @@ def taken(trainer: SlipstreamTrainer) -> tuple[dict[int, StepCut], list[list[flo
         loss = step(*arguments)
         assert trainer.last_cut is not None
         cuts[trainer.last_cut.step] = trainer.last_cut
-        metrics.append(
-            [float(loss)] + [values[-1] for name, values in trainer._metrics["train"].items() if "time" not in name]
-        )
+        metrics.append([float(loss)] + [value for name, value in trainer.step_numbers.items() if "time" not in name])
         return loss
 
     trainer.training_step = noted

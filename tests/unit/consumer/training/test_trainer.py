@@ -188,7 +188,7 @@ def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_mo
     [batch] = trainer.get_train_dataloader()
     loss_and_gradients(trainer, trainer._prepare_inputs(batch))
     prefix = "sampling/importance_sampling_ratio/"
-    names = {name.removeprefix(prefix) for name in trainer._metrics["train"] if name.startswith(prefix)}
+    names = {name.removeprefix(prefix) for name in trainer.step_numbers if name.startswith(prefix)}
     distribution = {"mean", "min", "max", "p01", "p50", "p99", "effective_sample_share", "chi_square"}
     assert names == {
         *distribution,
@@ -208,11 +208,11 @@ def test_log_probs_outside_the_loss_record_nothing(tmp_path: Path, tiny_model: P
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"beta": 0.1}), tiny_model)
     [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
     [inputs] = trainer._prepare_inputs([batch])
-    assert not trainer._metrics["train"]
+    assert not trainer.step_numbers
     assert not inputs["ref_per_token_logps"].requires_grad
     loss_and_gradients(trainer, [inputs])
-    assert len(trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"]) == 1
-    assert len(trainer._metrics["train"]["kl"]) == 1
+    assert trainer.step_numbers["sampling/importance_sampling_ratio/mean"] > 0
+    assert trainer.step_numbers["kl"] > 0
 
 
 def test_base_weights_in_bfloat16_and_lora_weights_in_float32(tmp_path: Path, tiny_model: Path) -> None:
@@ -270,6 +270,23 @@ def test_metrics_reach_trl_under_the_names_of_the_reward_functions(tmp_path: Pat
     logs: dict[str, float] = {}
     trainer.log(logs)
     assert logs["reward"] == 2.0
+
+
+def test_numbers_that_nothing_logs_do_not_pile_up(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"logging_strategy": "no"}), tiny_model)
+    trainer._batches = [CutBatch(n, 1, n + 1, [rollout_group([[3, 4], [5], [6], [7]])] * 2, 2) for n in range(3)]
+    kept, reported, times = [], [], []
+    for batch in trainer.get_train_dataloader():
+        trainer.training_step(trainer.model, batch)
+        kept.append(sum(map(len, trainer._metrics["train"].values())))
+        reported.append(set(trainer.step_numbers))
+        times.append(trainer.step_numbers["step_time"])
+    assert kept == [0, 0, 0]
+    assert reported[0] == reported[2] > {"entropy", "pipeline/micro_batch_tokens"}
+    logs: dict[str, float] = {}
+    trainer.log(logs)
+    assert logs["step_time"] == pytest.approx(sum(times) / 3)
+    assert not trainer._unlogged
 
 
 def test_checkpoints_are_written_to_staging_and_handed_over(tmp_path: Path, tiny_model: Path) -> None:
