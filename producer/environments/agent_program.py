@@ -20,6 +20,7 @@ from typing import Any
 
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
+from protocol.gpu.device import environment_of
 from protocol.processes.kept import KeptProcess
 from protocol.processes.tree import exit_text
 
@@ -49,10 +50,13 @@ class _Program:
         self._place, self._settings = f"environment.{kind}", values | values[kind]
         python = self._settings.get("python") or sys.executable
         command = [_found(python), "-c", _RUN.format(f"{kind}_program"), str(_ROOT)]
+        environment = os.environ | environment_of(section.gpu)
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
+                self._process = KeptProcess(
+                    command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno(), env=environment
+                )
             except OSError as error:
                 ours.close()
                 raise ConfigError(f"{self._place}: the agent program cannot be started: {error}") from error

@@ -16,6 +16,7 @@ from typing import Any
 from producer.environments.worker import Answer, Call
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
+from protocol.gpu.device import environment_of
 from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
 from protocol.throttle import Throttle
 
@@ -83,6 +84,7 @@ class EnvironmentPool:
         assert section.factory is not None
         self._section = section
         self._factory = section.factory
+        self._environment = environment_of(section.gpu)
         self._slots = asyncio.Semaphore(section.max_concurrent)
         self._idle: list[ChildProcess] = []
         self._children = ChildProcesses(Throttle(logger))
@@ -127,7 +129,10 @@ class EnvironmentPool:
     def _start(self) -> ChildProcess:
         try:
             return self._children.start(
-                "producer.environments.worker", self._factory, source=f"environment {self._factory}"
+                "producer.environments.worker",
+                self._factory,
+                source=f"environment {self._factory}",
+                environment=self._environment,
             )
         except ChildEndedError as error:
             raise EnvironmentFailedError(str(error)) from None

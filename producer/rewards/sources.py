@@ -20,7 +20,7 @@ from producer.rewards.worker import Job, Scores, Source, checked
 from protocol.config.sections.rewards import RewardModel, RewardService, RewardsSection
 from protocol.decoding import UNREADABLE, UNSENDABLE
 from protocol.errors import ConfigError
-from protocol.gpu.device import ORDER, VISIBLE, given_gpu
+from protocol.gpu.device import environment_of
 from protocol.security.secret_lines import secret_line
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
         for each in section.functions
         if each.kind in ("function", "builtin")
     }
-    shared = WorkerPool(ours, section.num_workers, section.max_memory_bytes, _START_TIMEOUT_S)
+    where = environment_of(section.gpu)
+    shared = WorkerPool(ours, section.num_workers, section.max_memory_bytes, _START_TIMEOUT_S, where)
     sources: list[WorkerReward | HttpReward] = []
     for function in section.functions:
         settings = function.settings if function.kind != "function" else None
@@ -140,9 +141,10 @@ def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
             sources.append(HttpReward(function.name, str(function.url), settings))
         elif isinstance(settings, RewardModel):
             model = {function.name: Source(shipped="model", options=function.options | {"path": function.model})}
-            where = ORDER | {VISIBLE: "" if settings.gpu is None else given_gpu(settings.gpu).name}
             count = function.concurrency or 1  # and no limit of memory, which is known beforehand
-            sources.append(WorkerReward(WorkerPool(model, count, None, _MODEL_START_TIMEOUT_S, where), 0))
+            sources.append(
+                WorkerReward(WorkerPool(model, count, None, _MODEL_START_TIMEOUT_S, environment_of(settings.gpu)), 0)
+            )
         else:
             sources.append(WorkerReward(shared, list(ours).index(function.name)))
     return sources

@@ -53,7 +53,11 @@ SHARED: dict[str, tuple[str, ...] | None] = {
 
 _UNREAD = "of-the-trainer"
 """A dataset that producers do not read."""
-_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|auth|(api|access|private)_?key)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|_)(token|secrets?|password|passwd|pwd|credentials?|auth|authorization|bearer|cookie|(api|access|private|secret)_?keys?)$"
+)
+_SECRET_VALUE = re.compile(r"(bearer|basic|token) \S{8,}$|(sk|hf|ghp|xoxb)[-_]\S{16,}$", re.IGNORECASE)
+_NEW_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])|[- .]")
 _ANY_HOST = (*LOOPBACK_HOSTS, "0.0.0.0", "::")  # noqa: S104  compared with, not bound to
 
 
@@ -115,22 +119,28 @@ def _secrets(values: dict[str, Any]) -> Iterator[str]:
             yield f"{key} holds a secret, and those are not sent to producers; a reward service gets it by options.headers_env"
 
 
-def _secret_keys(value: Any, place: str) -> Iterator[str]:
+def _secret_keys(value: Any, place: str, *, is_secret: bool = False) -> Iterator[str]:
+    """`is_secret`: whether the key of this value says so."""
     match value:
         case dict():
             for key, inner in value.items():
-                if isinstance(inner, str) and inner and (_SECRET.search(str(key)) or _has_secret(inner)):
-                    yield f"{place}.{key}"
-                yield from _secret_keys(inner, f"{place}.{key}")
+                yield from _secret_keys(inner, f"{place}.{key}", is_secret=_names_a_secret(str(key)))
         case list() | tuple():
             for number, inner in enumerate(value):
-                yield from _secret_keys(inner, f"{place}.{number}")
+                yield from _secret_keys(inner, f"{place}.{number}", is_secret=is_secret)
+        case str() if value and (is_secret or _SECRET_VALUE.match(value) or _has_secret(value)):
+            yield place
+
+
+def _names_a_secret(key: str) -> bool:
+    """Whether a key does, in whatever way its words are joined: api_key, apiKey, X-Api-Key."""
+    return bool(_SECRET.search(_NEW_WORD.sub("_", key).lower()))
 
 
 def _has_secret(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.password) or any(_SECRET.search(name) for name, _ in parse_qsl(parts.query))
+        return bool(parts.password) or any(_names_a_secret(name) for name, _ in parse_qsl(parts.query))
     except ValueError:
         return False
 

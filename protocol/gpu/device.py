@@ -94,6 +94,12 @@ def given_gpu(number: int) -> VisibleGpu:
     return there[number]
 
 
+def environment_of(number: int | None) -> dict[str, str]:
+    """The variables of a child process that uses the GPU of this number among the given ones; None: none, also not those of its
+    parent, which has them filled. Raises DeviceError if there is no such GPU."""
+    return ORDER | {VISIBLE: "" if number is None else given_gpu(number).name}
+
+
 def _named(nvml: Any, entries: list[str], count: int) -> list[VisibleGpu]:
     found: list[VisibleGpu] = []
     for entry in map(str.strip, entries):

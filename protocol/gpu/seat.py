@@ -118,12 +118,11 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
                 f"pipeline.gpu: shared: GPU {gpu.index} has a {role} already, that of {neighbour.run_dir}, and one of each kind "
                 "can share it; stop that one, or name another GPU"
             )
-    for function in config.rewards.functions:
-        number = getattr(function.settings, "gpu", None) if function.kind == "model" else None
+    for place, number in _other_users(config):
         if number is not None and given_gpu(number).index == gpu.index:
             raise ConfigError(
-                f"rewards.functions: {function.name} is on GPU {gpu.index}, too, all of which trainer and producer have "
-                "(pipeline.gpu: shared); leave its `gpu` out, or name another one"
+                f"{place} is on GPU {gpu.index}, too, all of which trainer and producer have (pipeline.gpu: shared); leave its "
+                "`gpu` out, or name another one"
             )
     model = config.model
     folder = resolve_model(model.path, model.revision, trust_remote_code=model.trust_remote_code)
@@ -131,6 +130,14 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
     logger.info("pipeline.gpu: shared: GPU %d: %s; %s are free", gpu.index, shares.in_words(), gib(gpu.free_bytes))
     logger.info("%s", mps_in_words())
     return Seat(role, shares, (gpu,), (own,))
+
+
+def _other_users(config: RunConfig) -> Iterator[tuple[str, int | None]]:
+    """What else the configuration gives a GPU, and which, counted as for --gpu."""
+    yield "rewards.gpu: each reward worker", config.rewards.gpu
+    yield "environment.gpu: the environment", config.environment.gpu
+    for function in config.rewards.functions:
+        yield f"rewards.functions: {function.name}", getattr(function.settings, "gpu", None) if function.model else None
 
 
 def _usable(found: list[Gpu], index: int) -> Gpu:

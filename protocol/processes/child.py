@@ -26,6 +26,7 @@ from protocol.throttle import Throttle
 MAX_FRAME_BYTES = 64 * 2**20
 
 _EXIT_GRACE_S = 1.0
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # a context of its own takes half a GiB of a GPU that the daemon has filled
 _Frame = TypeVar("_Frame", bound=msgspec.Struct)
 
 
@@ -36,7 +37,7 @@ class ChildEndedError(Exception):
 class ChildProcess:
     """`python -P -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`, or `ChildEndedError`. Without
     -P a file of the user's that is called like one of our packages would be taken for it. `source` is how the log names what it
-    writes, and `environment` has variables beside the daemon's own."""
+    writes. `environment` has variables beside the daemon's own; a child that is to have a GPU needs it there."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class ChildProcess:
                     stdout=writing,
                     stderr=writing,
                     pass_fds=[channel.fileno()],
-                    env=os.environ | (environment or {}),
+                    env=os.environ | _NO_GPU | dict(environment or {}),
                 )
             except OSError as error:
                 raise ChildEndedError(f"it cannot be started: {error}") from error

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from protocol.config.sections.section import HttpUrl, PlaceAndName, Positive, PositiveSeconds, Problems, Section
+from protocol.config.sections.section import Count, HttpUrl, PlaceAndName, Positive, PositiveSeconds, Problems, Section
 
 REWARD_NAME = "environment"
 """The column of the environment's own reward beside those of the reward functions."""
@@ -80,6 +80,11 @@ class EnvironmentSection(Section):
     )
     episode_timeout_s: PositiveSeconds = Field(
         300.0, description="Hard limit of one episode, generation included, from its `reset` on."
+    )
+    gpu: Count | None = Field(
+        None,
+        description="GPU that the environment may use, counted as for --gpu. Each process takes memory of it. Default: "
+        "none, also not the engine's.",
     )
     max_concurrent: Positive = Field(
         32,

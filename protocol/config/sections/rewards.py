@@ -175,6 +175,11 @@ class RewardsSection(Section):
         4 * 2**30,
         description="Resident memory of one such worker with its children; beyond it the worker is killed and replaced.",
     )
+    gpu: Count | None = Field(
+        None,
+        description="GPU that functions may use, counted as for --gpu. Each worker takes memory of it. Default: none, "
+        "also not the engine's.",
+    )
     thinking: ThinkingSection = Field(default_factory=lambda: ThinkingSection(), description="Models that think aloud.")
 
     @field_validator("functions")

@@ -167,6 +167,25 @@ def test_what_names_a_place_on_the_host_stays_there(
             "environment.verifiers.arguments.judge.0.openai_api_key",
         ),
         ({"engine": {"load": {"Password": "x"}}}, "engine.load.Password"),
+        *(
+            (
+                {"environment": {"verifiers": {"id": "x", "arguments": {"headers": {name: value}}}}},
+                f"environment.verifiers.arguments.headers.{name}",
+            )
+            for name, value in {
+                "Authorization": "x",
+                "X-Api-Key": "x",
+                "api-key": "x",
+                "bearer": "x",
+                "Cookie": "x",
+                "accessToken": "x",
+                "x-auth-token": "x",
+                "Proxy-Authorization": "x",
+                "anything": "Bearer 0123456789abc",
+                "other": "sk-0123456789abcdefg",
+            }.items()
+        ),
+        ({"engine": {"keys": {"api_keys": ["x"]}}}, "engine.keys.api_keys.0"),
         ({"engine": {"otlp_traces_endpoint": "http://me:pass@host"}}, "engine.otlp_traces_endpoint"),
     ],
 )
@@ -185,6 +204,10 @@ def test_words_that_only_sound_like_secrets_travel(tmp_path: Path) -> None:
         "token": "",
         "auth": {"mode": 3},
         "url": "http://[",
+        "monkey": "banana",
+        "stop_tokens": ["<end>"],
+        "motto": "bearer of good news",
+        "task": "sk-learn",
     }
     values, _ = shared(tmp_path, {"engine": engine})
     assert values["engine"] == engine

@@ -106,6 +106,16 @@ def test_a_reward_model_is_elsewhere(folder: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("section", ["rewards", "environment"])
+def test_reward_workers_and_environments_are_elsewhere(folder: Path, section: str) -> None:
+    values = {"rewards": {"functions": [{"function": "rewards.py:exact"}]}, "environment": {"factory": "game:Game"}}
+    with seated(run_of(folder, **{section: values[section] | {"gpu": 1}}), [0], "producer") as found:
+        assert found.shares is not None
+    crowded = seated(run_of(folder, **{section: values[section] | {"gpu": 0}}), [0], "producer")
+    with pytest.raises(ConfigError, match=rf"{section}\.gpu: .* is on GPU 0, too"), crowded:
+        pass
+
+
 def test_two_daemons_that_think_they_are_alone_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = run_of(folder, pipeline={})
     with seated(config, [0], "trainer") as trainer, seated(config, [1], "producer"):
