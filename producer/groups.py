@@ -15,7 +15,7 @@ from producer.interfaces import Completion, LeaseFailure
 from protocol.wire.messages import Group, MissingReward
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """A sequence that the policy saw, from its first token on. What it did not sample has log-prob 0 and version -1."""
 
@@ -58,7 +58,7 @@ class Record:
         return Record(self.token_ids[:end], self.logprobs[:end], self.versions[:end])
 
 
-@dataclass
+@dataclass(eq=False)
 class Episode:
     """A completion: its records, and what scores it."""
 
@@ -81,6 +81,11 @@ class Episode:
         return sum(record.num_sampled for record in self.records)
 
     @property
+    def num_tokens(self) -> int:
+        """Of all records, prompts included."""
+        return sum(len(record.token_ids) for record in self.records)
+
+    @property
     def versions(self) -> set[int]:
         """Those that sampled it."""
         return {version for record in self.records for version in np.unique(record.versions).tolist() if version >= 0}
@@ -91,7 +96,7 @@ class Episode:
         return self.records[-1].token_ids[self.prompt_length :]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollouts:
     """What was generated for one lease: episodes, what reward functions see of each (its text, or its messages), and the rewards
     that came with them, if any did: float32 (episodes, names) with NaN for missing."""

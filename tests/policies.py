@@ -34,9 +34,9 @@ class Policies:
         self._swapped = asyncio.Event()
 
     @contextmanager
-    def pin(self, outdated: Any = None) -> Iterator[Adapter]:
-        assert self.current is not None
-        adapter = self.current
+    def pin(self, adapter: Adapter | None = None, outdated: Any = None) -> Iterator[Adapter]:
+        adapter = adapter or self.current
+        assert adapter is not None
         self.pins[adapter.version] += 1
         try:
             yield adapter

@@ -29,6 +29,7 @@ from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Lease
 
 _MAX_CALLS = 256  # of an episode
+_MAX_TOKENS = 2**19  # of an episode's records, which take some 40 bytes each
 _MARGIN = 0.05  # of a lease's time, for scoring and delivery
 
 
@@ -133,6 +134,9 @@ class Agents:
         task, episode = self._unrewarded(episode_id)
         if episode.num_calls >= _MAX_CALLS:
             raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
+        if episode.num_tokens >= _MAX_TOKENS:
+            said = "where a call does not begin with what was said before, all of it counts anew"
+            raise malformed(f"an episode may have {_MAX_TOKENS} tokens in all; {said}", "episode")
         prepared = as_in_training(request, task.lease.sampling)
         episode.num_calls += 1
         return episode, prepared

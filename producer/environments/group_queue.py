@@ -53,9 +53,9 @@ class GroupQueue:
         self._floors.append(floor)
         try:
             while trainer == self._trainers:
-                for group in self._groups:
+                for place, group in enumerate(self._groups):
                     if group.policy_version >= floor:
-                        self._groups.remove(group)
+                        del self._groups[place]
                         self.leased += 1
                         return group
                 self.drop_older(self.floor)

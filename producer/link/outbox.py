@@ -13,7 +13,7 @@ from msgspec import structs
 
 from protocol.wire.messages import Group, Nack
 
-_RESEND_AFTER_S = 15.0  # a group that was neither settled nor lost with its connection
+_RESEND_AFTER_S, _LONGEST_RESEND_S = 15.0, 240.0  # of a group that was neither settled nor lost with its connection
 
 
 @dataclass
@@ -21,6 +21,12 @@ class _Kept:
     answer: Group | Nack
     num_bytes: int
     sent_at: float = -math.inf
+    num_sent: int = 0  # over this connection
+
+    @property
+    def pause_s(self) -> float:
+        """Doubles each time: a trainer that waits for room on its disk has the group, and cannot say so."""
+        return min(_LONGEST_RESEND_S, _RESEND_AFTER_S * 2.0 ** (self.num_sent - 1))
 
 
 class Outbox:
@@ -76,14 +82,15 @@ class Outbox:
 
     def due(self, now: float) -> list[Group | Nack]:
         """Answers never sent over this connection, and groups sent long ago that are still not settled."""
-        return [kept.answer for kept in self._kept.values() if now - kept.sent_at >= _RESEND_AFTER_S]
+        return [kept.answer for kept in self._kept.values() if now - kept.sent_at >= kept.pause_s]
 
     def note_sent(self, answer: Group | Nack, now: float) -> None:
         """A refusal is done with, because nothing acknowledges it; if it is lost, `held` says so."""
         if isinstance(answer, Nack):
             self.settle(answer.lease_id)
         else:
-            self._kept[answer.lease_id].sent_at = now
+            kept = self._kept[answer.lease_id]
+            kept.sent_at, kept.num_sent = now, kept.num_sent + 1
 
     def settle(self, lease_id: str) -> bool:
         """Forgets an answer; False if there is none."""
@@ -98,7 +105,7 @@ class Outbox:
     def forget_sends(self) -> None:
         """The connection is gone, and with it everything that the trainer had not settled."""
         for kept in self._kept.values():
-            kept.sent_at = -math.inf
+            kept.sent_at, kept.num_sent = -math.inf, 0
 
     def void(self) -> int:
         """Forgets every lease, because the run that gave them is another one; returns how many."""

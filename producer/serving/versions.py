@@ -108,7 +108,7 @@ class ServedVersions:
     def _use_of(self, adapter: Adapter) -> _Use:
         if adapter not in self._uses:
             use = self._uses[adapter] = _Use(adapter)
-            use.pin.enter_context(self.adapters.pin())
+            use.pin.enter_context(self.adapters.pin(adapter))
         return self._uses[adapter]
 
     def _choose(self, floor: int) -> Adapter:

@@ -10,6 +10,7 @@ It is a script without a module of this project, `python -I -S keeper.py PARENT_
 some ten milliseconds and takes 4 MB. Where GRACE_S is above 0, the kept process gets SIGTERM first, and so long to end.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -38,7 +39,7 @@ class _Keeper:
         with open(os.devnull, "r+b") as nothing:  # the channels are the kept process's, which may close them
             for descriptor in (0, 1):
                 os.dup2(nothing.fileno(), descriptor)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        _close_others()
 
     def wait(self, ends: set[signal.Signals], seconds: float | None = None) -> None:
         """Until the kept process has ended, one of the signals comes, or time is up."""
@@ -105,6 +106,14 @@ def _become(command: list[str], keeper: int) -> NoReturn:
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
     os._exit(_NOT_FOUND)
+
+
+def _close_others() -> None:
+    """Those that are open, and not each number up to the limit, which may be a thousand million."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
 
 
 def _children() -> list[int]:

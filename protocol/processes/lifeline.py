@@ -26,7 +26,7 @@ def tie_children() -> None:
     vLLM forks its engine core on some platforms and spawns it on others. A spawned process runs none of our code but
     `producer.cli`, which multiprocessing imports first and which calls `follow_parent_if_tied`.
     """
-    os.environ[_TIED] = "1"
+    os.environ[_TIED] = str(os.getpid())
     os.register_at_fork(after_in_child=_follow_parent)
 
 
@@ -36,6 +36,12 @@ def follow_parent_if_tied() -> None:
 
 
 def _follow_parent() -> None:
-    """Ctrl-C reaches every process of the daemon's group, but the parent decides when this child ends."""
+    """Ctrl-C reaches every process of the daemon's group, but the parent decides when this child ends. Who is parent now may
+    have taken over a child whose own parent died before."""
     die_with_parent(os.getppid())
+    try:
+        os.kill(int(os.environ[_TIED]), 0)
+    except ProcessLookupError:
+        os._exit(1)
+    os.environ[_TIED] = str(os.getpid())
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -37,6 +37,36 @@ def note(agents: Agents, number: int, prompt_ids: list[int], token_ids: list[int
 
 
 @asynchronous
+async def test_two_records_of_the_same_tokens_are_told_apart():
+    agents = Agents(("solved",))
+    fulfilling, _ = await begun(agents)
+    for number in (0, 1):
+        note(agents, number, [1, 2], [3, 4])
+    note(agents, 0, [1, 2], [3, 4])  # once more, and the same comes out
+    note(agents, 0, [1, 2, 3, 4, 9], [5])
+    for number in (0, 1):
+        agents.reward(f"lease-7.{number}", {"solved": 1.0})
+    (first, _), *_ = await fulfilling
+    assert [record.token_ids for record in first.records] == [[1, 2, 3, 4], [1, 2, 3, 4, 9, 5]]
+
+
+@asynchronous
+async def test_an_episode_whose_calls_do_not_extend_each_other_is_bounded(monkeypatch):
+    monkeypatch.setattr("producer.environments.agents._MAX_TOKENS", 40)
+    agents = Agents(("solved",))
+    fulfilling, _ = await begun(agents)
+    for number in range(4):
+        note(agents, 0, [number] * 9, [1])
+    with pytest.raises(RefusedError) as caught:
+        note(agents, 0, [9], [1])
+    assert caught.value.status == 400
+    note(agents, 1, [9], [1])
+    for number in (0, 1):
+        agents.reward(f"lease-7.{number}", {"solved": 1.0})
+    assert len((await fulfilling)[0][0].records) == 4
+
+
+@asynchronous
 async def test_a_task_goes_to_one_agent_and_its_rewards_end_it():
     agents = Agents(("solved", "style"))
     fulfilling, taken = await begun(agents)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from producer.environments.group_queue import GroupQueue, QueueFullError
-from producer.interfaces import LeaseFailure
+from producer.groups import Episode, Rollouts
+from producer.interfaces import Completion, LeaseFailure
 from protocol.wire.messages import Group
 from tests.unit.producer.loop import asynchronous
 
@@ -90,3 +91,15 @@ async def test_another_trainer_process_takes_everything_back():
     queue.forget()  # before it notices
     await cancel(given, waits)
     assert (queue.void, queue.leased, queue.num_groups, queue.num_leases) == (2, 0, 0, 0)
+
+
+@asynchronous
+async def test_groups_of_the_same_tokens_are_told_apart():
+    def rollouts(version: int) -> Rollouts:
+        episode = Episode.of([1, 2], Completion([3, 4], [-0.5, -0.5], False, [version, version]))
+        return Rollouts([episode], 0.0, ["text"])
+
+    queue = GroupQueue(3)
+    queue._groups.extend(map(rollouts, (1, 2)))  # the first is too old for the lease, and not dropped yet
+    assert (await queue.take(2)).policy_version == 2
+    assert [group.policy_version for group in queue._groups] == [1]

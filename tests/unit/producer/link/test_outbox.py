@@ -60,6 +60,20 @@ def test_a_group_comes_due_again_after_fifteen_seconds_or_with_the_next_connecti
     assert outbox.due(100.1) == [sent]
 
 
+def test_a_group_that_is_not_settled_comes_due_more_and_more_rarely_and_never_stops(outbox):
+    sent, now, pauses = group("sent"), 0.0, []
+    finished(outbox, sent)
+    for _ in range(8):
+        outbox.note_sent(sent, now)
+        pause = next(pause for pause in range(1, 1000) if outbox.due(now + pause))
+        pauses.append(pause)
+        now += pause
+    assert pauses == [15, 30, 60, 120, 240, 240, 240, 240]
+    outbox.forget_sends()
+    outbox.note_sent(sent, now)
+    assert (outbox.due(now + 14.9), outbox.due(now + 15.0)) == ([], [sent])
+
+
 def test_another_run_voids_what_is_worked_on_and_what_is_kept(outbox):
     finished(outbox, group("a"), Nack("b", "returned"))
     outbox.begin("c")

@@ -58,7 +58,9 @@ async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_i
     await settle()
     assert (progress.stage, outside.asked) == ("waiting", [])
     gate.pause(False)
-    assert await generating == POSTED
+    posted = await generating
+    assert (posted.episodes, posted.completions, posted.generation_s) == ([], [], 2.5)
+    np.testing.assert_array_equal(posted.own_rewards, POSTED.own_rewards)
     assert progress.stage == "with agents"
     assert outside.asked == [work if kind == "agents" else 1]
 

@@ -134,3 +134,11 @@ async def test_a_request_keeps_its_version_when_the_endpoint_ends_before_it():
     await after.aclose()
     scene.versions.close()
     assert scene.registry.pins == {1: 0}
+
+
+def test_what_is_pinned_is_the_version_that_was_asked_for():
+    scene = Scene()
+    older = scene.registry.current
+    scene.registry.swap(2)
+    scene.versions._use_of(older)
+    assert scene.registry.pinned() == {1}

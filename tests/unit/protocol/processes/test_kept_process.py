@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from protocol.processes import kept as kept_module
 from protocol.processes.kept import KeptProcess
 from tests.unit.producer.loop import asynchronous, until
 
@@ -77,6 +79,20 @@ async def gone(process: psutil.Process) -> None:
 )
 def test_the_keeper_ends_as_the_kept_process_does(program: str, status: int) -> None:
     assert asyncio.run(kept(program).exited(30)) == status
+
+
+def test_a_keeper_closes_what_is_open_and_counts_to_no_limit() -> None:
+    keeper = runpy.run_path(str(Path(kept_module.__file__).with_name("keeper.py")))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.closerange = None  # type: ignore[assignment]
+        keeper["_close_others"]()
+        left = set(os.listdir("/proc/self/fd"))
+        os._exit(0 if left <= {"0", "1", "2", "3"} else 1)  # 3 is the one that lists
+    assert os.waitpid(child, 0)[1] == 0
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 def test_a_command_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
