@@ -83,15 +83,15 @@ def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
             raise ConfigError(
                 f"{fact.key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
             )
-    return int(before["wire_schema"]) == SCHEMA_VERSION and all(fact.decides != "groups" for _, fact in changed)
+    return before.get("wire_schema") == str(SCHEMA_VERSION) and all(fact.decides != "groups" for _, fact in changed)
 
 
 def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
     """Whether the batches that were recorded under the facts `before` can be trained again now. Raises ConfigError if the
     configuration does not fit them, JournalError if their groups are those of a newer release."""
-    if int(before["wire_schema"]) != SCHEMA_VERSION:
+    if (schema := before.get("wire_schema", "unknown")) != str(SCHEMA_VERSION):
         raise JournalError(
-            f"{journal_file} has groups of protocol schema {before['wire_schema']}, this release reads {SCHEMA_VERSION}; use the "
+            f"{journal_file} has groups of protocol schema {schema}, this release reads {SCHEMA_VERSION}; use the "
             "release that wrote them"
         )
     for name, fact in _changes(before, now):

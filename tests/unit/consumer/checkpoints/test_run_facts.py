@@ -73,11 +73,6 @@ def test_groups_of_another_model_are_refused(name: str, key: str) -> None:
     )
 
 
-def test_a_journal_that_nobody_wrote_facts_into_fits_everything() -> None:
-    assert comparable({}, FACTS, JOURNAL)
-    assert not comparable({"vocab_size": "5"}, FACTS, JOURNAL)
-
-
 DATASET = {"num_prompts": "40", "dataset_digest": "rows"}
 
 
@@ -97,13 +92,7 @@ def test_other_rows_are_named() -> None:
     assert change.startswith("the dataset, or a file with its functions, is not what it was")
 
 
-def test_a_run_whose_groups_may_span_versions_needs_the_schema_that_says_them(tiny_model: Path, tmp_path: Path) -> None:
-    config = run_config(tmp_path, tiny_model, swap={"in_flight": "continue"})
-    assert run_facts(config, tiny_model, "run-1", 64, 1, 1)["wire_schema"] == "2"
-
-
-def test_a_run_with_an_environment_needs_the_schema_that_has_its_groups(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_with_an_environment_has_its_reward_among_the_others(tiny_model: Path, tmp_path: Path) -> None:
     config = run_config(tmp_path, tiny_model, environment={"factory": "shop:Shop", "reward_weight": 0.5})
     facts = run_facts(config, tiny_model, "run-1", 64, 1, 1)
-    assert facts["wire_schema"] == "2"
     assert (facts["reward_names"], facts["reward_weights"]) == ('["first", "environment"]', "[1.0, 0.5]")
