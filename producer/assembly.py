@@ -16,7 +16,7 @@ from producer.environments.pool import EnvironmentPool
 from producer.gpu_turns import GpuTurns
 from producer.interfaces import Engine, LinkEvents
 from producer.link.link import Link
-from producer.link.mailbox import Mailbox
+from producer.link.mailbox import Mailbox, TakeAgain
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
@@ -88,7 +88,7 @@ def link_events(
         leased=on_loop(generation.start),
         abandoned=on_loop(generation.abandon),
         policy_arrived=on_loop(registry.offer),
-        policy_refused=on_loop(registry.refuse),
+        policy_refused=on_loop(registry.refuse_for_now),
         fetched=on_loop(registry.on_fetched),
         evaluates=on_loop(registry.note_evaluation),
         turn=on_loop(turn),
@@ -201,6 +201,7 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGat
         PolicyLoader(engine.weights, base.folder_for, proof, gate),
         SwapReport(base.counters, base.metrics, base.timeline),
         mailbox.put,
+        lambda policy: mailbox.put(TakeAgain(policy)),
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
         config.pipeline.staleness_limit,
     )

@@ -76,6 +76,10 @@ class AdapterRefusedError(Exception):
     """The engine is alive, but does not take this adapter."""
 
 
+class AdapterFailedError(AdapterRefusedError):
+    """The engine could not take this adapter now, for a reason that may pass, such as a full disk."""
+
+
 class ToolParser(Protocol):
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
         """Content and tool calls of what the model sampled."""

@@ -1,6 +1,6 @@
 """Loading LoRA adapters inside vLLM's worker processes (`swap.mode: adapter`) without holding up the steps.
 
-Guarantee: an adapter is read in a thread of low priority; between two engine steps there is only the copy to where the layers
+Guarantee: an adapter is read in a thread; between two engine steps there is only the copy to where the layers
 read. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here each adapter is multiplied once with all
 tokens that name it. (Knows vLLM's objects only by what they have: no import.)
 """
@@ -8,11 +8,16 @@ tokens that name it. (Knows vLLM's objects only by what they have: no import.)
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-_NICENESS = 10  # decoding goes first
+State = tuple[Literal["running", "done", "refused", "failed"], str]
+"""How far a preparation is, and why it is refused, or has failed in a way that may pass."""
+
+DONE: State = ("done", "")
+_NICENESS = 10
+_NO_MEMORY = ("can't allocate memory", "out of memory")  # what torch says in a RuntimeError
 
 
 class CannotMergeError(Exception):
@@ -20,29 +25,35 @@ class CannotMergeError(Exception):
 
 
 class Preparation:
-    """What a thread of low priority does beside the engine's steps. `refusal` is None while it works, "" when it is done, else
-    why it cannot."""
+    """Work that a thread does beside the engine's steps."""
 
     def __init__(self) -> None:
-        self.refusal: str | None = ""
+        self.state = DONE
         self.thread: threading.Thread | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        self.refusal = None
+        self.state = ("running", "")
         self.thread = threading.Thread(target=self._run, args=(work,), name="preparation", daemon=True)
         self.thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            if not torch.cuda.is_available():
+                # Decoding needs the cores first. On a GPU it needs the GIL, which a thread of low priority holds for long where
+                # others fill the cores.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             work()
-            self.refusal = ""
+            self.state = DONE
         except Exception as error:
-            self.refusal = reason_of(error)
+            self.state = state_after(error)
 
 
-def reason_of(error: Exception) -> str:
-    return str(error) if isinstance(error, CannotMergeError) else f"{type(error).__name__}: {error}"
+def state_after(error: Exception) -> State:
+    """Tell an adapter that is wrong from a machine that has no room for it now."""
+    if isinstance(error, CannotMergeError):
+        return "refused", str(error)
+    may_pass = isinstance(error, OSError | MemoryError) or any(said in str(error) for said in _NO_MEMORY)
+    return "failed" if may_pass else "refused", f"{type(error).__name__}: {error}"
 
 
 class LoadingWorker:
@@ -52,21 +63,13 @@ class LoadingWorker:
         self._loading = Loading(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
     def loading_prepare(self, request: tuple[str, int, str]) -> None:
-        self._loading.prepare(Reading(*request))
+        from vllm.lora.request import LoRARequest
 
-    def loading_refusal(self) -> str | None:
-        """None while it is being read, "" when it is in its place, otherwise why it cannot be."""
+        self._loading.prepare(LoRARequest(*request))
+
+    def loading_state(self) -> State:
+        """Of the adapter of the last `loading_prepare`, which is done when it is where the layers read."""
         return self._loading.finish(self.add_lora)  # type: ignore[attr-defined]
-
-
-class Reading(NamedTuple):
-    """What vLLM's loader needs of a LoRARequest."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
 
 
 class Loading(Preparation):
@@ -75,30 +78,29 @@ class Loading(Preparation):
     def __init__(self, manager: Any) -> None:
         super().__init__()
         self._load = manager._load_adapter
-        self._request: Reading | None = None
+        self._request: Any = None  # vLLM's LoRARequest
         self._ready: dict[int, Any] = {}
         manager._load_adapter = self._take
         for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
             if type(wrapper).__name__ == "PunicaWrapperCPU":
                 ByAdapter(wrapper)
 
-    def prepare(self, request: Reading) -> None:
+    def prepare(self, request: Any) -> None:
         self._request = request
         self.begin(self._read)
 
     def _read(self) -> None:
-        assert self._request is not None
         self._ready = {self._request.lora_int_id: self._load(self._request)}
 
-    def finish(self, add: Callable[[Any], bool]) -> str | None:
-        """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_refusal`."""
-        if self.refusal == "" and self._request is not None:
+    def finish(self, add: Callable[[Any], bool]) -> State:
+        """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_state`."""
+        if self.state == DONE and self._request is not None:
             request, self._request = self._request, None
             try:
-                self.refusal = "" if add(request) else "vLLM did not load it and gives no reason"
+                self.state = DONE if add(request) else ("refused", "vLLM did not load it and gives no reason")
             except Exception as error:
-                self.refusal = reason_of(error)
-        return self.refusal
+                self.state = state_after(error)
+        return self.state
 
     def _take(self, request: Any) -> Any:
         read = self._ready.pop(request.lora_int_id, None)

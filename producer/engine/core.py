@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from producer.interfaces import AdapterRefusedError
+from producer.interfaces import AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
 from protocol.files.scratch import scratch_folder
 
@@ -75,7 +75,7 @@ class EngineCore:
 
     async def score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
         """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV. Raises
-        AdapterRefusedError where vLLM does not score this."""
+        AdapterRefusedError where vLLM does not score this, AdapterFailedError where it failed to."""
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,  # of the token itself alone
@@ -92,9 +92,7 @@ class EngineCore:
             raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error
         if output.prompt_logprobs is None:
             reason = output.outputs[0].finish_reason
-            raise AdapterRefusedError(
-                f"vLLM does not score {len(token_ids)} tokens: it ended with finish_reason={reason!r}"
-            )
+            raise AdapterFailedError(f"vLLM ended the scoring of {len(token_ids)} tokens with finish_reason={reason!r}")
         flat = output.prompt_logprobs
         logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
         assert len(logprobs) == len(token_ids) - 1

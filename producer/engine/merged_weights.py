@@ -16,7 +16,8 @@ from typing import Any
 
 from producer.engine.token_counts import completion_of
 from producer.engine.weights import Core, Generate, InFlightRequest, prepare
-from producer.interfaces import Adapter
+from producer.interfaces import Adapter, AdapterRefusedError
+from protocol.errors import EngineError
 
 
 @dataclass
@@ -52,10 +53,17 @@ class MergedWeights:
         self._settled.set()
 
     async def discard(self, adapter: Adapter) -> None:
-        """Takes this policy back if it waits for verification; otherwise its weights are gone already."""
+        """Takes this policy back if it waits for verification; otherwise its weights are gone already. Raises EngineError where
+        the former weights cannot come back."""
         if self._settled.is_set() or adapter is not self._present:
             return
-        await prepare(self.core, "merging", None)
+        try:
+            await prepare(self.core, "merging", None)
+        except AdapterRefusedError as error:
+            raise EngineError(
+                f"the engine has weights that were refused, and cannot take back the former ones: {error}; start the producer "
+                "again, with more memory if that is the reason"
+            ) from error
         await self._flip(self._former)
         for request in self._in_flight.values():
             request.invalidated = True

@@ -1,31 +1,34 @@
 """Merging LoRA adapters into the engine's own weights, inside vLLM's worker processes (`swap.mode: merged`).
 
 Guarantee: each set of weights is round(base + scaling * B @ A), computed in float32 from the base that was loaded, so the same
-adapter gives the same bits after any number of swaps. Reading, multiplying and packing happen in a thread of low priority;
-between two engine steps there is only the flip. It tells how many tokens each request had by then. An adapter of which a
-part would not be served is refused. (Knows vLLM's layers only by what they have: no import.)
+adapter gives the same bits after any number of swaps. Each worker computes its own part of a layer, on the device of the layer,
+block by block, in a thread and on a CUDA stream of its own; between two engine steps there is only the flip. It tells how many
+tokens each request had by then. An adapter of which a part would not be served is refused. (Knows vLLM's layers only by what they
+have: no import.)
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from producer.engine.adapter_loading import CannotMergeError, Preparation
+from producer.engine.adapter_loading import CannotMergeError, Preparation, State, state_after
 from producer.engine.token_counts import TokenCounts
 
 _WEIGHTS = "adapter_model.safetensors"
 _DOWN = ".lora_A.weight"
 _PREFIX = "base_model.model."
 _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
 
 
 class MergingWorker:
@@ -46,9 +49,9 @@ class MergingWorker:
         """Begins to compute the weights of the PEFT adapter there, or (None) of the one before the present one."""
         self._merging.prepare(None if path is None else Path(path))
 
-    def merging_refusal(self) -> str | None:
-        """None while the weights are being prepared, "" when they are ready, otherwise why they are refused."""
-        return self._merging.refusal
+    def merging_state(self) -> State:
+        """Of the weights of the last `merging_prepare`."""
+        return self._merging.state
 
     def merging_flip(self) -> dict[str, int]:
         self._merging.flip()
@@ -64,9 +67,6 @@ class Part:
     down: torch.Tensor
     up: torch.Tensor
     scaling: float
-
-    def delta(self) -> torch.Tensor:
-        return self.scaling * (self.up.float() @ self.down.float())
 
 
 class Merging(Preparation):
@@ -84,18 +84,18 @@ class Merging(Preparation):
         self._installs: list[Callable[[], None]] = []
 
     def prepare(self, folder: Path | None) -> None:
+        self._installs = []
         if folder is None:
             self.begin(lambda: self._compute(self._former))
             return
-        self._installs = []
         try:
             with safe_open(folder / _WEIGHTS, "pt") as tensors:
                 modules = [key.partition(_DOWN)[0] for key in tensors.keys() if key.endswith(_DOWN)]  # noqa: SIM118
-            # On this thread, because layers cannot run twice at a time; so only for what no adapter named before.
             for name in {self._find(module)[0] for module in modules} - self._bases.keys():
-                self._bases[name] = base_weight(self._layers[name])
-        except (CannotMergeError, OSError, SafetensorError) as error:
-            self.refusal = str(error)
+                if is_packed(self._layers[name]):  # asked on this thread, because layers cannot run twice at a time
+                    self._bases[name] = unpacked(self._layers[name])
+        except Exception as error:
+            self.state = state_after(error)
         else:
             self.begin(lambda: self._compute(self._read(folder)))
 
@@ -111,19 +111,26 @@ class Merging(Preparation):
 
     def _compute(self, parts: list[Part]) -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
-        self._next = parts
-        with torch.no_grad():
-            self._installs = [self._computed(name) for name in self._bases]
+        by_layer: dict[str, list[Part]] = {name: [] for name in self._bases}
+        for part in parts:
+            by_layer.setdefault(part.layer, []).append(part)
+        device = next(self._model.parameters()).device
+        with torch.no_grad(), _own_stream(device):
+            installs = [self._computed(name, device, named) for name, named in by_layer.items()]
+        self._next, self._installs = parts, installs
 
-    def _computed(self, name: str) -> Callable[[], None]:
-        layer, base = self._layers[name], self._bases[name]
-        shards = [(part.shard, part.delta()) for part in self._next if part.layer == name]
-        weight = merged(base, placed(layer, base.shape, shards))
-        if hasattr(layer, "cpu_linear"):
-            return packed(layer, weight)
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty_like(base, pin_memory=torch.cuda.is_available())
-        buffer = self._buffers[name].copy_(weight)
+    def _computed(self, name: str, device: torch.device, parts: list[Part]) -> Callable[[], None]:
+        layer = self._layers[name]
+        if name not in self._bases:
+            self._bases[name] = _in_host_memory(layer.weight).copy_(layer.weight)
+        base = self._bases[name]
+        is_cpu_linear = hasattr(layer, "cpu_linear")
+        if is_cpu_linear or name not in self._buffers:
+            self._buffers[name] = _in_host_memory(base)
+        buffer = self._buffers.pop(name) if is_cpu_linear else self._buffers[name]
+        merge(base, *factors(layer, base.shape, parts), buffer, device)
+        if is_cpu_linear:
+            return packed(layer, buffer)
         return lambda: layer.weight.data.copy_(buffer, non_blocking=True)
 
     def _read(self, folder: Path) -> list[Part]:
@@ -145,9 +152,7 @@ class Merging(Preparation):
         """The engine's layer and shard for a module of the checkpoint."""
         module = module.removeprefix(_PREFIX)
         mapper: Any = getattr(self._model, "hf_to_vllm_mapper", None)
-        if hasattr(mapper, "get_rename_mapper"):  # later releases of vLLM: it names fused layers otherwise
-            mapper = mapper.get_rename_mapper()
-        (name,) = mapper.apply_list([module]) if mapper else (module,)
+        (name,) = mapper.get_rename_mapper().apply_list([module]) if mapper else (module,)
         parent, _, leaf = name.rpartition(".")
         for fused, leaves in getattr(self._model, "packed_modules_mapping", {}).items():
             fused_name = f"{parent}.{fused}"
@@ -175,32 +180,74 @@ def scaling(config: dict[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def merged(base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The sum, in float32 and rounded once."""
-    return delta.add_(base).to(base.dtype)
+def merge(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, device: torch.device) -> None:
+    """Write round(base + up @ down) into `out`, which is on the host as `base` is. On a GPU the caller synchronizes."""
+    up, down = up.to(device), down.to(device)
+    num_rows = max(1, min(len(base), _BLOCK[device.type] // base.shape[1]))
+    total = torch.empty(num_rows, base.shape[1], device=device)
+    for start in range(0, len(base), num_rows):
+        rows = slice(start, min(start + num_rows, len(base)))
+        block = total[: rows.stop - start].copy_(base[rows].to(device, non_blocking=True))
+        block.addmm_(up[rows], down)
+        out[rows].copy_(block if device.type == "cpu" else block.to(out.dtype), non_blocking=True)
 
 
-def placed(layer: Any, shape: torch.Size, shards: list[tuple[str | int | None, torch.Tensor]]) -> torch.Tensor:
-    """Differences of whole checkpoint modules as one of this worker's weight: fused and split as the layer loads them."""
+def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+    """This worker's part of scaling * B @ A of all modules of a layer whose weight has this shape here: (outputs, R) and (R,
+    inputs) in float32, fused and split as the layer loads its weight."""
+    ups, downs = [torch.zeros(shape[0], 0)], [torch.zeros(0, shape[1])]
+    for part in parts:
+        rank, num_inputs = part.down.shape
+        expected = getattr(layer, "input_size", shape[1])
+        if num_inputs != expected:
+            raise CannotMergeError(f"a module takes {num_inputs} inputs, its layer in the engine {expected}")
+        shard = () if part.shard is None else (part.shard,)
+        ups.append(loaded(layer, (shape[0], rank), part.scaling * part.up.float(), shard, output_dim=0))
+        down = part.down.float()
+        downs.append(down if shape[1] == expected else loaded(layer, (rank, shape[1]), down, (), input_dim=1))
+    return torch.cat(ups, 1), torch.cat(downs)
+
+
+def loaded(
+    layer: Any, shape: tuple[int, int], tensor: torch.Tensor, shard: tuple[str | int, ...], **dims: int
+) -> torch.Tensor:
+    """The part of `tensor` that this worker's layer takes along `output_dim` or `input_dim`, in its place; zero elsewhere."""
     target = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-    target.output_dim, target.input_dim = 0, 1
-    for shard, delta in shards:
-        expected = getattr(layer, "input_size", delta.shape[1])
-        if delta.shape[1] != expected:
-            raise CannotMergeError(f"a module takes {delta.shape[1]} inputs, its layer in the engine {expected}")
-        layer.weight_loader(target, delta, *(() if shard is None else (shard,)))
+    for name, dim in dims.items():
+        setattr(target, name, dim)
+    layer.weight_loader(target, tensor, *shard)
     return target.data
 
 
-def base_weight(layer: Any) -> torch.Tensor:
-    """A copy in host memory. vLLM's CPU build packs weights and drops the original: the layer's output for unit vectors is
-    the same numbers, exactly, because nothing is added to each but zeros."""
-    if layer.weight.numel():
-        return layer.weight.detach().to("cpu", copy=True)
+def is_packed(layer: Any) -> bool:
+    """Whether vLLM's CPU build has packed the weight and dropped the original."""
+    return layer.weight.numel() == 0
+
+
+def unpacked(layer: Any) -> torch.Tensor:
+    """The weight of a packed layer: its output for unit vectors is the same numbers, exactly, because only zeros are added to
+    each."""
     unit = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size), dtype=layer.weight.dtype)
     with torch.no_grad():
         columns = [layer.quant_method.apply(layer, rows, None) for rows in unit.split(_ROWS)]
     return torch.cat(columns).t().contiguous()
+
+
+def _in_host_memory(like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor, pinned where there is a GPU, which copies from there beside its other work."""
+    return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Have this thread's work run beside the engine's, and wait for it at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
 
 
 def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """What both kinds of weights have in common: how requests run under them, and how vLLM's workers prepare new ones.
 
-Guarantee: `prepare` returns when every worker is done, or says why one refuses.
+Guarantee: `prepare` returns when every worker is done, or says why one is not, and whether that may pass.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from producer.interfaces import Adapter, AdapterRefusedError, PolicyWeights
+from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError, PolicyWeights
 
 Generate = Callable[[str, Any, str], Awaitable[Any]]
 """Runs a request of vLLM, given its id, its LoRARequest or None, and a salt: requests share KV with those of the same salt."""
@@ -61,13 +61,14 @@ class VllmWeights(PolicyWeights, Protocol):
 
 
 async def prepare(core: Core, what: str, argument: Any) -> None:
-    """Has the workers do `what`_prepare, and waits until none answers `what`_refusal with None. Raises AdapterRefusedError where
-    one cannot."""
+    """Has the workers do `what`_prepare, and waits until `what`_state is "running" on none. Raises AdapterRefusedError where one
+    refuses, AdapterFailedError where one has failed."""
     await core.call_workers(f"{what}_prepare", argument)
     pause_s, longest_s = _POLL_S
-    while None in (refusals := await core.call_workers(f"{what}_refusal")):
+    while "running" in (errors := dict(await core.call_workers(f"{what}_state"))):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
-    for refusal in refusals:
-        if refusal:
-            raise AdapterRefusedError(refusal)
+    if "refused" in errors:
+        raise AdapterRefusedError(errors["refused"])
+    if "failed" in errors:
+        raise AdapterFailedError(errors["failed"])

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from producer.interfaces import LinkEvents
 from producer.link.connection import Connection
-from producer.link.mailbox import Mailbox
+from producer.link.mailbox import Mailbox, TakeAgain
 from producer.link.outbox import Outbox
 from producer.link.sender import Sender
 from producer.link.trainer_source import TrainerSource
@@ -157,6 +157,8 @@ class Link(threading.Thread):
             match mail:
                 case PolicyInfo():
                     self._downloads.request(mail)
+                case TakeAgain(policy):
+                    self._downloads.forget_announcement(policy)
                 case Group() | Nack():
                     self._outbox.finish(mail)
                 case _:

@@ -6,11 +6,19 @@ Guarantee: nothing here blocks, and once the link has ended nothing happens any 
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from protocol.transport.channel import ClientChannel
 from protocol.wire.messages import Group, Nack, PolicyInfo
 
-Mail = Group | Nack | PolicyInfo | Callable[[], None]
+
+class TakeAgain(NamedTuple):
+    """The newest policy was not taken for a reason that may pass: download it again."""
+
+    policy: PolicyInfo
+
+
+Mail = Group | Nack | PolicyInfo | TakeAgain | Callable[[], None]
 """The answer to a lease; a policy to download, which `LinkEvents.fetched` tells; or what the link's thread is to do."""
 
 

@@ -1,8 +1,8 @@
 """Which policies are downloaded, and for what: to serve the newest one, or because one is evaluated.
 
 Guarantee: every policy that is announced is handed over exactly once, unless a newer one supersedes it or it does not fit the
-memory; a policy that is asked for is answered, with its bytes or with None. What serves both purposes is downloaded once. A
-source that does not have an announced policy is asked again when the policy is announced again.
+memory, and again after `forget_announcement`; a policy that is asked for is answered, with its bytes or with None. What serves
+both purposes is downloaded once. A source that does not have an announced policy is asked again when it is announced again.
 """
 
 import logging
@@ -47,6 +47,11 @@ class PolicyDownloads:
         self._announced = policy
         if (refusal := self._begin("newest", policy)) is not None:
             self.events.policy_refused(policy, refusal)
+
+    def forget_announcement(self, policy: PolicyInfo) -> None:
+        """The next announcement of this policy begins a download, although it was announced before."""
+        if policy == self._announced:
+            self._announced = None
 
     def request(self, policy: PolicyInfo) -> None:
         """A policy that is to be evaluated, in place of the one requested before."""

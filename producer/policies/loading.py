@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from producer.engine_gate import EngineGate
-from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, PolicyWeights, Probe
+from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError, DownloadedPolicy, PolicyWeights, Probe
 from producer.policies.verification import SwapProof, largest_difference
-from protocol.wire.adapter_blob import BlobError, unpack
+from protocol.wire.adapter_blob import BlobError, DamagedBlobError, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class PolicyLoader:
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
         """Loads a policy beside the others and verifies it; it is to be activated or discarded next. Raises AdapterRefusedError
-        where it cannot be loaded, or the engine does not compute it."""
+        where it cannot be loaded, or the engine does not compute it, and AdapterFailedError where that may pass."""
         async with self.gate.use():
             return await self._load(downloaded)
 
@@ -59,14 +59,20 @@ class PolicyLoader:
             digest = None if downloaded.is_verified else policy.digest
             await asyncio.to_thread(unpack, blob, digest, adapter.path)
             await self.weights.load(adapter)
-        except (BlobError, AdapterRefusedError, OSError) as error:
+        except (BlobError, AdapterRefusedError, OSError, MemoryError) as error:
             shutil.rmtree(adapter.path, ignore_errors=True)
-            raise AdapterRefusedError(str(error)) from error
+            may_pass = isinstance(error, AdapterFailedError | DamagedBlobError | OSError | MemoryError)
+            refusal = AdapterFailedError if may_pass else AdapterRefusedError
+            raise refusal(str(error) or type(error).__name__) from error
         loaded = time.monotonic()
         self._probed = downloaded.probe or self._probed
         refusal, difference = "", None
         if downloaded.probe is not None:
-            refusal, difference = await self._verify(adapter, downloaded.probe)
+            try:
+                refusal, difference = await self._verify(adapter, downloaded.probe)
+            except AdapterFailedError:
+                await self.discard(adapter)
+                raise
         if refusal:
             await self.discard(adapter)
             raise AdapterRefusedError(refusal)
@@ -89,9 +95,12 @@ class PolicyLoader:
         logger.debug("policy v%d unloaded", adapter.version)
 
     async def _verify(self, adapter: Adapter, probe: Probe) -> tuple[str, float | None]:
-        """Why it is refused ("": it is not), and how far the engine is from the probe."""
+        """Why it is refused ("": it is not), and how far the engine is from the probe. Raises AdapterFailedError where the engine
+        failed to score it."""
         try:
             engine = await self.weights.verify(adapter, list(probe.token_ids))
+        except AdapterFailedError:
+            raise
         except AdapterRefusedError as error:
             logger.warning("policy v%d cannot be verified: %s", adapter.version, error)
             return "", None

@@ -4,21 +4,23 @@ Guarantee: a request runs on the adapter it pinned to its end; a superseded vers
 is not the one that is evaluated. Groups that have become too old to be trained are ended, so that training pins at most
 `max_staleness` + 1 versions of one trainer. Whoever lets a version go does not wait for that and cannot be cancelled in the
 middle of it: the registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer
-does, changes nothing: the one before stays current. An evaluated version that is not here any more is fetched and loaded beside
-the current one; an engine that has one version at a time keeps it instead, for a while, when a newer one has arrived.
+does, changes nothing: the one before stays current. It comes again where the reason may pass. An evaluated version that is not
+here any more is fetched and loaded beside the current one; an engine that has one version at a time keeps it instead, for a
+while, when a newer one has arrived.
 """
 
 import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, LeaseFailure
+from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError, DownloadedPolicy, LeaseFailure
 from producer.policies.loading import PolicyLoader
 from producer.policies.swap_report import SwapReport
 from protocol.errors import EngineError
@@ -27,6 +29,8 @@ from protocol.wire.messages import PolicyInfo
 logger = logging.getLogger(__name__)
 
 _MAX_UNAVAILABLE = 16  # policies that are known not to be had; few are evaluated at a time
+_ASK_AGAIN_S = 60.0  # for one of them
+_AGAIN_S = (1.0, 60.0)  # before a policy that could not be taken is taken again: at first, and at most
 
 
 @dataclass
@@ -39,12 +43,14 @@ class _Version:
 @dataclass
 class AdapterRegistry:
     """Which adapter new requests start on, and which old ones are still needed. `fetch` asks for a policy that is not the
-    newest, and `on_fetched` answers. A newer version waits `hold_s` for an evaluation; None: the engine has several versions at
-    once. A group whose version is more than `max_staleness` older than the newest can only be stale."""
+    newest, and `on_fetched` answers; `take_again` has the newest one come again, through `offer`. A newer version waits `hold_s`
+    for an evaluation; None: the engine has several versions at once. A group whose version is more than `max_staleness` older
+    than the newest can only be stale."""
 
     loader: PolicyLoader
     report: SwapReport
     fetch: Callable[[PolicyInfo], None] = lambda policy: None
+    take_again: Callable[[PolicyInfo], None] = lambda policy: None
     hold_s: float | None = None
     max_staleness: float = math.inf
     current: Adapter | None = None  # what new requests start on
@@ -57,7 +63,11 @@ class AdapterRegistry:
     _offered: asyncio.Event = field(default_factory=asyncio.Event)  # either of the two
     _evaluated: Adapter | None = None  # stays loaded until another one is evaluated
     _fetched: asyncio.Event = field(default_factory=asyncio.Event)
-    _unavailable: deque[PolicyInfo] = field(default_factory=partial(deque, maxlen=_MAX_UNAVAILABLE))
+    _unavailable: deque[tuple[PolicyInfo, float]] = field(
+        default_factory=partial(deque, maxlen=_MAX_UNAVAILABLE)
+    )  # since
+    _pause_s: float = _AGAIN_S[0]
+    _again: asyncio.TimerHandle | None = None
     _in_evaluation: PolicyInfo | None = None
     _may_swap: asyncio.Event = field(default_factory=asyncio.Event)  # with `hold_s`
 
@@ -71,6 +81,7 @@ class AdapterRegistry:
         self._offer = self._evaluated = None
         self.note_evaluation(None)
         self._unavailable.clear()
+        self._forget_again()
         if self._current_policy != policy:
             self._flip(None)
 
@@ -83,7 +94,7 @@ class AdapterRegistry:
     def on_fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
         """What `fetch` asked for is here, or (None) cannot be had."""
         if downloaded is None:
-            self._unavailable.append(policy)
+            self._unavailable.append((policy, time.monotonic()))
             self._tell_fetched()
         else:
             self._fetched_policy = downloaded
@@ -133,7 +144,7 @@ class AdapterRegistry:
                 raise LeaseFailure(
                     "no_policy", f"v{policy.version} is evaluated, and the engine has other weights by now"
                 )
-            if policy in self._unavailable:
+            if self._is_unavailable(policy):
                 raise LeaseFailure("no_policy", f"v{policy.version} is evaluated, and could not be had or loaded here")
             self.fetch(policy)
             await self._fetched.wait()
@@ -141,6 +152,10 @@ class AdapterRegistry:
         self.note_evaluation(policy)
         with self.pin(adapter):
             yield adapter
+
+    def _is_unavailable(self, policy: PolicyInfo) -> bool:
+        now = time.monotonic()
+        return any(each == policy and now - since < _ASK_AGAIN_S for each, since in self._unavailable)
 
     def _serving(self, policy: PolicyInfo) -> Adapter | None:
         """The adapter of this policy that a request may begin on."""
@@ -170,13 +185,17 @@ class AdapterRegistry:
         session, policy = self._session, downloaded.policy
         try:
             loaded = await self.loader.load(downloaded)
+        except AdapterFailedError as error:
+            self.refuse_for_now(policy, str(error))
+            return False
         except AdapterRefusedError as error:
-            self.refuse(policy, str(error))
+            self.report.note_refused(policy.version, str(error), self.current)
             return False
         if session != self._session:
             await self.loader.discard(loaded.adapter)
             return False
         self._activate(loaded.adapter, policy)
+        self._forget_again()
         self._flip(loaded.adapter)
         self._end_outdated(policy.version - self.max_staleness)
         self.report.note_live(downloaded, loaded)
@@ -201,8 +220,19 @@ class AdapterRegistry:
         self.loader.weights.activate(adapter)
         self._versions[adapter] = _Version(policy)
 
-    def refuse(self, policy: PolicyInfo, reason: str) -> None:
-        self.report.note_refused(policy.version, reason, self.current)
+    def refuse_for_now(self, policy: PolicyInfo, reason: str) -> None:
+        """The newest policy could not be taken. Has it come again after a pause, which is longer every time."""
+        self.report.note_refused(policy.version, f"{reason}; the next attempt is in {self._pause_s:g} s", self.current)
+        pause_s = self._pause_s
+        self._forget_again()
+        self._pause_s = min(2 * pause_s, _AGAIN_S[1])
+        self._again = asyncio.get_running_loop().call_later(pause_s, self.take_again, policy)
+
+    def _forget_again(self) -> None:
+        self._pause_s = _AGAIN_S[0]
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
 
     def _flip(self, adapter: Adapter | None) -> None:
         self.current = adapter

@@ -30,6 +30,10 @@ class BlobError(ValueError):
     """Bytes that are not the adapter they were announced as."""
 
 
+class DamagedBlobError(BlobError):
+    """Bytes with another checksum. Another download may be right."""
+
+
 def pack(blob: AdapterBlob) -> tuple[bytes, str]:
     data = msgspec.msgpack.encode(blob)
     return data, hashlib.sha256(data).hexdigest()
@@ -38,7 +42,9 @@ def pack(blob: AdapterBlob) -> tuple[bytes, str]:
 def verify(data: bytes, digest: str) -> None:
     actual = hashlib.sha256(data).hexdigest()
     if actual != digest:
-        raise BlobError(f"checksum mismatch: announced {digest[:12]}, received {actual[:12]} ({len(data)} bytes)")
+        raise DamagedBlobError(
+            f"checksum mismatch: announced {digest[:12]}, received {actual[:12]} ({len(data)} bytes)"
+        )
 
 
 def unpack(data: bytes, digest: str | None, folder: Path) -> None:

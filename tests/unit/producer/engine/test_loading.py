@@ -1,5 +1,6 @@
 """`producer.engine.adapter_loading`, with numbers worked by hand."""
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from producer.engine.adapter_loading import ByAdapter, CannotMergeError, Loading, Reading, groups_of
+from producer.engine.adapter_loading import ByAdapter, CannotMergeError, Loading, Preparation, groups_of
 
-ONE = Reading("v1", 1, "/adapters/v1")
+ONE = SimpleNamespace(lora_name="v1", lora_int_id=1)
 
 
 class Manager:
@@ -43,9 +44,9 @@ def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
         placed.append(manager._load_adapter(request))
         return True
 
-    assert [loading.finish(add), loading.finish(add)] == ["", ""]
+    assert [loading.finish(add), loading.finish(add)] == [("done", "")] * 2
     assert (placed, manager.read) == (["weights of v1"], [1])
-    assert manager._load_adapter(Reading("v2", 2, "/adapters/v2")) == "weights of v2"
+    assert manager._load_adapter(SimpleNamespace(lora_name="v2", lora_int_id=2)) == "weights of v2"
     assert manager.read == [1, 2]
 
 
@@ -54,18 +55,37 @@ def test_while_it_is_read_nothing_is_put_anywhere() -> None:
     read, manager._load_adapter = manager._load_adapter, lambda request: may_go_on.wait(10) and read(request)  # type: ignore
     loading = Loading(manager)
     loading.prepare(ONE)
-    assert loading.finish(lambda request: pytest.fail("too early")) is None
+    assert loading.finish(lambda request: pytest.fail("too early")) == ("running", "")
     may_go_on.set()
     assert loading.thread is not None
     loading.thread.join()
-    assert loading.finish(lambda request: True) == ""
+    assert loading.finish(lambda request: True) == ("done", "")
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(OSError("no such file"), "OSError: no such file"), (CannotMergeError("in part"), "in part")]
+    ("error", "state"),
+    [
+        (CannotMergeError("in part"), ("refused", "in part")),
+        (ValueError("rank 512"), ("refused", "ValueError: rank 512")),
+        (KeyError("layers.7"), ("refused", "KeyError: 'layers.7'")),
+        (OSError("too many open files"), ("failed", "OSError: too many open files")),
+        (MemoryError(), ("failed", "MemoryError: ")),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), ("failed",)),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ("failed",)),
+    ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(error, said) -> None:
-    assert prepared(Manager(error)).finish(lambda request: pytest.fail("nothing to add")) == said
+def test_what_cannot_be_read_is_refused_and_what_may_be_read_later_has_failed(error, state) -> None:
+    found = prepared(Manager(error)).finish(lambda request: pytest.fail("nothing to add"))
+    assert found[: len(state)] == state
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_on_a_gpu_the_thread_gives_no_core_away_because_the_engine_waits_for_its_gil(monkeypatch, has_gpu) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    preparation, niceness = Preparation(), []
+    preparation.begin(lambda: niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    preparation.thread.join()
+    assert (niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)) == (not has_gpu)
 
 
 def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
@@ -73,8 +93,10 @@ def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
         raise RuntimeError("shapes differ")
 
     loading = prepared(Manager())
-    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == ["RuntimeError: shapes differ"] * 2
-    assert prepared(Manager()).finish(lambda request: False) == "vLLM did not load it and gives no reason"
+    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == [
+        ("refused", "RuntimeError: shapes differ")
+    ] * 2
+    assert prepared(Manager()).finish(lambda request: False)[0] == "refused"
 
 
 def test_tokens_by_adapter() -> None:

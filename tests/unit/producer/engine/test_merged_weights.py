@@ -8,7 +8,8 @@ import pytest
 
 from producer.engine.merged_weights import MergedWeights
 from producer.engine.weights import InFlightRequest
-from producer.interfaces import Adapter, AdapterRefusedError
+from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
+from protocol.errors import EngineError
 from tests.unit.producer.loop import asynchronous, settle
 
 
@@ -23,7 +24,7 @@ class Workers:
         self.paths: list[str | None] = ["base"]
         self.next: str | None = None
         self.counts: dict[str, int] = {}
-        self.refusals: list[str | None] = ["", ""]
+        self.states = [("done", ""), ("done", "")]
         self.polls = 0
 
     async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]:
@@ -36,9 +37,9 @@ class Workers:
             case "merging_prepare":
                 self.next = args[0]
                 self.polls = 0
-            case "merging_refusal":
+            case "merging_state":
                 self.polls += 1
-                return self.refusals if self.polls > 1 else ["", None]
+                return self.states if self.polls > 1 else [("done", ""), ("running", "")]
             case "merging_flip":
                 self.paths.append(self.paths[-2] if self.next is None else self.next)
                 return [self.counts, {}]
@@ -144,18 +145,31 @@ async def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ende
     assert workers.paths[-1] == "/adapters/3"
 
 
+@pytest.mark.parametrize(("state", "may_pass"), [("refused", False), ("failed", True)])
 @asynchronous
-async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
+async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing(state: str, may_pass: bool) -> None:
     workers = Workers()
     weights = await swapped(MergedWeights(workers), 1)
-    workers.refusals = ["", "lm_head is no linear layer"]
+    workers.states = [("done", ""), (state, "lm_head is no linear layer")]
     second = adapter(2)
-    with pytest.raises(AdapterRefusedError, match="lm_head"):
+    with pytest.raises(AdapterRefusedError, match="lm_head") as caught:
         await weights.load(second)
+    assert isinstance(caught.value, AdapterFailedError) == may_pass
     await weights.discard(second)
     assert workers.paths == ["base", "/adapters/1"]
     assert weights.salt == "weights-1"
     assert await weights.verify(adapter(1), [5, 6]) == [-1.0]
+
+
+@asynchronous
+async def test_an_engine_that_cannot_take_back_refused_weights_ends_and_keeps_nothing_waiting() -> None:
+    workers = Workers()
+    weights = await swapped(MergedWeights(workers), 1)
+    second = adapter(2)
+    await weights.load(second)
+    workers.states = [("done", ""), ("failed", "MemoryError: ")]
+    with pytest.raises(EngineError, match="cannot take back the former ones: MemoryError"):
+        await weights.discard(second)
 
 
 @asynchronous

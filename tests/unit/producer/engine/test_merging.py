@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from producer.engine.merging import Merging, base_weight, merged, scaling
+from producer.engine.merging import _BLOCK, Merging, Part, factors, merge, scaling, unpacked
 
 
 class Fused(torch.nn.Module):
@@ -58,7 +58,7 @@ def adapter(folder: Path, *modules: str, config: dict | None = None, **extra: to
 
 def swap(merging: Merging, folder: Path | None) -> None:
     prepare(merging, folder)
-    assert merging.refusal == ""
+    assert merging.state == ("done", "")
     merging.flip()
 
 
@@ -110,9 +110,50 @@ def test_before_the_first_adapter_there_is_the_base_and_what_an_adapter_leaves_o
 
 
 def test_the_sum_is_rounded_once():
-    base = torch.tensor([1.0], dtype=torch.bfloat16)  # whose neighbours are 1 - 2**-8 and 1 + 2**-7
-    assert merged(base, torch.tensor([2.0**-8])).item() == 1.0, "a tie goes to the even one"
-    assert merged(base, torch.tensor([2.0**-8 + 2.0**-20])).item() == 1 + 2.0**-7
+    def merged(difference: float) -> float:
+        base = torch.ones(1, 1, dtype=torch.bfloat16)  # whose neighbours are 1 - 2**-8 and 1 + 2**-7
+        out = torch.empty_like(base)
+        merge(base, torch.tensor([[difference]]), torch.ones(1, 1), out, torch.device("cpu"))
+        return out.item()
+
+    assert merged(2.0**-8) == 1.0, "a tie goes to the even one"
+    assert merged(2.0**-8 + 2.0**-20) == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("block", [1, 7, 12, 100])
+def test_a_layer_is_merged_block_by_block_of_rows(monkeypatch, block):
+    monkeypatch.setitem(_BLOCK, "cpu", block)
+    base, up, down, out = (
+        torch.ones(5, 4),
+        torch.arange(10.0).view(5, 2),
+        torch.arange(8.0).view(2, 4),
+        torch.zeros(5, 4),
+    )
+    merge(base, up, down, out, torch.device("cpu"))
+    assert torch.equal(out, base + up @ down)
+
+
+class Split:
+    """Takes its half of outputs or inputs, as a layer of the second of two workers does."""
+
+    input_size = 4
+
+    def weight_loader(self, param, loaded):
+        for name in ("output_dim", "input_dim"):
+            if (dim := getattr(param, name, None)) is not None and loaded.shape[dim] != param.shape[dim]:
+                loaded = loaded.narrow(dim, param.shape[dim], param.shape[dim])
+        assert loaded.shape == param.shape
+        param.data.copy_(loaded)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns"), [((3, 4), slice(3, 6), slice(4)), ((6, 2), slice(6), slice(2, 4))]
+)
+def test_a_worker_multiplies_its_own_part_of_a_layer_alone(shape, rows, columns):
+    up, down = torch.arange(12.0).view(6, 2), torch.arange(8.0).view(2, 4)
+    mine, inputs = factors(Split(), torch.Size(shape), [Part("layer", None, down, up, 0.5)])
+    assert (mine.shape, inputs.shape) == ((shape[0], 2), (2, shape[1]))
+    assert torch.equal(mine @ inputs, (0.5 * up @ down)[rows, columns])
 
 
 def test_scaling_is_that_of_peft():
@@ -153,7 +194,8 @@ def test_an_adapter_that_would_be_served_in_part_is_refused(tmp_path, modules, e
         tensors = {name: torch.ones(shape) for name, shape in extra.items()}
         folder = adapter(tmp_path / "a", *modules, **tensors)
     prepare(merging, folder)
-    assert said in merging.refusal
+    assert merging.state[0] == ("failed" if modules is None else "refused")
+    assert said in merging.state[1]
     merging.flip()
     assert model.attn.o_proj.weight.tolist() == [[1, 1], [1, 1]]
 
@@ -162,4 +204,4 @@ def test_the_weights_of_a_packed_layer_are_what_it_makes_of_unit_vectors():
     weight = torch.randn(3, 1500)
     layer = SimpleNamespace(weight=torch.empty(0), input_size=1500)
     layer.quant_method = SimpleNamespace(apply=lambda layer, rows, bias: rows @ weight.t())
-    assert torch.equal(base_weight(layer), weight)
+    assert torch.equal(unpacked(layer), weight)

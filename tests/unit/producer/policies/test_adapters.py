@@ -1,6 +1,7 @@
 """Versions are pinned, superseded, unloaded and deleted in an order that never starves the engine of a folder."""
 
 import asyncio
+import errno
 import functools
 import itertools
 import json
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
+from producer.interfaces import (
+    Adapter,
+    AdapterFailedError,
+    AdapterRefusedError,
+    Completion,
+    DownloadedPolicy,
+    LeaseFailure,
+    Probe,
+)
 from producer.metrics import ProducerMetrics
 from producer.state import Counters
 from protocol.errors import EngineError
@@ -40,6 +49,7 @@ class FakeEngine:
         self.names: list[str] = []
         self.adopted: list[int] = []
         self.refuses = False
+        self.failure: Exception | None = None
         self.score_of: dict[int, float | None] = {}  # by version; None: it cannot be scored
         self.loading = 0
         self.unload_waits = 1
@@ -61,6 +71,8 @@ class FakeEngine:
         self.loading += 1
         await self.slow.wait()
         self.loading -= 1
+        if self.failure is not None:
+            raise self.failure
         if self.refuses:
             raise AdapterRefusedError("rank 512 is too large")
         assert (adapter.path / "adapter_model.safetensors").is_file()
@@ -93,7 +105,15 @@ class Setup:
         self.fetched: list[PolicyInfo] = []
         self.metrics = CollectorRegistry()
         metrics = ProducerMetrics(self.metrics)
-        self.registry = registry_of(self.engine, folder, self.counters, metrics=metrics, fetch=self.fetched.append)
+        self.taken_again: list[PolicyInfo] = []
+        self.registry = registry_of(
+            self.engine,
+            folder,
+            self.counters,
+            metrics=metrics,
+            fetch=self.fetched.append,
+            take_again=self.taken_again.append,
+        )
 
     async def publish(self, version: int, probe: Probe | None = None) -> bool:
         return await self.registry.publish(DownloadedPolicy(*blob(version), 0.0, probe))
@@ -230,6 +250,48 @@ async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer
     refused = [("swap_refused", version) for version in (1, 2, 3)]
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), *refused, ("swap", 4)]
     assert [event["probe_difference"] for event in events if "probe_difference" in event] == [0.0]
+
+
+def full_disk(data, digest, folder):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["disk", "workers", "scoring", "memory of the host", "damaged"])
+@working
+async def test_a_version_that_failed_for_a_reason_that_may_pass_comes_again_after_ever_longer_pauses(
+    setup, monkeypatch, what
+):
+    pauses: list[float] = []
+
+    async def attempt() -> bool:
+        policy, data = blob(1)
+        data = data[:-1] if what == "damaged" else data
+        return await setup.registry.publish(DownloadedPolicy(policy, data, 0.0, Probe((5, 6), (-0.5,))))
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "call_later", lambda s, work, *given: pauses.append(s) or loop.call_soon(work, *given))
+    for _ in range(8):
+        with monkeypatch.context() as patched:
+            if what == "disk":
+                patched.setattr("producer.policies.loading.unpack", full_disk)
+            setup.engine.failure = AdapterFailedError("OSError: too many open files") if what == "workers" else None
+            if what == "scoring":
+                patched.setattr(setup.engine, "verify", unscored)
+            if what == "memory of the host":
+                setup.registry.refuse_for_now(blob(1)[0], "it is 7 bytes large")
+            else:
+                assert not await attempt()
+        await settle()
+        assert (setup.counters.refused_version, setup.engine.versions, setup.counters.policy_version) == (1, [], -1)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert setup.taken_again == [blob(1)[0]] * 8
+    what, setup.engine.failure = "", None
+    assert await attempt()
+    assert (setup.engine.versions, setup.counters.refusal) == ([1], "")
+
+
+async def unscored(adapter: Adapter, token_ids: list[int]) -> list[float]:
+    raise AdapterFailedError("vLLM ended the scoring of 2 tokens with finish_reason='error'")
 
 
 @working
@@ -385,6 +447,24 @@ async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     assert not waiting.done()
     assert setup.fetched == [policy] * 2
     waiting.cancel()
+
+
+@working
+async def test_one_that_could_not_be_had_is_asked_for_again_after_a_minute(setup, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("producer.policies.registry.time", SimpleNamespace(monotonic=lambda: now))
+    await setup.publish(2)
+    setup.registry.on_fetched(blob(1)[0], None)
+    now += 59
+    with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
+        await pinned(setup, 1)
+    assert setup.fetched == []
+    now += 2
+    waiting = asyncio.create_task(pinned(setup, 1))
+    await settle()
+    assert setup.fetched == [blob(1)[0]]
+    setup.registry.on_fetched(blob(1)[0], DownloadedPolicy(*blob(1), 0.0))
+    assert await asyncio.wait_for(waiting, 5) == 1
 
 
 def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):

@@ -101,6 +101,20 @@ def test_an_announced_policy_is_fetched_again_when_it_is_announced_again_after(s
     assert setup.source.versions == [1]
 
 
+def test_what_could_not_be_taken_is_downloaded_again_only_if_it_is_still_the_newest(setup):
+    setup.downloads.announce(policy(1))
+    setup.source.answer(policy(1))
+    setup.downloads.announce(policy(2))
+    setup.downloads.forget_announcement(policy(1))
+    setup.downloads.announce(policy(2))
+    assert (setup.source.versions, setup.events.blobs) == ([2], [(1, b"bytes")])
+    setup.source.answer(policy(2))
+    setup.downloads.forget_announcement(policy(2))
+    assert setup.source.versions == [], "it may not be the newest any more"
+    setup.downloads.announce(policy(2))
+    assert setup.source.versions == [2]
+
+
 def test_a_policy_that_does_not_fit_the_memory_is_refused_once_before_any_of_it_is_taken(setup):
     huge = policy(1, LARGEST_POLICY_BYTES)
     for _ in range(2):
@@ -112,6 +126,10 @@ def test_a_policy_that_does_not_fit_the_memory_is_refused_once_before_any_of_it_
             "memory free. Give it more, or train a smaller adapter (lora.r)",
         )
     ]
+    setup.downloads.free_memory = lambda: 3 * LARGEST_POLICY_BYTES
+    setup.downloads.announce(huge)
+    assert setup.source.versions == [], "refused already, and the registry says when it is tried again"
+    setup.downloads.free_memory = lambda: ROOM
     setup.downloads.request(huge)
     assert (setup.events.of("fetched"), setup.source.versions) == ([(huge, None)], [])
     setup.downloads.announce(policy(2, ROOM // 2 + 1))
