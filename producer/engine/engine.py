@@ -2,7 +2,7 @@
 
 Guarantee: `generate` returns what was sampled on exactly the policy it names, with log-probs of the distribution that was
 sampled from; an engine that died is an `EngineError`, everything else that vLLM refuses is data. Differences between vLLM's
-releases (0.26 to 0.32) stay in this room.
+releases stay in this room.
 """
 
 import asyncio

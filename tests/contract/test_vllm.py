@@ -253,7 +253,7 @@ def test_what_the_loader_reads_of_a_request_is_there(vllm: Sources) -> None:
 
 
 def test_what_the_loaders_of_layers_read_of_a_weight_is_there(vllm: Sources) -> None:
-    """`producer.engine.merging.placed` gives them a bare parameter."""
+    """`producer.engine.merging.loaded` gives them a bare parameter."""
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     known = {
         *dir(weight),
