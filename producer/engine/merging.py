@@ -221,7 +221,7 @@ def loaded(
 
 def is_packed(layer: Any) -> bool:
     """Whether vLLM's CPU build has packed the weight and dropped the original."""
-    return layer.weight.numel() == 0
+    return bool(layer.weight.numel() == 0)
 
 
 def unpacked(layer: Any) -> torch.Tensor:

@@ -62,8 +62,8 @@ class PolicyLoader:
         except (BlobError, AdapterRefusedError, OSError, MemoryError) as error:
             shutil.rmtree(adapter.path, ignore_errors=True)
             may_pass = isinstance(error, AdapterFailedError | DamagedBlobError | OSError | MemoryError)
-            refusal = AdapterFailedError if may_pass else AdapterRefusedError
-            raise refusal(str(error) or type(error).__name__) from error
+            kind = AdapterFailedError if may_pass else AdapterRefusedError
+            raise kind(str(error) or type(error).__name__) from error
         loaded = time.monotonic()
         self._probed = downloaded.probe or self._probed
         refusal, difference = "", None
