@@ -8,6 +8,7 @@ written, producers are told, sockets and journal close.
 import errno
 import os
 import signal
+import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -135,21 +136,26 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
         loop.write_results(finished, {"counts": dict(counts)})
 
 
+_NOTED_WITHIN_S = 0.5
+
+
 class _StopFlag:
-    """Set by the first SIGTERM or SIGINT; the second one ends the process at once."""
+    """Set by the first SIGTERM or SIGINT. The second one ends the process, as soon as the intake has had the time to note the
+    first one in the journal (`LiveRun.beat`)."""
 
     def __init__(self) -> None:
-        self._requested = False
+        self._requested_at: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def __call__(self) -> bool:
-        return self._requested
+        return self._requested_at is not None
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._requested:
+        if self._requested_at is not None:
+            time.sleep(max(0.0, self._requested_at + _NOTED_WITHIN_S - time.monotonic()))
             os._exit(ExitCode.INTERRUPTED)
-        self._requested = True
+        self._requested_at = time.monotonic()
 
 
 def _prepare_device(gpus: list[int]) -> None:

@@ -72,8 +72,18 @@ class LiveRun:
     def lost(self, error: RankLostError) -> None:
         """A rank was lost, which is not the fault of the batch in progress. May be called by any thread."""
         self.errors.note(error)
+        self._undo_try()
+
+    def beat(self) -> None:
+        """The intake's thread comes round. Once a stop is requested the batch in progress is not to blame for an end of the
+        process, because a second signal, or a supervisor that waits no longer, may cut its step short."""
+        self.heartbeat.health.beat("intake")
+        if self.heartbeat.stop_requested():
+            self._undo_try()
+
+    def _undo_try(self) -> None:
         if self.feed.last is not None:
-            self.storage.journal.forgive(self.feed.last.last_step)
+            self.connections.pipeline.undo_try(self.feed.last.last_step)
 
 
 def live_run(
@@ -120,14 +130,15 @@ def live_run(
     resumed = start.checkpoint is not None or bool(before)
     turns = _turns(components, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
     terms = _terms(components, facts, session, turns, resumed=resumed)
-    intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: watch.health.beat("intake"))
+    intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
     staleness = staleness_controller(config, start.state)
     pipeline = LivePipeline(storage, intake, waits, errors, config.replay, staleness, evaluation)
     opened.enter_context(closing(pipeline))
     feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
     connections = Connections(feed, pipeline, report, waits, evaluation, feed if turns else None)
-    return LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors, turns)
+    run = LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors, turns)
+    return run
 
 
 def watch_live(run: LiveRun, watch: Watch) -> None:

@@ -29,6 +29,10 @@ Recorded = Callable[[int], StepCut | None]
 """From a step to the newest recorded cut of it or of a step before it."""
 
 
+class CompletionTooLargeError(DeviceError):
+    """A completion with its prompt needs more memory than the device has, so that its batch may never be trained."""
+
+
 @dataclass(eq=False)
 class StepCutter:
     """See the module's guarantee. Every method is called by all ranks.
@@ -74,7 +78,8 @@ class StepCutter:
             problem: what the device said of the passes as they were.
 
         Raises:
-            DeviceError: the number of tokens is fixed, or rows that go alone are too large.
+            DeviceError: the number of tokens is fixed.
+            CompletionTooLargeError: rows that go alone are too large.
         """
         if self.setting != "auto":
             raise DeviceError(
@@ -84,7 +89,7 @@ class StepCutter:
         before, num_passes = self.tokens, self._num_passes()
         while self._num_passes() == num_passes:
             if self.tokens == 1:
-                raise DeviceError(
+                raise CompletionTooLargeError(
                     f"the trainer's device has no memory for a single completion with its prompt ({problem}); set "
                     "trainer.gradient_checkpointing=true, lower sampling.max_completion_length, or take a device with more memory"
                 )

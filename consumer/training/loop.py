@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from consumer.batches.step_cuts import CompletionTooLargeError
 from consumer.checkpoints.folders import is_committed
 from consumer.loss.step_loss import NotFiniteStep
 from consumer.reporting.inspection import keep, not_finite
@@ -49,9 +50,14 @@ class TrainingLoop:
             self._take_steps()
         except NotFiniteStep as found:
             raise NotFiniteError(self._explain(found)) from found
+        except DeviceError as error:
+            if not isinstance(error, CompletionTooLargeError):
+                self._undo_try()
+            raise
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            self._undo_try()
             raise DeviceError(  # no smaller pass would help, or ranks that share the base cannot give one up
                 f"the trainer's device is out of memory: {error}. Lower pipeline.trainer_tokens_per_micro_batch, free the device "
                 "of other processes, or take one with more memory; then go on with --resume"
@@ -71,6 +77,12 @@ class TrainingLoop:
             pass
         self.connections.report.say("stopped before the last evaluation was done; the final adapter is written")
         return False
+
+    def _undo_try(self) -> None:
+        """The device ended the step in progress, and not its batch."""
+        batch = self.connections.feed.last
+        if batch is not None:
+            self.connections.pipeline.undo_try(batch.last_step)
 
     @property
     def _took_all_steps(self) -> bool:

@@ -5,7 +5,9 @@ is published while training goes on. A checkpoint is committed only together wit
 as the disk has room for both; older ones go after that, and what no checkpoint needs any more leaves the journal last.
 """
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,10 @@ class Pipeline:
     def end_step(self, step: int, cut: StepCut | None = None) -> None:
         """Step `step` ended and made no policy."""
 
+    def undo_try(self, last_step: int) -> None:
+        """Do not count this try of the batch that ends with step `last_step`: it is not why the trainer stops. Any thread may
+        call it, and again and again."""
+
     def newest_cut(self, step: int) -> StepCut | None:
         """How step `step`, or the newest one before it that is known, was cut before."""
         return self._recorded(step)
@@ -134,6 +140,7 @@ class LivePipeline(Pipeline):
 
     def __post_init__(self) -> None:
         self._buffer, self._journal, self._disk = self.storage
+        self._undoing, self._undone = threading.Lock(), -1  # the last step of the batch whose try does not count
         self._retention = Retention(self._journal)
         self._publisher = Publisher(self._announce, self.waits, self.intake.describe, self.errors)
         if self.staleness is not None:
@@ -148,6 +155,12 @@ class LivePipeline(Pipeline):
 
     def close(self) -> None:
         self._publisher.close()
+
+    def undo_try(self, last_step: int) -> None:
+        with self._undoing, contextlib.suppress(JournalFullError):
+            if last_step != self._undone:
+                self._journal.undo_try(last_step)
+                self._undone = last_step
 
     def newest_cut(self, step: int) -> StepCut | None:
         return self._journal.newest_cut(step)

@@ -90,8 +90,8 @@ class Journal(Database):
         found = self.query(NEWEST_CUT, (step,))
         return StepCut(*found[0]) if found else None
 
-    def forgive(self, last_step: int) -> None:
-        """What ended the steps in progress, up to this one, was not their batch: the try does not count."""
+    def undo_try(self, last_step: int) -> None:
+        """Do not count this try of the batch that ends with step `last_step`: it was not why the trainer stops."""
         with self.transaction() as db:
             taken = "SET tries = tries - 1 WHERE last_step = ? AND tries > 0"
             db.execute(f"UPDATE groups {taken} AND dropped IS NULL", (last_step,))

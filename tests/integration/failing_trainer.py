@@ -1,11 +1,13 @@
 """`rl-trainer` of several ranks that fail on demand. All else is real.
 
 Guarantee: as soon as the folder that `FAILURES` names has a file with the number of a rank, that rank raises in its next pass
-with gradients the error of `ERRORS` that the file names. The other ranks are forks of this process, so that they start at once.
+with gradients the error of `ERRORS` that the file names, or removes the file and stands still. The other ranks are forks of this
+process, so that they start at once.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ ERRORS = {
     "fault": ZeroDivisionError("a fault of this rank alone"),
 }
 
+STANDS_STILL = "stands still"
+
 
 def _fail_on_demand(folder: Path) -> None:
     original = Qwen2Model.forward
@@ -29,6 +33,10 @@ def _fail_on_demand(folder: Path) -> None:
     def forward(self: Qwen2Model, *args: Any, **kwargs: Any) -> Any:
         demand = folder / str(dist.get_rank() if dist.is_initialized() else 0)
         if torch.is_grad_enabled() and demand.exists():
+            if demand.read_text() == STANDS_STILL:
+                demand.unlink()
+                while True:  # a signal that another thread receives wakes no sleep
+                    time.sleep(0.05)
             raise ERRORS[demand.read_text()]
         return original(self, *args, **kwargs)
 

@@ -1,5 +1,6 @@
 """Ranks of a trainer that run out of memory or raise in the middle of a step, in real processes on the CPU."""
 
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from .failing_trainer import STANDS_STILL
 from .pair import Daemon, gone
-from .runs import Run
+from .runs import Run, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -32,6 +34,22 @@ def most_tries(run: Run) -> int:
     """Times that the steps of any batch were begun without the last one ending."""
     with closing(sqlite3.connect(run.config.journal_file)) as journal:
         return int(journal.execute("SELECT max(tries) FROM groups").fetchone()[0])
+
+
+def test_a_step_that_a_second_signal_cuts_short_is_no_try_of_its_batch(
+    start: Callable[..., Run], failures: Path
+) -> None:
+    run = start(trainer={"max_steps": 500})
+    run.producer()
+    trainer = run.trainer(module="tests.integration.failing_trainer")
+    run.wait_for_step(2)
+    (failures / "0").write_text(STANDS_STILL)
+    eventually(lambda: not (failures / "0").exists())
+    assert most_tries(run) == 1
+    for number in (signal.SIGINT, signal.SIGTERM):  # two of a kind might arrive as one
+        trainer.process.send_signal(number)
+    assert trainer.end() == 130, trainer.output[-3000:]
+    assert most_tries(run) == 0
 
 
 def test_a_rank_that_fails_is_named_with_its_cause_and_the_run_goes_on(

@@ -194,13 +194,44 @@ def test_ranks_that_share_the_base_give_no_pass_up_and_the_run_ends(
         raise refusal
 
     trainer.forward_pass = refusing
-    control: Any = SimpleNamespace(early_stop_reason=None)
-    connections: Any = SimpleNamespace(shared=None)
-    loop = TrainingLoop(trainer, control, connections, RunStart("r"), tmp_path)
     with pytest.raises(DeviceError, match=r"the trainer's device is out of memory: .*go on with --resume") as caught:
-        loop.train()
+        tries_taken_back(trainer, tmp_path)
     assert caught.value.exit_code == ExitCode.DEVICE
     assert len(passes) == 1, "nobody tried it again"
+
+
+def tries_taken_back(trainer: SlipstreamTrainer, folder: Path, taken_back: list[int] | None = None) -> None:
+    """Trains in a loop whose feed is at the batch that ends with step 7."""
+    control: Any = SimpleNamespace(early_stop_reason=None)
+    connections: Any = SimpleNamespace(
+        shared=None,
+        feed=SimpleNamespace(last=SimpleNamespace(last_step=7)),
+        pipeline=SimpleNamespace(undo_try=([] if taken_back is None else taken_back).append),
+    )
+    TrainingLoop(trainer, control, connections, RunStart("r"), folder).train()
+
+
+@pytest.mark.parametrize(
+    ("setting", "sharded", "expected"),
+    [(64, False, [7]), ("auto", True, [7]), ("auto", False, [])],
+    ids=["too many tokens were asked for", "ranks give no pass up", "a completion is too large"],
+)
+def test_a_step_that_smaller_passes_would_fit_is_no_try_of_its_batch(
+    tmp_path: Path,
+    one_layer_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: Any,
+    sharded: bool,
+    expected: list[int],
+) -> None:
+    monkeypatch.setattr(SlipstreamTrainer, "is_sharded", sharded)
+    trainer = trainer_of(tmp_path, one_layer_model, {})
+    trainer._cuts = StepCutter(setting, trainer._ranks, lambda step: None)
+    refuse(trainer, {1}, 0)
+    taken_back: list[int] = []
+    with pytest.raises(DeviceError):
+        tries_taken_back(trainer, tmp_path, taken_back)
+    assert taken_back == expected
 
 
 @pytest.mark.usefixtures("float64")

@@ -109,6 +109,23 @@ def run(make: Make) -> Iterator[Run]:
     made.pipeline.close()
 
 
+def test_the_try_of_a_batch_is_taken_back_once_and_when_there_is_room(run: Run) -> None:
+    def tries() -> set[int]:
+        return {count for (count,) in run.journal.query("SELECT tries FROM groups")}
+
+    ids = fill(run.replay)
+    assert run.replay.next_batch(0.0) is not None
+    run.journal.claim(1, 1, ids, 2)  # the same batch, after a crash
+    assert tries() == {2}
+    run.journal.full = True
+    run.pipeline.undo_try(1)
+    run.journal.full = False
+    assert tries() == {2}
+    for _ in range(2):
+        run.pipeline.undo_try(1)
+        assert tries() == {1}, "the first try ended in a crash"
+
+
 def test_a_policy_is_in_the_journal_when_it_is_announced(run: Run) -> None:
     run.pipeline.publish(0, 0, snapshot(b"first"))
     run.pipeline.publish(3, 1, snapshot(b"second"))

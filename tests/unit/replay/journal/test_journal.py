@@ -97,15 +97,15 @@ def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal:
     assert rows(journal, "tries, dropped") == [(2, "quarantined"), (0, None)]
 
 
-def test_a_forgiven_try_does_not_count_and_those_before_it_do(journal: Journal) -> None:
+def test_a_try_that_is_taken_back_does_not_count_and_those_before_it_do(journal: Journal) -> None:
     journal.append([entry(i) for i in range(4)])
     for _ in range(2):
         claim(journal, 1, 2, 0, 1)
     claim(journal, 3, 4, 2, again=(0,))
     journal.drop(group_ids(1), "quarantined")
-    journal.forgive(2)
+    journal.undo_try(2)
     assert rows(journal, "tries") == [(1,), (2,), (1,), (0,)]
-    journal.forgive(4)
+    journal.undo_try(4)
     assert rows(journal, "tries") == [(1,), (2,), (0,), (0,)]
     assert journal.query("SELECT tries FROM replays") == [(0,)]
 
