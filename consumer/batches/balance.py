@@ -10,12 +10,16 @@ Work is counted in tokens, padding and the fixed cost of a pass included, as `co
 import heapq
 from collections.abc import Callable, Sequence
 
-from consumer.batches.micro_batches import cut_rows, tokens_of
+import numpy as np
+
+from consumer.batches.micro_batches import cut_rows, least_tokens
 
 _FINER = (1, 1.5, 2, 3, 4, 6, 8)  # micro-batches per rank that are tried
 _PARTNERS = 3  # ranks with the least work, to which the busiest one tries to give a row
 _EXCHANGES = 4  # that are tried with each
+_NEAR = 2  # rows of a partner on either side of the best length, that are looked at for each row
 _MOST_ROUNDS = 256
+_WORTH_A_ROUND = 512  # of the mean work, the part by which the busiest rank is above it
 
 
 def shares(lengths: Sequence[int], max_tokens: int, *, padded: bool, world: int) -> list[list[int]]:
@@ -30,8 +34,7 @@ def shares(lengths: Sequence[int], max_tokens: int, *, padded: bool, world: int)
     """
 
     def work(rows: Sequence[int]) -> int:
-        own = [lengths[row] for row in rows]
-        return sum(tokens_of([own[i] for i in part], padded) for part in cut_rows(own, max_tokens, padded=padded))
+        return least_tokens([lengths[row] for row in rows], max_tokens, padded=padded)
 
     limits = {max_tokens} | {max(1, min(max_tokens, int(sum(lengths) / (world * parts)))) for parts in _FINER}
     dealt = [_deal([[row] for row in range(len(lengths))], work, world)]
@@ -56,6 +59,8 @@ def _evened(ranks: list[list[int]], lengths: Sequence[int], work: Callable[[Sequ
     for _ in range(_MOST_ROUNDS):
         order = sorted(range(len(ranks)), key=lambda rank: (amounts[rank], rank))
         busiest = order[-1]
+        if (amounts[busiest] * len(ranks) - sum(amounts)) * _WORTH_A_ROUND <= sum(amounts):
+            break
         for partner in order[: min(_PARTNERS, len(order) - 1)]:
             better = _exchange(ranks[busiest], ranks[partner], (amounts[busiest], amounts[partner]), lengths, work)
             if better is not None:
@@ -75,12 +80,25 @@ def _exchange(
     work: Callable[[Sequence[int]], int],
 ) -> tuple[list[int], list[int]] | None:
     """Both after a row, or two rows, changed places; None if no such change leaves both less busy than the first was."""
-    half = (amounts[0] - amounts[1]) // 2
-    given = [(abs(lengths[row] - half), row, -1) for row in busiest]
-    given += [(abs(lengths[a] - lengths[b] - half), a, b) for a in busiest for b in partner if lengths[a] > lengths[b]]
-    for _, away, back in sorted(given)[:_EXCHANGES]:
+    for away, back in _changes(busiest, partner, (amounts[0] - amounts[1]) // 2, lengths):
         left = [row for row in busiest if row != away] + ([back] if back >= 0 else [])
         right = [row for row in partner if row != back] + [away]
-        if max(work(left), work(right)) < amounts[0]:
+        if work(left) < amounts[0] and work(right) < amounts[0]:
             return left, right
     return None
+
+
+def _changes(busiest: list[int], partner: list[int], half: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """A few rows to give away, each with a shorter row to take for it, or -1 for none: those that move about `half` tokens."""
+    theirs = [-1, *sorted(partner, key=lambda row: (lengths[row], row))]
+    own, other = np.array([lengths[row] for row in busiest]), np.array([0, *(lengths[row] for row in theirs[1:])])
+    near = np.searchsorted(other, own - half)[:, None] + np.arange(-_NEAR, _NEAR)
+    near = near.clip(0, len(theirs) - 1)
+    moved = own[:, None] - other[near]
+    distance = np.where(moved > 0, np.abs(moved - half), max(lengths) + half)
+    bound = np.sort(distance, axis=None)[:_EXCHANGES][-1]
+    found = {
+        (int(distance[place, side]), busiest[place], theirs[near[place, side]])
+        for place, side in np.argwhere((distance <= bound) & (moved > 0)).tolist()
+    }
+    return [(away, back) for _, away, back in sorted(found)[:_EXCHANGES]]

@@ -9,7 +9,7 @@ padded to before, and any importance ratio it had, is nowhere kept, so a group c
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -177,24 +177,26 @@ class BatchRecipe:
         num_rows = len(rows)
         prompt_width = max(len(row.prompt_ids) for row in rows)
         width = max(len(row.completion_ids) for row in rows)
-        batch = {
-            "row": torch.tensor([row.number for row in rows]),
-            "prompt_ids": torch.full((num_rows, prompt_width), self.pad_token_id),
-            "prompt_mask": torch.zeros((num_rows, prompt_width), dtype=torch.long),
-            "completion_ids": torch.full((num_rows, width), self.pad_token_id),
-            "completion_mask": torch.zeros((num_rows, width), dtype=torch.long),
-            "sampling_per_token_logps": torch.zeros((num_rows, width)),
-            "advantages": torch.tensor([row.advantage for row in rows]),
+        batch: dict[str, NDArray[Any]] = {
+            "row": np.array([row.number for row in rows]),
+            "prompt_ids": np.full((num_rows, prompt_width), self.pad_token_id),
+            "prompt_mask": np.zeros((num_rows, prompt_width), np.int64),
+            "completion_ids": np.full((num_rows, width), self.pad_token_id),
+            "completion_mask": np.zeros((num_rows, width), np.int64),
+            "sampling_per_token_logps": np.zeros((num_rows, width), np.float32),
         }
         if any(row.sampled is not None for row in rows):
-            batch["tool_mask"] = torch.ones((num_rows, width), dtype=torch.long)
+            batch["tool_mask"] = np.ones((num_rows, width), np.int64)
         for i, row in enumerate(rows):
             start, end = prompt_width - len(row.prompt_ids), len(row.completion_ids)
-            batch["prompt_ids"][i, start:] = torch.from_numpy(row.prompt_ids.astype(np.int64))
+            batch["prompt_ids"][i, start:] = row.prompt_ids
             batch["prompt_mask"][i, start:] = 1
-            batch["completion_ids"][i, :end] = torch.from_numpy(row.completion_ids.astype(np.int64))
-            batch["completion_mask"][i, :end] = int(row.in_loss)
-            batch["sampling_per_token_logps"][i, :end] = torch.from_numpy(row.logprobs.copy())
+            batch["completion_ids"][i, :end] = row.completion_ids
+            batch["completion_mask"][i, :end] = row.in_loss
+            batch["sampling_per_token_logps"][i, :end] = row.logprobs
             if row.sampled is not None:
-                batch["tool_mask"][i, :end] = torch.from_numpy(row.sampled.astype(np.int64))
-        return batch
+                batch["tool_mask"][i, :end] = row.sampled
+        tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+        # The precision that the parity tests compute in is torch's default.
+        tensors["sampling_per_token_logps"] = tensors["sampling_per_token_logps"].to(torch.get_default_dtype())
+        return tensors | {"advantages": torch.tensor([row.advantage for row in rows])}

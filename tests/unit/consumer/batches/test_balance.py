@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from consumer.batches import balance
 from consumer.batches.balance import shares
-from consumer.batches.micro_batches import cut_rows, tokens_of
+from consumer.batches.micro_batches import cut_rows, least_tokens, tokens_of
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,18 @@ def test_the_busiest_of_eight_ranks_has_little_more_than_the_mean(sigma: float, 
             work.append(sum(tokens_of([own[i] for i in part], padded) for part in cut_rows(own, 8192, padded=padded)))
         excess.append(max(work) / max(np.mean(work), tokens_of([max(lengths)], padded)))
     assert np.quantile(excess, 0.95) <= 1.05
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_the_work_of_dealing_grows_with_the_rows(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    looked_at = 0
+
+    def counted(lengths: list[int], max_tokens: int, *, padded: bool) -> int:
+        nonlocal looked_at
+        looked_at += len(lengths)
+        return least_tokens(lengths, max_tokens, padded=padded)
+
+    monkeypatch.setattr(balance, "least_tokens", counted)
+    lengths = np.random.default_rng(0).lognormal(6, 0.8, 1024).astype(int).tolist()
+    shares(lengths, 16384, padded=True, world=world)
+    assert looked_at <= 64 * len(lengths)

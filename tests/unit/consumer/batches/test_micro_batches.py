@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer.batches.micro_batches import _FIXED_TOKENS, cut_rows
+from consumer.batches.micro_batches import _FIXED_TOKENS, cut_rows, least_tokens, tokens_of
 
 
 def test_rows_of_like_length_stand_together_and_the_longest_first() -> None:
@@ -47,3 +47,17 @@ def test_no_cut_in_this_order_is_cheaper(lengths: list[int], max_tokens: int, pa
             if all(len(rows) == 1 or tokens(rows) <= max_tokens for rows in other):
                 allowed.append(cost(other))
     assert cost(cut) == min(allowed)
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 300))
+def test_the_cheapest_cut_of_many_rows(lengths: list[int], max_tokens: int) -> None:
+    """Every last micro-batch is tried for every number of rows."""
+    length = sorted(lengths, reverse=True)
+    cost = [0]
+    for end in range(1, len(length) + 1):
+        sizes = {begin: (end - begin) * length[begin] for begin in range(end)}
+        fits = [begin for begin in sizes if sizes[begin] <= max_tokens or begin == end - 1]
+        cost.append(_FIXED_TOKENS + min(cost[begin] + sizes[begin] for begin in fits))
+    assert least_tokens(lengths, max_tokens, padded=True) == cost[-1]
+    cut = cut_rows(lengths, max_tokens, padded=True)
+    assert sum(tokens_of([lengths[row] for row in rows], padded=True) for rows in cut) == cost[-1]
