@@ -183,7 +183,7 @@ class BatchRecipe:
             "prompt_mask": np.zeros((num_rows, prompt_width), np.int64),
             "completion_ids": np.full((num_rows, width), self.pad_token_id),
             "completion_mask": np.zeros((num_rows, width), np.int64),
-            "sampling_per_token_logps": np.zeros((num_rows, width), np.float32),
+            "sampling_per_token_logps": np.zeros((num_rows, width)),
         }
         if any(row.sampled is not None for row in rows):
             batch["tool_mask"] = np.ones((num_rows, width), np.int64)
@@ -197,6 +197,6 @@ class BatchRecipe:
             if row.sampled is not None:
                 batch["tool_mask"][i, :end] = row.sampled
         tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
-        # The precision that the parity tests compute in is torch's default.
-        tensors["sampling_per_token_logps"] = tensors["sampling_per_token_logps"].to(torch.get_default_dtype())
-        return tensors | {"advantages": torch.tensor([row.advantage for row in rows])}
+        tensors["advantages"] = torch.tensor([row.advantage for row in rows])
+        logprobs = tensors["sampling_per_token_logps"].to(tensors["advantages"].dtype)  # torch's default
+        return tensors | {"sampling_per_token_logps": logprobs}
