@@ -80,8 +80,8 @@ class TasksetEnvironment:
                 "environment.verifiers: its tasks have no end; say how many rows there are to be: --max-rows N"
             )
         for task in self._env.taskset:
-            row = task.data.model_dump(mode="json", exclude_none=True)
-            system, asked = row.get("system_prompt"), row.get("prompt", "")
+            row = task.data.model_dump(mode="json")  # with what is null, which a field without a default needs
+            system, asked = row.get("system_prompt"), row.get("prompt") or ""
             messages = [{"role": "system", "content": system}] if system else []
             messages += asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
             yield {"prompt": plain(messages), "task": json.dumps(row)}
