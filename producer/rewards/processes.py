@@ -4,7 +4,8 @@ Guarantee: `WorkerPool.call` returns or raises `WorkerLostError` within the limi
 that hangs, dies or takes too much memory is killed with all that it started, and replaced, and none outlives the daemon. A
 call gives back its slot in every case and at once, also when it is cancelled or its worker cannot be killed.
 
-The memory limit is for resident memory, which is read ten times a second: RLIMIT_AS and RLIMIT_DATA count what torch and CUDA
+The memory limit is for resident memory, which is read ten times a second; a process that a worker starts counts within two
+seconds. RLIMIT_AS and RLIMIT_DATA count what torch and CUDA
 reserve and do not use.
 """
 
@@ -103,7 +104,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(limit_s + grace_s):
                 while not (await asyncio.wait({asked}, timeout=_LOOK_EVERY_S))[0]:
-                    self._check_memory(worker)
+                    await self._check_memory(worker)
             return asked.result()
         except TimeoutError:
             raise WorkerLostError(
@@ -117,9 +118,9 @@ class WorkerPool:
             if not asked.cancel() and not asked.cancelled():
                 asked.exception()  # asyncio complains of an exception that nobody has read
 
-    def _check_memory(self, worker: ChildProcess) -> None:
+    async def _check_memory(self, worker: ChildProcess) -> None:
         limit = self._max_memory_bytes
-        if limit is not None and (taken := worker.process.resident_bytes()) > limit:
+        if limit is not None and (taken := await asyncio.to_thread(worker.process.resident_bytes)) > limit:
             raise WorkerLostError(
                 "memory",
                 f"took {taken / 2**20:,.0f} MiB, more than rewards.max_memory_bytes={limit} ({limit / 2**20:,.0f} MiB), and "

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protocol.processes.tree import descendants, resident_bytes
+from protocol.processes.tree import Family, descendants
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +34,13 @@ class KeptProcess:
         keeper = [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), str(grace_s)]
         self._grace_s = grace_s
         self._process = subprocess.Popen([*keeper, *command], start_new_session=True, **how)
+        self.resident_bytes = Family(self._process.pid).resident_bytes
         self._ending: asyncio.Task[int | None] | None = None
 
     @property
     def pid(self) -> int:
         """The process id of the keeper. The other processes are below it."""
         return self._process.pid
-
-    def resident_bytes(self) -> int:
-        return resident_bytes(self.pid)
 
     async def exited(self, within_s: float) -> int | None:
         """The exit status, negative for a signal, or None if the process does not end in time."""
