@@ -5,8 +5,7 @@ that hangs, dies or takes too much memory is killed with all that it started, an
 call gives back its slot in every case and at once, also when it is cancelled or its worker cannot be killed.
 
 The memory limit is for resident memory, which is read ten times a second; a process that a worker starts counts within two
-seconds. RLIMIT_AS and RLIMIT_DATA count what torch and CUDA
-reserve and do not use.
+seconds. RLIMIT_AS and RLIMIT_DATA count what torch and CUDA reserve and do not use.
 """
 
 import asyncio

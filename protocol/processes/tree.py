@@ -39,7 +39,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Family:
-    """A process with its descendants, whose memory is read again and again. A worker that imported torch has a thread per core, so
+    """A process with its descendants, whose memory is read often. A worker that imported torch has a thread per core, so
     new descendants are looked for the more rarely the more threads there are."""
 
     def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
