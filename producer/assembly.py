@@ -191,6 +191,7 @@ def build_gpu_turns(
         silence_s=base.config.transport.heartbeat_timeout_s + pipeline.gpu_handover_s,
         stall_timeout_s=pipeline.stall_timeout_s,
         free_bytes=partial(free_bytes, base.launch.gpus),
+        try_moving=base.seat.try_moving,
     )
 
 

@@ -13,8 +13,8 @@ the room that it gave up, whoever uses it until then.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,8 @@ async def until_free(num_bytes: float, free_bytes: Callable[[], int | None], lim
 class GpuTurns:
     """`note` and `run` belong to the event loop. `unchanged` is entered around a sleep, and raises where the engine is not what
     it was. `told` is called when the trainer is to be told of a change; `free_bytes` of the GPU are None where nobody can tell;
-    `stall_timeout_s` bounds the wait for room."""
+    `stall_timeout_s` bounds the wait for room. What `try_moving` opens is this producer's alone among those on its GPU: what
+    becomes free meanwhile is its own. None: another one has it."""
 
     engine: Engine
     gate: EngineGate
@@ -61,6 +62,7 @@ class GpuTurns:
     silence_s: float
     stall_timeout_s: float
     free_bytes: Callable[[], int | None]
+    try_moving: Callable[[], ExitStack | None] = ExitStack
     clock: Callable[[], float] = time.monotonic
     _turn: GpuTurn | None = None
     _heard_at: float = 0.0
@@ -95,9 +97,10 @@ class GpuTurns:
         logger.info("the engine is awake after %.1f s", self.clock() - began)
 
     async def _sleep_through(self) -> None:
-        before = self.free_bytes()
-        await self.engine.sleep()
-        after = self.free_bytes()
+        async with self._moving():
+            before = self.free_bytes()
+            await self.engine.sleep()
+            after = self.free_bytes()
         logger.info("the engine sleeps: it is the trainer's turn on the GPU")
         while self._must_sleep():
             assert self._turn is not None
@@ -108,7 +111,22 @@ class GpuTurns:
             logger.warning("the trainer has said nothing for %.0f s and loses its turn on the GPU", self.silence_s)
         given_up = 0 if before is None or after is None else max(0, after - before)
         await until_free(given_up, self.free_bytes, self.stall_timeout_s)
-        await self.engine.wake()
+        async with self._moving():
+            await self.engine.wake()
+
+    @asynccontextmanager
+    async def _moving(self) -> AsyncIterator[None]:
+        """Raises StalledError if another producer comes or goes for too long."""
+        began = self.clock()
+        while (moving := self.try_moving()) is None:
+            if self.clock() - began > self.stall_timeout_s:
+                raise StalledError(
+                    f"another producer has come to this GPU or left it for {self.stall_timeout_s:g} s "
+                    "(pipeline.stall_timeout_s); look at its log"
+                )
+            await asyncio.sleep(_POLL_S)
+        with moving:
+            yield
 
     async def _unless_over(self, leaving: Coroutine[Any, Any, None]) -> bool:
         """Whether the engine was left; False if the trainer did not want its turn any more."""

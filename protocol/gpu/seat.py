@@ -61,6 +61,13 @@ class Seat:
                 self._wait_for_room(self.shares, self._gpus[0].index, must_stop)
             yield
 
+    def try_moving(self) -> contextlib.ExitStack | None:
+        """While it is open, this producer alone comes to its GPUs or leaves them; None: another one does."""
+        with contextlib.ExitStack() as held:
+            if all(own.try_alone("moves", held) for own in self._tenancies):
+                return held.pop_all()
+        return None
+
     def _wait_for_room(self, shares: Shares, index: int, must_stop: Callable[[], bool]) -> None:
         share = shares.trainer if self.role == "trainer" else shares.producer
         deadline = time.monotonic() + _FREE_WITHIN_S

@@ -53,7 +53,7 @@ class Tenancy:
         """
         deadline, has_said = time.monotonic() + limit_s, False
         with contextlib.ExitStack() as held:
-            while self._place is not None and not _try_lock(_file(self._place, "memory"), held) and not must_stop():
+            while not self.try_alone("memory", held) and not must_stop():
                 if not has_said:
                     has_said = True
                     say()
@@ -64,6 +64,10 @@ class Tenancy:
                     )
                 time.sleep(_PAUSE_S)
             yield
+
+    def try_alone(self, what: str, held: contextlib.ExitStack) -> bool:
+        """Whether no other daemon on the GPU does `what` until `held` ends. Does not wait."""
+        return self._place is None or _try_lock(_file(self._place, what), held)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """The producer's side of a shared GPU: in which order it leaves and comes back, and what it tells when."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ class Scene:
             SILENCE_S,
             60.0,
             lambda: self.free,
-            lambda: self.now,  # type: ignore[arg-type]
+            clock=lambda: self.now,  # type: ignore[arg-type]
         )
 
     @asynccontextmanager
@@ -131,3 +133,54 @@ async def test_memory_that_nobody_gives_up_is_not_waited_for_for_ever() -> None:
     await until_free(100, lambda: None, 0.0)
     with pytest.raises(StalledError, match="look in nvidia-smi"):
         await until_free(100, lambda: 99, 0.1)
+
+
+class Gpu:
+    """What two producers share."""
+
+    def __init__(self) -> None:
+        self.free, self.is_moving = 10, False
+
+    def try_moving(self) -> ExitStack | None:
+        if self.is_moving:
+            return None
+        self.is_moving, opened = True, ExitStack()
+        opened.callback(setattr, self, "is_moving", False)
+        return opened
+
+
+@asynchronous
+async def test_of_two_producers_on_a_gpu_each_waits_for_what_it_gave_up_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.gpu_turns._POLL_S", 0.001)
+    gpu, scenes = Gpu(), [Scene(), Scene()]
+
+    async def move(size: int) -> None:
+        for _ in range(5):
+            gpu.free += size // 5
+            await asyncio.sleep(0.002)
+
+    for scene in scenes:
+        scene.turns.free_bytes, scene.turns.try_moving = (lambda: gpu.free), gpu.try_moving
+        scene.sleep, scene.wake = partial(move, 100), partial(move, -100)  # type: ignore[method-assign]
+    running = [asyncio.create_task(scene.turns.run()) for scene in scenes]
+    for scene in scenes:
+        scene.note(1, "trainer")
+    await until(lambda: all(scene.happened == ["says 1"] for scene in scenes))
+    assert gpu.free == 210
+    for scene in scenes:
+        scene.note(2, "producers")
+    await until(lambda: all(scene.gate.is_open for scene in scenes))
+    assert gpu.free == 10
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+
+
+@asynchronous
+async def test_a_producer_that_moves_for_ever_is_a_stall_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.gpu_turns._POLL_S", 0.001)
+    scene = Scene()
+    scene.turns.try_moving, scene.turns.clock, scene.turns.stall_timeout_s = (lambda: None), time.monotonic, 0.01
+    scene.note(1, "trainer")
+    with pytest.raises(StalledError, match="another producer"):
+        await asyncio.wait_for(scene.turns.run(), 10)

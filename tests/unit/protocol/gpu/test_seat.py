@@ -220,3 +220,22 @@ def test_a_reward_model_counts_among_the_gpus_that_the_process_was_given(monkeyp
     [source] = sources_of(section)
     assert isinstance(source, WorkerReward)
     assert source.workers._environment["CUDA_VISIBLE_DEVICES"] == "4"  # type: ignore[index]
+
+
+def test_of_two_producers_on_a_gpu_one_comes_or_goes_at_a_time(folder: Path) -> None:
+    config = run_of(folder, pipeline={"gpu": "turns", "max_staleness": 1})
+    with (
+        seated(config, [0, 1], "producer") as first,
+        seated(config, [1], "producer") as second,
+        seated(config, [0], "producer") as third,
+    ):
+        with first.settling(1.0):  # as a trainer that has its turn
+            moving = first.try_moving()
+            assert moving is not None
+            assert second.try_moving() is None
+        moving.close()
+        moving = second.try_moving()
+        assert moving is not None
+        assert first.try_moving() is None, "and it keeps nothing of those that it could have"
+        assert third.try_moving() is not None
+        moving.close()
