@@ -61,7 +61,7 @@ def need_bitsandbytes(what: str) -> None:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs bitsandbytes ({error}): pip install 'slipstream[quantization]', or remove it"
+            f"{what} needs bitsandbytes ({error}): in Slipstream's checkout: pip install '.[quantization]'; or remove it"
         ) from error
 
 

@@ -1,20 +1,25 @@
 """Generated pages are current, what they claim about the schema holds, and no link leads nowhere."""
 
+import json
 import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from producer.rollouts.prompts import PromptFormat
 from protocol.config import run as schema
+from protocol.config.functions import load_function
 from protocol.config.loader import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"
+PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in ("README.md", "AGENTS.md"))]
 
 
@@ -63,6 +68,22 @@ def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
     assert set(yaml.safe_load(example)) == {"run_dir", "model", "dataset", "rewards"}
 
 
+def test_the_readmes_run_loads_and_its_reward_scores_answers_to_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = dict(re.findall(r"```(json|yaml|python)\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("run.yaml", blocks["yaml"]), ("rewards.py", blocks["python"])):
+        (tmp_path / name).write_text(text)
+    config, row = load_config("run.yaml"), json.loads(blocks["json"])
+    assert row.keys() == {config.dataset.prompt_column, "answer"}
+    reward = load_function(str(config.rewards.functions[0].function), "rewards")
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [f" {row['answer']}\n", "another"])
+    said = PromptFormat(tokenizer, 64, {}).decode(row["prompt"], [[1], [1]])
+    columns = {"prompts": [row["prompt"]] * 2, "completion_ids": [[1]] * 2, "answer": [row["answer"]] * 2}
+    assert reward(completions=said, **columns) == [1.0, 0.0]
+
+
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -81,6 +102,22 @@ def test_every_link_leads_to_a_page_and_a_heading() -> None:
             if not place.exists() or (anchor and anchor not in anchors(place)):
                 dead.append(f"{page.name}: {target}")
     assert dead == []
+
+
+def test_every_row_of_a_table_stands_below_its_head() -> None:
+    """A blank line ends a table: rows behind it are shown as text."""
+    loose = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        loose += [f"{page.name}: {table[:60]}" for table in tables if not re.match(r".*\n\|[-:| ]+\|\n", table)]
+    assert loose == []
+
+
+def test_nobody_is_told_to_install_what_no_index_has() -> None:
+    """Slipstream is installed from its checkout."""
+    files = [*PAGES, *(file for name in PACKAGES for file in (REPOSITORY / name).rglob("*.py"))]
+    assert [str(file) for file in files if re.search(r"pip install '?slipstream", file.read_text())] == []
 
 
 def test_every_module_and_target_that_a_page_names_exists() -> None:

@@ -137,7 +137,9 @@ def end_own(run_dir: Path, own: OwnRay) -> None:
 
 def require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("rl-cluster needs Ray, which is not installed: pip install 'slipstream[ray]'")
+        raise ConfigError(
+            "rl-cluster needs Ray, which is not installed; in Slipstream's checkout: pip install '.[ray]'"
+        )
 
 
 def _init(address: str, run_dir: Path) -> None:

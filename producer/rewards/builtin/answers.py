@@ -71,7 +71,8 @@ def math_verify(options: MathVerify) -> Callable[..., Results]:
         from math_verify import parse, verify
     except ImportError as error:
         raise ConfigError(
-            f"rewards.functions: builtin math_verify needs the package math-verify ({error}); pip install 'slipstream[math]'"
+            f"rewards.functions: builtin math_verify needs the package math-verify ({error}); in Slipstream's checkout: "
+            "pip install '.[math]'"
         ) from error
     limit = {"parsing_timeout": options.time_s, "raise_on_error": True}
 

@@ -49,7 +49,7 @@ class NumericMatch(_Answer):
 
 
 class MathVerify(Section):
-    """1 if math-verify finds the text equivalent to the answer, else 0. Needs `pip install 'slipstream[math]'`."""
+    """1 if math-verify finds the text equivalent to the answer, else 0. Needs the extra `math`: `pip install '.[math]'`."""
 
     column: str = Field("answer", description="Dataset column with the right answer, as LaTeX or a number.")
     time_s: Annotated[int, Field(ge=1)] = Field(

@@ -71,7 +71,7 @@ def test_ray_is_not_installed(
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["status", "--run", str(tmp_path)]) == ExitCode.CONFIG
-    assert "pip install 'slipstream[ray]'" in capsys.readouterr().err
+    assert "pip install '.[ray]'" in capsys.readouterr().err
 
 
 def test_another_version_of_ray_or_python_as_ray_itself_says_it() -> None:
