@@ -1,13 +1,14 @@
 """Loading LoRA adapters inside vLLM's worker processes (`swap.mode: adapter`) without holding up the steps.
 
-Guarantee: an adapter is read in a thread; between two engine steps there is only the copy to where the layers
-read. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here each adapter is multiplied once with all
-tokens that name it. (Knows vLLM's objects only by what they have: no import.)
+Guarantee: an adapter is read in a thread; between two engine steps there is only the copy to where the layers read. An adapter of
+which vLLM would not serve a part is refused. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here
+each adapter is multiplied once with all tokens that name it. (Knows vLLM's objects only by what they have: no import.)
 """
 
 import os
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ _NICENESS = 10
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # what torch says in a RuntimeError
 
 
-class CannotMergeError(Exception):
+class PartlyServedError(Exception):
     """Serving without a part of this adapter would be another policy."""
 
 
@@ -50,7 +51,7 @@ class Preparation:
 
 def state_after(error: Exception) -> State:
     """Tell an adapter that is wrong from a machine that has no room for it now."""
-    if isinstance(error, CannotMergeError):
+    if isinstance(error, PartlyServedError):
         return "refused", str(error)
     may_pass = isinstance(error, OSError | MemoryError) or any(said in str(error) for said in _NO_MEMORY)
     return "failed" if may_pass else "refused", f"{type(error).__name__}: {error}"
@@ -77,7 +78,7 @@ class Loading(Preparation):
 
     def __init__(self, manager: Any) -> None:
         super().__init__()
-        self._load = manager._load_adapter
+        self._load, self._served = manager._load_adapter, manager._adapter_manager
         self._request: Any = None  # vLLM's LoRARequest
         self._ready: dict[int, Any] = {}
         manager._load_adapter = self._take
@@ -90,7 +91,16 @@ class Loading(Preparation):
         self.begin(self._read)
 
     def _read(self) -> None:
-        self._ready = {self._request.lora_int_id: self._load(self._request)}
+        adapter = self._load(self._request)
+        served = {*self._served.modules, *chain(*self._served.packed_modules.values())}
+        kinds = {_leaf(name) for name in served}
+        # Experts have names of their own in vLLM; a worker of a pipeline has some of the layers.
+        unserved = [name for name in adapter.loras if _leaf(name) not in kinds and ".experts" not in name]
+        if unserved:
+            raise PartlyServedError(
+                f"vLLM serves no adapter of {', '.join(sorted(unserved)[:3])}; check lora.target_modules of the producer"
+            )
+        self._ready = {self._request.lora_int_id: adapter}
 
     def finish(self, add: Callable[[Any], bool]) -> State:
         """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_state`."""
@@ -105,6 +115,10 @@ class Loading(Preparation):
     def _take(self, request: Any) -> Any:
         read = self._ready.pop(request.lora_int_id, None)
         return self._load(request) if read is None else read
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 class ByAdapter:

@@ -4,6 +4,7 @@ Guarantee: every GPU that `--gpu` names holds one part of one model, or nothing 
 than one producer.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,19 @@ def tensor_parallel_size(config: RunConfig, num_gpus: int) -> int:
 
 
 def _loras(config: RunConfig) -> dict[str, Any]:
-    num_slots = config.max_loras + config.serve.num_lora_slots
+    targets = config.lora["target_modules"]
+    served = {} if targets is None or isinstance(targets, str) else {"lora_target_modules": leaves(targets)}
     return {
         "enable_lora": True,
         "worker_extension_cls": "producer.engine.adapter_loading.LoadingWorker",
-        "max_loras": num_slots,
-        "max_cpu_loras": num_slots + 1,  # the one being loaded must not evict one that is in use
+        "max_loras": config.lora_slots,
+        "max_cpu_loras": config.lora_slots + 1,  # the one being loaded must not evict one that is in use
         "max_lora_rank": config.max_lora_rank,
+        **served,
     }
+
+
+def leaves(targets: Iterable[str]) -> list[str]:
+    """The last parts of the names of modules, by which vLLM finds what it computes adapters for. Without them it does for every
+    linear layer, and for embeddings and LM head of some models."""
+    return sorted({target.rpartition(".")[2] for target in targets})

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from producer.engine.adapter_loading import CannotMergeError, Preparation, State, state_after
+from producer.engine.adapter_loading import PartlyServedError, Preparation, State, state_after
 from producer.engine.token_counts import TokenCounts
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -143,9 +143,9 @@ class Merging(Preparation):
                 down, name = tensors.pop(key), module.removeprefix(_PREFIX)
                 parts.append(Part(*self._find(module), down, up, scaling(config, name, len(down))))
         if tensors:
-            raise CannotMergeError(f"{', '.join(sorted(tensors)[:3])}: not a pair of LoRA matrices of a linear layer")
+            raise PartlyServedError(f"{', '.join(sorted(tensors)[:3])}: not a pair of LoRA matrices of a linear layer")
         if not parts:
-            raise CannotMergeError("the adapter is empty")
+            raise PartlyServedError("the adapter is empty")
         return parts
 
     def _find(self, module: str) -> tuple[str, str | int | None]:
@@ -161,9 +161,11 @@ class Merging(Preparation):
                 return fused_name, shards[leaves.index(leaf)]
         layer: Any = self._layers.get(name)
         if not hasattr(layer, "weight_loader") or not (hasattr(layer, "input_size") or leaf == "lm_head"):
-            raise CannotMergeError(f"{module} is no linear layer of the engine; take it out of lora.target_modules")
+            raise PartlyServedError(f"{module} is no linear layer of the engine; take it out of lora.target_modules")
         if sum(getattr(other, "weight", None) is layer.weight for other in self._layers.values()) > 1:
-            raise CannotMergeError(f"{module} shares its weight with another layer; take it out of lora.target_modules")
+            raise PartlyServedError(
+                f"{module} shares its weight with another layer; take it out of lora.target_modules"
+            )
         return name, None
 
 
@@ -200,7 +202,7 @@ def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Ten
         rank, num_inputs = part.down.shape
         expected = getattr(layer, "input_size", shape[1])
         if num_inputs != expected:
-            raise CannotMergeError(f"a module takes {num_inputs} inputs, its layer in the engine {expected}")
+            raise PartlyServedError(f"a module takes {num_inputs} inputs, its layer in the engine {expected}")
         shard = () if part.shard is None else (part.shard,)
         ups.append(loaded(layer, (shape[0], rank), part.scaling * part.up.float(), shard, output_dim=0))
         down = part.down.float()

@@ -38,7 +38,8 @@ class ToolCallParser:
 
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
         """Content and calls of a turn, given without its end-of-turn token."""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._request.skip_special_tokens)
+        skips = self._request.skip_special_tokens is not False  # None, which vLLM 0.33 begins with, is True
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=skips)
         try:
             found = self._parser.extract_tool_calls(text, self._request)
             calls = [

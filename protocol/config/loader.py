@@ -44,7 +44,7 @@ def dump_config(config: RunConfig) -> str:
         "completions per step": config.completions_per_step,
         "control endpoint": config.control_endpoint,
         "blob endpoint": config.blob_endpoint,
-        "engine max_loras": config.max_loras + config.serve.num_lora_slots,
+        "engine max_loras": config.lora_slots,
         "engine max_lora_rank": config.max_lora_rank,
     }
     body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)

@@ -129,6 +129,11 @@ class RunConfig(Section):
         return self.training_loras + (self.evaluation is not None)
 
     @property
+    def lora_slots(self) -> int:
+        """The adapters that the engine has room for: these, and those of clients."""
+        return self.max_loras + self.serve.num_lora_slots
+
+    @property
     def control_endpoint(self) -> str:
         return self.transport.endpoint or f"ipc://{os.path.abspath(self.run_dir)}/control.ipc"
 

@@ -21,6 +21,7 @@ _HEAD_TILE = 4096 * 32768  # logits that TRL's chunked LM head computes at a tim
 _MARGIN = 1.15  # of a pass: what fragmentation and kernels take beside its tensors
 _KERNELS = 3 * GIB // 2  # of vLLM: CUDA graphs, sampler, the largest prefill
 _PROMPT_TOKENS = 1024  # of the longest prompt, where nothing says it
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # of vLLM
 _QUANTIZED_AT_LEAST = 0.5  # bytes per weight of the smallest of vLLM's formats
 
 
@@ -90,7 +91,7 @@ def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
     engine, dtype_bytes = config.engine, _DTYPE_BYTES[config.model.dtype]
     num_elements = sum(weight.num_elements for weight in model.weights)
     weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
-    adapters = config.max_loras * _num_trained(config, model) * dtype_bytes if config.swap.mode == "adapter" else 0
+    adapters = config.lora_slots * _num_served(config, model) * dtype_bytes if config.swap.mode == "adapter" else 0
     element = 1 if str(engine.get("kv_cache_dtype", "")).startswith("fp8") else dtype_bytes
     of_token = 2 * model.num_layers * model.kv_size * element
     tokens = max(_longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
@@ -181,6 +182,16 @@ def _longest_context(config: RunConfig, model: ModelShape) -> int | None:
 
 def _num_trained(config: RunConfig, model: ModelShape) -> int:
     return adapter_parameters(model.weights, config.lora["r"], config.lora["target_modules"] or "all-linear")
+
+
+def _num_served(config: RunConfig, model: ModelShape) -> int:
+    """Parameters of one LoRA slot of vLLM: of each layer that it serves, fused ones as a whole, at the rank that it has."""
+    targets = config.lora["target_modules"]
+    if targets is None or isinstance(targets, str):
+        return adapter_parameters(model.weights, config.max_lora_rank, "all-linear")
+    leaves = {target.rpartition(".")[2] for target in targets}
+    served = leaves.union(*(fused for fused in _FUSED if leaves & fused))
+    return adapter_parameters(model.weights, config.max_lora_rank, sorted(served))
 
 
 def _is_target(module: str, targets: Any) -> bool:

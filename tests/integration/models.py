@@ -175,11 +175,13 @@ def _loaded(
     return model if adapter_folder is None else PeftModel.from_pretrained(model, adapter_folder)
 
 
-def random_adapter(model_folder: Path, folder: Path, *, rank: int = 8, seed: int = 0) -> tuple[bytes, str]:
+def random_adapter(
+    model_folder: Path, folder: Path, *, rank: int = 8, seed: int = 0, targets: str | list[str] = "all-linear"
+) -> tuple[bytes, str]:
     """Writes a LoRA adapter whose matrices are all non-zero to `folder`; returns it as blob and sha256."""
     torch.manual_seed(seed)
     base = load_model(model_folder, dtype=torch.float32)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(base, within_text_model(config, model_folder))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

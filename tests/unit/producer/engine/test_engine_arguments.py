@@ -22,6 +22,24 @@ def config_of(tmp_path: Path, *, engine: dict[str, Any] | None = None, **model: 
     )
 
 
+@pytest.mark.parametrize(
+    ("targets", "served"),
+    [
+        (["q_proj", "self_attn.v_proj", "mlp.q_proj"], ["q_proj", "v_proj"]),
+        ("all-linear", None),
+        (r".*_proj", None),
+        (None, None),
+    ],
+)
+def test_vllm_serves_adapters_of_the_modules_alone_that_the_file_names(
+    tmp_path: Path, targets: Any, served: list[str] | None
+) -> None:
+    config = RunConfig.model_validate(config_of(tmp_path).model_dump() | {"lora": {"target_modules": targets}})
+    assert own_arguments(config, tmp_path, 1).get("lora_target_modules") == served
+    merged = RunConfig.model_validate(config.model_dump() | {"swap": {"mode": "merged"}})
+    assert "lora_target_modules" not in own_arguments(merged, tmp_path, 1)
+
+
 def test_an_engine_that_takes_turns_can_sleep(tmp_path: Path) -> None:
     assert "enable_sleep_mode" not in own_arguments(config_of(tmp_path), tmp_path, 1)
     config = RunConfig.model_validate(config_of(tmp_path).model_dump() | {"pipeline": {"gpu": "turns"}})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from producer.engine.adapter_loading import ByAdapter, CannotMergeError, Loading, Preparation, groups_of
+from producer.engine.adapter_loading import ByAdapter, Loading, PartlyServedError, Preparation, groups_of
 
 ONE = SimpleNamespace(lora_name="v1", lora_int_id=1)
 
@@ -19,13 +19,18 @@ class Manager:
     def __init__(self, error: Exception | None = None) -> None:
         self.read: list[int] = []
         self._error = error
-        self._adapter_manager = SimpleNamespace(punica_wrapper_mapping={})
+        self.loras = {"model.layers.0.self_attn.q_proj": "weights"}
+        self._adapter_manager = SimpleNamespace(
+            punica_wrapper_mapping={},
+            modules={"model.layers.0.self_attn.qkv_proj": "a layer", "model.layers.0.mlp.down_proj": "another"},
+            packed_modules={"model.layers.0.self_attn.qkv_proj": [f"model.layers.0.self_attn.{x}_proj" for x in "qkv"]},
+        )
 
-    def _load_adapter(self, request: Any) -> str:
+    def _load_adapter(self, request: Any) -> SimpleNamespace:
         self.read.append(request.lora_int_id)
         if self._error is not None:
             raise self._error
-        return f"weights of {request.lora_name}"
+        return SimpleNamespace(name=request.lora_name, loras=self.loras)
 
 
 def prepared(manager: Manager) -> Loading:
@@ -41,12 +46,12 @@ def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
     loading, placed = prepared(manager), []
 
     def add(request: Any) -> bool:
-        placed.append(manager._load_adapter(request))
+        placed.append(manager._load_adapter(request).name)
         return True
 
     assert [loading.finish(add), loading.finish(add)] == [("done", "")] * 2
-    assert (placed, manager.read) == (["weights of v1"], [1])
-    assert manager._load_adapter(SimpleNamespace(lora_name="v2", lora_int_id=2)) == "weights of v2"
+    assert (placed, manager.read) == (["v1"], [1])
+    assert manager._load_adapter(SimpleNamespace(lora_name="v2", lora_int_id=2)).name == "v2"
     assert manager.read == [1, 2]
 
 
@@ -65,7 +70,7 @@ def test_while_it_is_read_nothing_is_put_anywhere() -> None:
 @pytest.mark.parametrize(
     ("error", "state"),
     [
-        (CannotMergeError("in part"), ("refused", "in part")),
+        (PartlyServedError("in part"), ("refused", "in part")),
         (ValueError("rank 512"), ("refused", "ValueError: rank 512")),
         (KeyError("layers.7"), ("refused", "KeyError: 'layers.7'")),
         (OSError("too many open files"), ("failed", "OSError: too many open files")),
@@ -97,6 +102,23 @@ def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
         ("refused", "RuntimeError: shapes differ")
     ] * 2
     assert prepared(Manager()).finish(lambda request: False)[0] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("module", "is_served"),
+    [
+        ("model.layers.0.self_attn.v_proj", True),
+        ("model.layers.7.mlp.down_proj", True),  # another worker of a pipeline has this layer
+        ("model.layers.0.mlp.experts.3.w1", True),
+        ("model.layers.0.self_attn.o_proj", False),
+        ("lm_head", False),
+    ],
+)
+def test_an_adapter_with_a_module_that_the_engine_does_not_serve_is_refused(module: str, is_served: bool) -> None:
+    manager = Manager()
+    manager.loras[module] = "weights"
+    state, said = prepared(manager).finish(lambda request: True)
+    assert (state, module in said) == (("done", False) if is_served else ("refused", True))
 
 
 def test_tokens_by_adapter() -> None:

@@ -19,7 +19,10 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 class Tokenizer:
     """One token per character."""
 
-    def decode(self, token_ids: list[int], **_: object) -> str:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: object) -> str:
+        assert isinstance(skip_special_tokens, bool)
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token]
         return "".join(map(chr, token_ids))
 
     def get_vocab(self) -> dict[str, int]:
@@ -87,6 +90,21 @@ def test_arguments_that_no_process_can_be_sent_are_none(parsed: Any, arguments: 
     content, [(name, found)] = parsed(arguments)
     assert found is None
     msgspec.msgpack.encode([content, name])
+
+
+@pytest.mark.parametrize(("said", "content"), [(True, "ab"), (False, "a\0b"), (None, "ab")])
+def test_a_turn_has_special_tokens_only_where_the_parser_wants_them(
+    made: Callable[[type[Parser]], Any], said: bool | None, content: str
+) -> None:
+    class Untouched(Parser):
+        def adjust_request(self, request: Any) -> Any:
+            request.skip_special_tokens = said
+            return request
+
+        def extract_tool_calls(self, text: str, _request: Any) -> Any:
+            return SimpleNamespace(tools_called=False, tool_calls=[])
+
+    assert made(Untouched).parse([ord("a"), 0, ord("b")]) == (content, [])
 
 
 def test_arguments_arrive(parsed: Any) -> None:

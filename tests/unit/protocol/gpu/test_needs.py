@@ -107,9 +107,22 @@ def test_a_run(tmp_path: Path) -> None:
     assert (trainer.base, trainer.adapter) == (3408, 512 * 16)
     assert (trainer.tokens, trainer.least_tokens) == (16384, 10)  # a prompt of 4 and a completion of 6
     assert trainer.least == 3408 + 8192 + 6992
-    # Three LoRA slots; a token has 2 * 2 * 1 * 4 values of 2 bytes, and a context of 64 is more than a group of 3 * 10.
-    assert (engine.weights, engine.adapters, engine.cache) == (3408, 3 * 1024, 64 * 32)
-    assert engine.least == 3408 + 3072 + 2048 + 3 * GIB // 2
+    # Three LoRA slots of rank 8, the least that vLLM serves; a token has 2 * 2 * 1 * 4 values of 2 bytes, and a context of 64 is
+    # more than a group of 3 * 10.
+    assert (engine.weights, engine.adapters, engine.cache) == (3408, 3 * 4096, 64 * 32)
+    assert engine.least == 3408 + 12288 + 2048 + 3 * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "sides"),
+    [("all-linear", 256), (r".*\.0\.mlp\..*", 256), (["down_proj"], 48), (["self_attn.q_proj", "v_proj"], 80)],
+)
+def test_slots_of_the_engine_hold_what_vllm_serves(tmp_path: Path, targets: str | list[str], sides: int) -> None:
+    """Clients have slots, too, and a fused layer is served as a whole: here queries, keys and values."""
+    folder = write_model(tmp_path / "model")
+    lora, serve = {"r": 2, "lora_alpha": 4, "target_modules": targets}, {"enabled": True, "max_versions": 2}
+    _, engine = needs_of(run_of(folder, lora=lora, serve=serve), folder)
+    assert engine.adapters == (3 + 4) * 8 * sides * 2
 
 
 @pytest.mark.parametrize(
