@@ -17,7 +17,7 @@ import msgspec
 from producer.interfaces import Failure
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
 from protocol.decoding import UNSENDABLE
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DeviceError
 from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
 from protocol.throttle import Throttle
 
@@ -30,9 +30,10 @@ _LOOK_EVERY_S = 0.1
 class WorkerLostError(Exception):
     """The worker of a call has been killed, or could not be started: nothing was scored."""
 
-    def __init__(self, reason: Failure, problem: str) -> None:
+    def __init__(self, reason: Failure, problem: str, *, of_device: bool = False) -> None:
         super().__init__(problem)
         self.reason: Failure = reason
+        self.of_device = of_device
 
 
 class WorkerPool:
@@ -63,11 +64,11 @@ class WorkerPool:
         return self._slots.qsize()
 
     async def start(self) -> None:
-        """Starts the workers. Raises ConfigError if a function cannot be imported or made."""
+        """Starts the workers. Raises ConfigError if a function cannot be imported or made, and DeviceError where a GPU is why."""
         try:
             workers = await asyncio.gather(*(self._start_worker() for _ in range(self.num_workers)))
         except WorkerLostError as error:
-            raise ConfigError(str(error)) from error
+            raise (DeviceError if error.of_device else ConfigError)(str(error)) from error
         for worker in workers:
             self._slots.put_nowait(worker)
 
@@ -128,12 +129,13 @@ class WorkerPool:
 
     async def _start_worker(self) -> ChildProcess:
         source, worker, problem = f"rewards {self._shown}, while loading,", None, "cancelled"
+        of_device = False
         try:
             worker = self._children.start(
                 "producer.rewards.worker", self._sources, source=source, environment=self._environment
             )
             ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
-            self.asynchronous, problem = ready.asynchronous, "\n".join(ready.problems)
+            self.asynchronous, of_device, problem = ready.asynchronous, ready.of_device, "\n".join(ready.problems)
         except TimeoutError:
             problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
         except ChildEndedError as error:
@@ -142,7 +144,7 @@ class WorkerPool:
             if problem and worker is not None:
                 self._children.terminate(worker)
         if problem or worker is None:
-            raise WorkerLostError("crashed", problem)
+            raise WorkerLostError("crashed", problem, of_device=of_device)
         return worker
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from producer.interfaces import Failure
 from protocol.config.functions import load_function
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DeviceError
 from protocol.processes.worker_channel import WorkerChannel, raised
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -76,19 +76,22 @@ class Ready(msgspec.Struct, frozen=True):
 
     problems: list[str]
     asynchronous: list[int] = []
+    of_device: bool = False  # whether a GPU is one of the problems
 
 
 def main(descriptor: int, sources: bytes) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
     channel = WorkerChannel(descriptor)
-    functions, problems = [], []
+    functions, problems, of_device = [], list[str](), False
     for source in msgspec.json.decode(sources, type=list[Source]):
         try:
             functions.append(_function(source))
-        except ConfigError as error:
+        except (ConfigError, DeviceError) as error:
             problems.append(str(error))
-    channel.send(Ready(problems, [index for index, made in enumerate(functions) if _is_asynchronous(made)]))
+            of_device = of_device or isinstance(error, DeviceError)
+    awaited = [index for index, made in enumerate(functions) if _is_asynchronous(made)]
+    channel.send(Ready(problems, awaited, of_device))
     while not problems and (frame := channel.receive()) is not None:
         call = msgspec.msgpack.decode(frame, type=Call)
         called = [functions[index] for index in call.functions]

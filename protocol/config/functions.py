@@ -1,7 +1,8 @@
 """User functions named in the configuration as `module:function` or `path/to/file.py:function`.
 
-Guarantee: `load_function` returns a callable or raises `ConfigError` with the key, the place and the reason. A file is executed
-once, however many of its functions are asked for, so they share what it loads and remembers.
+Guarantee: `load_function` returns a callable or raises `ConfigError` with the key, the place and the reason; `DeviceError` where
+the code found a GPU without memory. A file is executed once, however many of its functions are asked for, so they share what it
+loads and remembers.
 """
 
 import functools
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 
@@ -27,7 +28,8 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
         sys.path[:0] = [] if "" in sys.path else [""]  # before our own: what this process needs of ours is loaded
         module = _load_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
-        raise ConfigError(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
+        kind = DeviceError if is_device_failure(error) else ConfigError
+        raise kind(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:
         hint = "; it is a package of Slipstream, so give yours another name, or its file" if place in PACKAGES else ""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.config.sections.rewards import RewardModel
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 
 def reward_model(path: str, options: RewardModel) -> Callable[..., list[float]]:
@@ -28,6 +28,11 @@ def reward_model(path: str, options: RewardModel) -> Callable[..., list[float]]:
         )
         model.eval().to(device)
     except (OSError, ValueError, RuntimeError) as error:
+        if is_device_failure(error):
+            raise DeviceError(
+                f"rewards.functions: model {path} has no room on GPU {options.gpu}, or that fails: {error}; free it of other "
+                "processes, or name another one"
+            ) from error
         raise ConfigError(f"rewards.functions: model {path} cannot be loaded: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -16,7 +16,7 @@ from producer.rewards.failures import MOST, RewardFailures
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Job, _score
 from protocol.config.sections.rewards import RewardsSection
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DeviceError
 from protocol.wire.messages import MissingReward
 from tests.unit.producer.loop import until
 
@@ -278,6 +278,20 @@ def test_groups_are_scored_side_by_side_and_after_a_hang_by_another_process(rewa
     first, second, third = with_pool(rewards_of("moody", timeout_s=1.0, num_workers=2), use)
     assert first == third != second, "in turn"
     assert not any(os.path.exists(f"/proc/{process_id}") for process_id in (first, second))
+
+
+OUT_OF_MEMORY = """
+import sys, types
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})
+raise torch.OutOfMemoryError("CUDA out of memory")
+"""
+
+
+def test_a_gpu_without_memory_for_a_reward_is_no_wrong_configuration(tmp_path):
+    (tmp_path / "large.py").write_text(OUT_OF_MEMORY)
+    with pytest.raises(DeviceError, match=r"rewards\.functions.*CUDA out of memory"):
+        score(section(f"{tmp_path}/large.py:reward"))
 
 
 @pytest.mark.parametrize(

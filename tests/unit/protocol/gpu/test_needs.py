@@ -1,16 +1,26 @@
 """What a model takes of a GPU, worked out by hand for one of 1,704 parameters."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from protocol.errors import ConfigError
 from protocol.gpu import needs
-from protocol.gpu.model_files import ModelShape, model_shape
-from protocol.gpu.needs import GIB, adapter_parameters, base_bytes, layer_bytes, needs_of, optimizer_bytes, pass_bytes
+from protocol.gpu.model_files import ModelShape, model_shape, weights_of
+from protocol.gpu.needs import (
+    GIB,
+    adapter_parameters,
+    base_bytes,
+    base_of,
+    layer_bytes,
+    needs_of,
+    optimizer_bytes,
+    pass_bytes,
+)
 from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
 
 
@@ -24,6 +34,22 @@ def test_the_folder_says_the_shapes(model: ModelShape) -> None:
     assert (model.hidden_size, model.intermediate_size, model.num_layers, model.vocab_size) == (8, 16, 2, 32)
     assert (model.query_size, model.kv_size, model.max_length) == (8, 4, 64)
     assert {(weight.bits, weight.is_float) for weight in model.weights} == {(16, True)}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_weights_that_a_checkpoint_has_a_second_time_count_once(tmp_path: Path, *, in_parts: bool) -> None:
+    folder = write_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder / "consolidated.safetensors")
+    if in_parts:
+        (folder / "model.safetensors").unlink()
+        parts = {"model-1-of-2.safetensors": list(weights)[:5], "model-2-of-2.safetensors": list(weights)[5:]}
+        for file, names in parts.items():
+            save_file({name: weights[name] for name in names}, folder / file)
+        index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert sum(weight.num_elements for weight in weights_of(folder)) == 1704
+    assert base_of(folder, "bfloat16", None) == 2 * 1704
 
 
 def test_a_model_of_several_modalities_says_it_of_its_text_model(tmp_path: Path) -> None:
