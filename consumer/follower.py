@@ -149,7 +149,7 @@ def main() -> None:
     # It takes these ranks for those of a DistributedDataParallel that was not started as it likes.
     logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
     device = torch.device("cuda" if member.on_gpu else "cpu")
-    with last_words(store, member.rank):
+    with last_words(store, member.rank, member.silence_s):
         ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)
         follow(config, ranks, on_gpu=member.on_gpu)
 

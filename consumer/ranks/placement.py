@@ -88,8 +88,13 @@ class Placement:
 
     def environment(self, index: int) -> dict[str, str]:
         """What a process must find in its environment before it imports torch, by its number on this host."""
+        found = {}
         if self.gpus:
-            return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(self.gpus[index])}
-        if self.num_ranks == 1 or "OMP_NUM_THREADS" in os.environ:
-            return {}
-        return {"OMP_NUM_THREADS": str(max(1, ((os.cpu_count() or 2) - 1) // self.num_ranks))}
+            found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(self.gpus[index])}
+            if (
+                not self.is_alone
+            ):  # NCCL would end the process for a lost rank before `consumer.ranks.presence` can say which
+                found |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+        if self.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+            found |= {"OMP_NUM_THREADS": str(max(1, ((os.cpu_count() or 2) - 1) // self.num_ranks))}
+        return found

@@ -1,7 +1,7 @@
 """Who of the ranks and hosts is still there.
 
 Guarantee: a rank whose process ended, or failed with a message, is noticed within a second; a rank or a host that is stopped or
-gone within `SILENCE_S`, also while models load; a rank that never begins to give signs within `_FIRST_SIGN_S`. The run then ends,
+gone within `silence_s`, also while models load; a rank that never begins to give signs within `_FIRST_SIGN_S`. The run then ends,
 with the rank or host named, also where the main thread waits in a collective operation for ever. A long pass is no silence,
 because the signs of life come from a thread; and while rank 0 itself was stopped nobody counts as silent.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from consumer.ranks.signs import LOST, SILENCE_S, is_broken_connection, key_of, same_life
+from consumer.ranks.signs import LOST, is_broken_connection, key_of, same_life
 from protocol.errors import ExitCode, RankLostError, SlipstreamError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.25
 _FIRST_SIGN_S = 300.0  # a rank gives signs once its libraries are imported, which may take long on a network's disk
 _GRACE_S = 2.0  # for the main thread, to end in good order once the other ranks are gone
-_FINDING_S = SILENCE_S + 2.0
+_FINDING_S = 2.0  # beyond the silence of a process that is lost
 
 
 @dataclass
@@ -40,6 +40,7 @@ class RankWatch(threading.Thread):
 
     Args:
         hosts: the ranks of each, by number of the host.
+        silence_s: without a sign for so long a process counts as lost.
         ended: gives the ranks on this host whose processes have ended, and how.
         on_lost: is called once, on this thread, with what happened; it ends what is left of the ranks.
     """
@@ -48,11 +49,13 @@ class RankWatch(threading.Thread):
         self,
         store: dist.Store,
         hosts: Sequence[range],
+        silence_s: float,
         ended: Callable[[], Iterable[tuple[int, str]]],
         on_lost: Sequence[Callable[[RankLostError], None]],
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
         self._store = store
+        self._silence_s = silence_s
         self._ended = ended
         self._on_lost = on_lost
         self._looked = time.monotonic()
@@ -68,7 +71,7 @@ class RankWatch(threading.Thread):
         say to the user, such as that its own device has no memory, is not of that kind."""
         if isinstance(error, SlipstreamError):
             return
-        if is_broken_connection(error) and not self._found.wait(_FINDING_S):
+        if is_broken_connection(error) and not self._found.wait(self._silence_s + _FINDING_S):
             self.close()
             if self.lost is None:
                 self._lose(f"the connection between the ranks broke ({error})")
@@ -114,8 +117,10 @@ class RankWatch(threading.Thread):
                 seen.sign, seen.changed = sign, now
             elif not seen.sign and now - seen.changed > _FIRST_SIGN_S:
                 return f"{seen.name} gave no sign of life within {_FIRST_SIGN_S:.0f} s of its start"
-            elif seen.sign and now - seen.changed > SILENCE_S:
-                return f"{seen.name} gave no sign of life for {SILENCE_S:.0f} s: it is stopped, or its host is gone"
+            elif seen.sign and now - seen.changed > self._silence_s:
+                return (
+                    f"{seen.name} gave no sign of life for {self._silence_s:.0f} s: it is stopped, or its host is gone"
+                )
         return None
 
     def _lose(self, why: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from consumer.ranks.placement import Placement
+from consumer.ranks.signs import silence_s
 from protocol.config.run import RunConfig
 from protocol.processes.tree import exit_text
 
@@ -26,6 +27,7 @@ class Member(msgspec.Struct, frozen=True):
     port: int
     on_gpu: bool
     parent: int
+    silence_s: float
 
 
 class RankProcesses:
@@ -55,9 +57,10 @@ def rank_processes(
         first_index: of the first of these ranks among all of this host, which decides its GPU.
     """
     described, on_gpu = msgspec.Raw(config.model_dump_json().encode()), bool(placement.gpus)
+    silence = silence_s(config.pipeline.rank_silence_s, placement.nodes.count)
     started = {}
     for index, rank in enumerate(ranks, first_index):
-        member = Member(described, rank, world, placement.nodes.host, port, on_gpu, os.getpid())
+        member = Member(described, rank, world, placement.nodes.host, port, on_gpu, os.getpid(), silence)
         started[rank] = start(member, placement.environment(index))
     try:
         yield RankProcesses(started)

@@ -20,13 +20,21 @@ from protocol.errors import ExitCode
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 6.0
-"""Without a sign for so long a process counts as lost."""
 LOST = "lost"
 """Key of the store: the first rank that was seen to end or fail, and how."""
+_SILENCE_S, _SILENCE_OF_HOSTS_S = 6.0, 60.0
 _GIVE_EVERY_S = 0.5
 _MARGIN_S = 1.0
 _MOST_CHARS = 500
+
+
+def silence_s(chosen: float | None, num_hosts: int) -> float:
+    """Return the seconds without a sign after which a process counts as lost. Between hosts a switch may fail over meanwhile.
+
+    Args:
+        chosen: `pipeline.rank_silence_s`.
+    """
+    return chosen or (_SILENCE_S if num_hosts == 1 else _SILENCE_OF_HOSTS_S)
 
 
 class Signs:
@@ -77,13 +85,17 @@ def tell_lost(store: dist.Store, rank: int, how: str) -> None:
 
 
 @contextlib.contextmanager
-def last_words(store: dist.Store, rank: int) -> Iterator[None]:
-    """Of a rank but the first: an exception within is logged and told to rank 0, and ends this process."""
+def last_words(store: dist.Store, rank: int, silence_s: float) -> Iterator[None]:
+    """Log an exception of a rank but the first, tell it to rank 0, and end this process.
+
+    Args:
+        silence_s: after which rank 0 knows which process is silent.
+    """
     try:
         yield
     except Exception as error:
         if is_broken_connection(error):  # rank 0 names whom it leads to, and ends this process too
-            time.sleep(SILENCE_S + _MARGIN_S)
+            time.sleep(silence_s + _MARGIN_S)
         logger.critical("this rank ends", exc_info=True)
         said = " ".join(str(error).split())[:_MOST_CHARS]
         tell_lost(store, rank, f"{type(error).__name__}: {said}" if said else type(error).__name__)

@@ -22,6 +22,7 @@ from consumer.ranks.rendezvous import (
     listen,
     until_heard,
 )
+from consumer.ranks.signs import silence_s
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode, RankLostError
 
@@ -52,7 +53,11 @@ def team(
     world, own = hosts[-1].stop, hosts[0][1:]
     with rank_processes(config, placement, own, world, store.port, first_index=1) as processes:
         watch = RankWatch(
-            connect(nodes.host, store.port), hosts, processes.ended, [lambda _: processes.kill(), on_lost]
+            connect(nodes.host, store.port),
+            hosts,
+            silence_s(config.pipeline.rank_silence_s, nodes.count),
+            processes.ended,
+            [lambda _: processes.kill(), on_lost],
         )
         watch.start()
         over = ExitCode.RANK_LOST

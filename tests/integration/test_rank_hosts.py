@@ -73,7 +73,7 @@ def test_a_host_ends_when_the_trainer_is_killed_and_the_trainer_stops_while_it_w
 def test_a_host_that_is_gone_before_its_ranks_gave_a_sign_of_life_is_named(
     start: Callable[..., Run], rendezvous: str
 ) -> None:
-    run = start()
+    run = start(pipeline={"rank_silence_s": 6})
     trainer, other = host(run, 0, rendezvous), host(run, 1, rendezvous, spawns=True)
     other.wait_for("ranks 1 to 1 of 2 begin here")  # and import their libraries, which takes some seconds
     other.kill()

@@ -42,6 +42,12 @@ class PipelineSection(Section):
         "base would take more than 60 % of a GPU's memory (on a CPU: of the host's, divided by the ranks). A trainer of one "
         "rank keeps all of it.",
     )
+    rank_silence_s: Annotated[float, Field(ge=2, le=1e9)] | None = Field(
+        None,
+        description="A rank or host of a trainer on several GPUs that gives no sign of life for so long counts as lost, and the "
+        "run ends with exit code 77. Default: 6 on one host; 60 on several, whose network may need half a minute to find "
+        "another way.",
+    )
     max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
         1,
         description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy; `auto` "

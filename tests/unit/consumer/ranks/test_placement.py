@@ -22,9 +22,20 @@ def test_the_number_of_ranks(gpus: list[int], ranks: int | None, world: int) -> 
 def test_each_rank_sees_its_own_gpu_and_a_share_of_the_cores() -> None:
     placement = Placement.of([2, 0], None, Nodes())
     assert [placement.environment(rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["2", "0"]
+    assert Placement.of([0], None, Nodes()).environment(0) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    assert Placement.of(list(range(64)), None, Nodes()).environment(63)["OMP_NUM_THREADS"] == "1"
     assert Placement.of([], None, Nodes()).environment(0) == {}
     assert Placement.of([], 3, Nodes()).environment(1) == {"OMP_NUM_THREADS": "1"}
     assert Placement.of([], 16, Nodes()).environment(15) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_nccl_leaves_the_end_of_a_lost_rank_to_those_who_know_which_it_was() -> None:
+    for nodes in (Nodes(), Nodes(2, 1, "10.0.0.5", 5600)):
+        environment = Placement.of([0, 1] if nodes.count == 1 else [0], None, nodes).environment(0)
+        assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
 def test_threads_that_somebody_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:

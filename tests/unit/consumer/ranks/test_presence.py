@@ -17,11 +17,11 @@ GLOO_ERROR = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.
 class Looking:
     """A watch over rank 1 of host 0 and ranks 2 and 3 of host 1 that looks every quarter of a second."""
 
-    def __init__(self, ended: Callable[[], list[tuple[int, str]]] = list) -> None:
+    def __init__(self, ended: Callable[[], list[tuple[int, str]]] = list, silence_s: float = 6.0) -> None:
         self.store = DictionaryStore()
         self.signs = {who: Signs(self.store, who) for who in ("rank 1", "rank 2", "rank 3", "node 1")}
         self.signs["node 1"].give()  # before it is told its place
-        self.watch = RankWatch(self.store, [range(2), range(2, 4)], ended, [])
+        self.watch = RankWatch(self.store, [range(2), range(2, 4)], silence_s, ended, [])
         self.now = self.watch._looked
 
     def after(self, seconds: float, without: tuple[str, ...] = ()) -> str | None:
@@ -41,6 +41,13 @@ def test_a_rank_that_stands_still_is_named() -> None:
     assert ranks.after(5.5, without=("rank 3",)) is None
     said = ranks.after(1, without=("rank 3",))
     assert said == "rank 3 of node 1 gave no sign of life for 6 s: it is stopped, or its host is gone"
+
+
+def test_how_long_silence_may_last_is_for_the_caller_to_say() -> None:
+    ranks = Looking(silence_s=60.0)
+    assert ranks.after(1) is None
+    assert ranks.after(58, without=("rank 3",)) is None
+    assert ranks.after(3, without=("rank 3",)) is not None
 
 
 def test_one_that_still_loads_is_waited_for_but_not_for_ever() -> None:
@@ -93,7 +100,7 @@ def test_everybody_is_told_once_and_what_fails_then_is_explained() -> None:
     told: list[RankLostError] = []
     ended = threading.Event()
     dead = [(1, "killed by SIGKILL")]
-    watch = RankWatch(DictionaryStore(), [range(2)], lambda: dead if ended.is_set() else [], [told.append])
+    watch = RankWatch(DictionaryStore(), [range(2)], 6.0, lambda: dead if ended.is_set() else [], [told.append])
     watch.start()
     try:
         ended.set()
@@ -107,9 +114,9 @@ def test_everybody_is_told_once_and_what_fails_then_is_explained() -> None:
 def test_connections_that_break_while_all_are_there_end_the_run_as_a_lost_rank_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("consumer.ranks.presence._FINDING_S", 0.01)
+    monkeypatch.setattr("consumer.ranks.presence._FINDING_S", 0.01 - 6.0)
     told: list[RankLostError] = []
-    watch = RankWatch(DictionaryStore(), [range(2)], list, [told.append])
+    watch = RankWatch(DictionaryStore(), [range(2)], 6.0, list, [told.append])
     watch.start()
     with pytest.raises(RankLostError, match=r"the connection between the ranks broke .*Connection reset by peer"):
         watch.explain(GLOO_ERROR)
@@ -117,14 +124,14 @@ def test_connections_that_break_while_all_are_there_end_the_run_as_a_lost_rank_d
 
 
 def test_an_error_that_no_rank_caused_stays_what_it_is() -> None:
-    watch = RankWatch(DictionaryStore(), [range(2)], list, [])
+    watch = RankWatch(DictionaryStore(), [range(2)], 6.0, list, [])
     watch.explain(MemoryError())
     watch.explain(RuntimeError("CUDA out of memory"))
     assert watch.lost is None
 
 
 def test_what_rank_0_has_to_say_itself_comes_before_a_rank_that_found_the_same() -> None:
-    watch = RankWatch(DictionaryStore(), [range(2)], lambda: [(1, "DeviceError: no memory")], [])
+    watch = RankWatch(DictionaryStore(), [range(2)], 6.0, lambda: [(1, "DeviceError: no memory")], [])
     watch.start()
     try:
         assert watch._found.wait(10)
@@ -141,7 +148,7 @@ def test_a_store_that_fails_ends_the_run_because_nobody_would_be_missed(monkeypa
 
     told: list[RankLostError] = []
     store = DictionaryStore()
-    watch = RankWatch(store, [range(2)], list, [told.append, lambda _: watch._closed.set()])
+    watch = RankWatch(store, [range(2)], 6.0, list, [told.append, lambda _: watch._closed.set()])
     monkeypatch.setattr(store, "check", fails)
     watch.start()
     watch.join(10)

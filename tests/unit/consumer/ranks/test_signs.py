@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from consumer.ranks.signs import LOST, last_words
+from consumer.ranks.signs import LOST, last_words, silence_s
 
 from .dictionary_store import DictionaryStore
 from .test_presence import GLOO_ERROR
@@ -29,7 +29,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def said_after(error: Exception) -> str:
     store = DictionaryStore()
-    with pytest.raises(Ended), last_words(store, 3):
+    with pytest.raises(Ended), last_words(store, 3, 30.0):
         raise error
     os._exit.assert_called_once_with(70)  # type: ignore[attr-defined]
     return store.get(LOST).decode()
@@ -53,12 +53,17 @@ def test_one_that_lost_the_connection_to_another_leaves_the_word_to_that_first(
     waited: list[float], error: Exception
 ) -> None:
     assert said_after(error).startswith(f"rank 3 ended ({type(error).__name__}: ")
-    assert waited == [7.0]
+    assert waited == [31.0]
+
+
+def test_hosts_are_waited_for_longer_than_processes() -> None:
+    assert silence_s(None, 1) < 10 < 30 < silence_s(None, 2)
+    assert silence_s(3.0, 1) == silence_s(3.0, 2) == 3.0
 
 
 def test_a_rank_that_does_not_fail_says_nothing(waited: list[float]) -> None:
     store = DictionaryStore()
-    with last_words(store, 3):
+    with last_words(store, 3, 30.0):
         pass
     assert not store.check([LOST])
     assert waited == []

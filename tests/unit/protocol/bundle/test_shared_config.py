@@ -247,7 +247,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "pipeline": {
             *("trainer_tokens_per_micro_batch", "auto_min_effective_share", "fill", "fill_timeout_s", "sync_interval"),
             *("lease_timeout_s", "max_data_attempts", "max_infra_attempts", "data_backoff_s", "infra_backoff_s"),
-            *("max_failed_share", "shard_base", "gpu"),
+            *("max_failed_share", "shard_base", "rank_silence_s", "gpu"),
         },
         "transport": {"keys", "identity", "endpoint", "blob_endpoint", "region", "relay_host"},
         "observability": {"progress", "trainer_metrics_port", "rollout_samples", "rollouts_max_bytes"},
