@@ -66,7 +66,7 @@ class LiveRun:
     def carry(self, trainer: SlipstreamTrainer) -> None:
         """Where the GPU is shared, the model comes and goes with the trainer's turns from now on."""
         if self.turns is not None:
-            moves = DeviceMoves(trainer.accelerator.device, trainer.kept_tensors)
+            moves = DeviceMoves(trainer.accelerator.device, trainer.kept_tensors, trainer.forget_batch)
             self.turns.carry(moves, self.connections.pipeline.flush, self.intake.wake)
 
     def lost(self, error: RankLostError) -> None:

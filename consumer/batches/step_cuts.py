@@ -71,6 +71,12 @@ class StepCutter:
             yield self.micro_batches
             self._kept = self.micro_batches
 
+    def forget(self) -> None:
+        """Drop the tensors of the last batch, whoever holds its micro-batches."""
+        for batch in self.micro_batches:
+            batch.clear()
+        self.micro_batches.clear()
+
     def halve(self, problem: str) -> list[MicroBatch]:
         """The step in progress in more passes than before, of at most half as many tokens.
 

@@ -10,7 +10,7 @@ as the loss computes them but without dropout. Nothing that training depends on 
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -122,7 +122,7 @@ class AdapterSnapshots:
         self._head = blob[: len(blob) - len(file) + header_bytes]
         self._num_bytes = len(blob)
         self._places = {name: one["data_offsets"][0] for name, one in json.loads(file[8:header_bytes]).items()}
-        self._on_gpu = next(iter(self._parameters.values())).is_cuda
+        self._is_pinned = torch.cuda.is_available()
         self._free: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()
 
     def take(self, probe: Measurement | None = None) -> AdapterSnapshot:
@@ -131,13 +131,14 @@ class AdapterSnapshots:
             blob, places = self._free.popleft()
         except IndexError:
             blob, places = self._new_buffer()
+        on_gpu = lies_on_gpu(self._parameters.values())
         with torch.no_grad():
-            torch._foreach_copy_(places, list(self._parameters.values()), non_blocking=self._on_gpu)
+            torch._foreach_copy_(places, list(self._parameters.values()), non_blocking=on_gpu)
         copied = None
         if probe is not None:
-            logprobs = torch.empty(probe.logprobs.shape, dtype=torch.float32, pin_memory=self._on_gpu)
-            probe = probe._replace(logprobs=logprobs.copy_(probe.logprobs, non_blocking=self._on_gpu))
-        if self._on_gpu:
+            logprobs = torch.empty(probe.logprobs.shape, dtype=torch.float32, pin_memory=self._is_pinned)
+            probe = probe._replace(logprobs=logprobs.copy_(probe.logprobs, non_blocking=on_gpu))
+        if on_gpu:
             copied = torch.cuda.Event()
             copied.record()
         return AdapterSnapshot(blob, copied, lambda: self._free.append((blob, places)), probe)
@@ -146,7 +147,7 @@ class AdapterSnapshots:
         """A blob without numbers, and the place of every parameter in it."""
         head = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         padding = -len(head) % _ALIGNMENT_BYTES
-        buffer = torch.zeros(padding + self._num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+        buffer = torch.zeros(padding + self._num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         blob = buffer[padding:]
         blob[: len(head)] = head
         places = []
@@ -155,6 +156,11 @@ class AdapterSnapshots:
             flat = blob[start : start + parameter.numel() * parameter.element_size()]
             places.append(flat.view(parameter.dtype).view(parameter.shape))
         return blob, places
+
+
+def lies_on_gpu(parameters: Iterable[torch.Tensor]) -> bool:
+    """Tell whether the parameters of a model are on a GPU now. Where that is used in turns, they come and go."""
+    return any(parameter.is_cuda for parameter in parameters)
 
 
 def _plain(value: Any) -> Any:

@@ -90,6 +90,7 @@ class ProcessRanks:
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         self._gradients = dist.new_group(backend="nccl", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        self._device = device
         self.mesh = DeviceMesh.from_group(self._gradients, device.type)
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -107,12 +108,19 @@ class ProcessRanks:
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self._finish()  # what this rank has computed, which is no waiting
         began = time.monotonic()
         dist.all_reduce(flat, group=self._gradients)
+        self._finish()
         self.waited_s += time.monotonic() - began
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
+
+    def _finish(self) -> None:
+        """Wait until the GPU has done what it was given: NCCL returns before anything was sent."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def share(self, plan: Plan | None) -> Plan:
         data = encode(plan) if plan is not None else b""

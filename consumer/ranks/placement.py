@@ -2,10 +2,12 @@
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from protocol.errors import ConfigError
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ class Placement:
                 not self.is_alone
             ):  # NCCL would end the process for a lost rank before `consumer.ranks.presence` can say which
                 found |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+            found |= _without_rounding()
         if self.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
             found |= {"OMP_NUM_THREADS": str(max(1, ((os.cpu_count() or 2) - 1) // self.num_ranks))}
         return found
+
+
+def _without_rounding() -> dict[str, str]:
+    """Have torch pin as much host memory as is asked for. Otherwise it takes the next power of two, up to twice as much. What a
+    user sets stays; torch 2.11 and 2.12 may not know the option, and end with an option that they do not know."""
+    if any(name in os.environ for name in _ALLOCATOR) or tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}

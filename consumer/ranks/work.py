@@ -16,7 +16,8 @@ from protocol.service.metrics import Readings
 
 
 class RankWork(NamedTuple):
-    """One rank's part of a step. Memory is the most that its tensors on the GPU took so far, or that of the process on a CPU."""
+    """One rank's part of a step. Memory is the most that tensors took of its GPU in the passes of the step; on a CPU it is that
+    of the process."""
 
     step_s: float
     waited_s: float  # of it, for other ranks and the network
@@ -28,7 +29,10 @@ _SHOWN = {
     "step_s": ("step_seconds", "Duration of the last step on each rank, of a trainer of several."),
     "waited_s": ("waiting_seconds", "Time of the last step in which each rank waited for others and the network."),
     "num_tokens": ("tokens", "Tokens of the last step that went through the model on each rank, without padding."),
-    "memory_bytes": ("memory_bytes", "Most memory that each rank took on its GPU; on a CPU what its process takes."),
+    "memory_bytes": (
+        "memory_bytes",
+        "Most memory that tensors took of each rank's GPU in the passes of the last step; on a CPU that of the process.",
+    ),
 }
 
 

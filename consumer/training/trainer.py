@@ -130,6 +130,12 @@ class SlipstreamTrainer(StepLossTrainer):
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
+    def forget_batch(self) -> None:
+        """Drop what the steps over the last batch have left on the device. No step over it follows."""
+        self._cuts.forget()
+        self._summaries = []
+        self._step_loss = self._step_loss.cpu()
+
     def get_train_dataloader(self) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come; a batch is trained `num_iterations` times. What transformers takes for a loader
         has no length: `max_steps` bounds the run."""

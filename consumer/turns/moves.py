@@ -38,10 +38,14 @@ class _Piece:
 
 
 class DeviceMoves:
-    """Of tensors that lie in host memory at first. The copy in host memory, pinned for a GPU, is allocated once."""
+    """Of tensors that lie in host memory at first. The copy in host memory, pinned for a GPU, is allocated once.
 
-    def __init__(self, device: torch.device, kept: Kept) -> None:
-        self._device, self._kept = device, kept
+    Args:
+        forget: drops tensors that are not needed any more when the others leave.
+    """
+
+    def __init__(self, device: torch.device, kept: Kept, forget: Callable[[], None] = lambda: None) -> None:
+        self._device, self._kept, self._forget = device, kept, forget
         self._hosts: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}  # by the first tensor of a piece
         self._has_left = False
 
@@ -62,6 +66,7 @@ class DeviceMoves:
 
     def out(self) -> None:
         """To host memory; what the device has no use for is free for others."""
+        self._forget()
         pieces = [piece for piece in self._pieces() if piece.storage.device.type == self._device.type]
         hosts = [self._to_host(piece) for piece in pieces]
         self._hosts = {

@@ -3,13 +3,17 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
+from consumer.publishing import snapshots as snapshots_module
 from consumer.publishing.snapshots import AdapterSnapshots
 from protocol.wire.adapter_blob import AdapterBlob, unpack
 from tests.unit.consumer.builders import run_config
@@ -46,6 +50,35 @@ def test_a_snapshot_is_of_its_moment_and_equal_weights_give_equal_bytes(tmp_path
     assert bytes(first.data) == before, "training went on, the snapshot did not"
     assert snapshots.take().published(0).digest != first.published(0).digest
     assert all(parameter.requires_grad for parameter in lora_parameters(trainer))
+
+
+def test_a_model_that_comes_to_its_gpu_later_is_copied_without_waiting(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where trainer and producers have the GPU in turns, the first snapshot is taken in host memory."""
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    copies, pinned = list[bool](), list[bool]()
+    is_there = False
+    zeros = torch.zeros
+
+    def copy(targets: Any, sources: Any, non_blocking: bool) -> None:
+        copies.append(non_blocking)
+
+    def allocate(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    monkeypatch.setattr(torch, "zeros", allocate)
+    monkeypatch.setattr(snapshots_module, "lies_on_gpu", lambda parameters: is_there)
+    snapshots = AdapterSnapshots(trainer.model)
+    assert snapshots.take().copied is None
+    is_there = True
+    assert snapshots.take().copied is not None
+    assert copies == [False, True]
+    assert all(pinned)
 
 
 def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, tiny_model: Path) -> None:

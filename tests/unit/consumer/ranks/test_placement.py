@@ -22,10 +22,8 @@ def test_the_number_of_ranks(gpus: list[int], ranks: int | None, world: int) -> 
 def test_each_rank_sees_its_own_gpu_and_a_share_of_the_cores() -> None:
     placement = Placement.of([2, 0], None, Nodes())
     assert [placement.environment(rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["2", "0"]
-    assert Placement.of([0], None, Nodes()).environment(0) == {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
+    alone = Placement.of([0], None, Nodes()).environment(0)
+    assert alone.keys() == {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"}
     assert Placement.of(list(range(64)), None, Nodes()).environment(63)["OMP_NUM_THREADS"] == "1"
     assert Placement.of([], None, Nodes()).environment(0) == {}
     assert Placement.of([], 3, Nodes()).environment(1) == {"OMP_NUM_THREADS": "1"}
@@ -36,6 +34,20 @@ def test_nccl_leaves_the_end_of_a_lost_rank_to_those_who_know_which_it_was() -> 
     for nodes in (Nodes(), Nodes(2, 1, "10.0.0.5", 5600)):
         environment = Placement.of([0, 1] if nodes.count == 1 else [0], None, nodes).environment(0)
         assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.parametrize(("release", "known"), [("2.13.0+cu130", True), ("2.9.1", False), ("3.0.0", True)])
+def test_pinned_memory_is_not_rounded_up_where_torch_knows_how(
+    monkeypatch: pytest.MonkeyPatch, release: str, *, known: bool
+) -> None:
+    monkeypatch.setattr("consumer.ranks.placement.version", lambda name: release)
+    environment = Placement.of([0], None, Nodes()).environment(0)
+    assert ("pinned_max_round_threshold_mb:1" in environment.values()) == known
+
+
+def test_an_allocator_that_somebody_configured_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert not any("ALLOC_CONF" in name for name in Placement.of([0], None, Nodes()).environment(0))
 
 
 def test_threads_that_somebody_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A device that refuses memory: the step is cut again, by all ranks, and can be taken again bit for bit."""
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,19 @@ def trainer_of(folder: Path, model: Path, cuts: dict[int, StepCut], **options: A
     trainer._cuts = StepCutter("auto", trainer._ranks, cuts.get)
     trainer._batches = batches()
     return trainer
+
+
+def test_what_a_batch_leaves_on_the_device_goes_with_it(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_model, {}, max_steps=2)
+    trainer.train()
+    held, loss = trainer._cuts.micro_batches, trainer.last_step["loss"]  # transformers holds them, too
+    kept = [weakref.ref(batch[name]) for batch in held for name in ("old_per_token_logps", "ref_per_token_logps")]
+    assert kept
+    assert trainer._summaries
+    trainer.forget_batch()
+    assert [each() for each in kept] == [None] * len(kept)
+    assert (trainer._summaries, held) == ([], [])
+    assert trainer.last_step["loss"] == loss
 
 
 @pytest.mark.parametrize(

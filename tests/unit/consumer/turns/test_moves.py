@@ -74,6 +74,14 @@ def test_frozen_weights_keep_their_place_in_host_memory() -> None:
         assert model.frozen.weight.data_ptr() == host
 
 
+def test_what_is_not_needed_any_more_is_dropped_before_the_rest_leaves() -> None:
+    passing = [torch.ones(3)]
+    moves = DeviceMoves(torch.device("cpu"), lambda: passing, passing.clear)
+    moves.back()
+    moves.out()
+    assert (passing, moves.num_bytes) == ([], 0)
+
+
 def test_a_device_without_room_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     moves = DeviceMoves(torch.device("cpu"), model.parameters)
