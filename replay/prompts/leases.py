@@ -8,21 +8,23 @@ for as long as the failure calls for, until its budget for failures of that clas
     Leased  -> not in the table    fail, once the budget is spent
     any     -> any                 put, remove: what its owner decides
 
-What a lease costs does not grow with the number of leases or of producers.
+What a lease costs does not grow with the number of leases or of producers, and with the number of prompts that wait or are
+deferred only as a logarithm does.
 """
 
 import heapq
+import itertools
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from replay.prompts.failure_budgets import FailureClass, RetryBudget, failure_class, is_hopeless
 
 K = TypeVar("K", bound=Hashable)
 
-_MOST_ENDED = 256  # deadlines of leases that ended, beyond as many as there are leases
+_MOST_ENDED = 256  # entries of a heap for what has ended, beyond as many as there are for what has not
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,74 @@ class LeaseRecord(Generic[K]):
     deadline: float  # of the caller's clock, seconds
 
 
+class _Place(NamedTuple):
+    """Where a key stands in a `DueQueue`, and from when on it is due."""
+
+    number: int
+    not_before: float
+    min_version: int
+
+
+class DueQueue(Generic[K]):
+    """A queue that gives the first key whose time has come and whose version is published."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._places: dict[K, _Place] = {}
+        # Heaps. Each key is in one of them with its number; entries with other numbers are of keys that left.
+        self._later: list[tuple[float, int, K]] = []  # by time
+        self._unpublished: list[tuple[int, int, K]] = []  # by version
+        self._due: list[tuple[int, K]] = []
+
+    def add(self, key: K, not_before: float, min_version: int) -> None:
+        """Puts a key that is not in the queue to its end."""
+        place = self._places[key] = _Place(next(self._numbers), not_before, min_version)
+        self._file(place.number, key, -math.inf, -1)
+        if len(self._later) + len(self._unpublished) + len(self._due) > 2 * len(self._places) + _MOST_ENDED:
+            self._later = [(each.not_before, each.number, key) for key, each in self._places.items()]
+            heapq.heapify(self._later)
+            self._unpublished, self._due = [], []
+
+    def remove(self, key: K) -> None:
+        del self._places[key]
+
+    def first(self, now: float, version: int) -> K | None:
+        """The first key that is due at `now`, when `version` is the newest; None if none is. It stays in the queue."""
+        while self._later and self._later[0][0] <= now:
+            self._file(*heapq.heappop(self._later)[1:], now, version)
+        while self._unpublished and self._unpublished[0][0] <= version:
+            self._file(*heapq.heappop(self._unpublished)[1:], now, version)
+        while self._due:
+            number, key = self._due[0]
+            place = self._places.get(key)
+            if place and place.number == number and place.not_before <= now and place.min_version <= version:
+                return key
+            self._file(*heapq.heappop(self._due), now, version)
+        return None
+
+    def _file(self, number: int, key: K, now: float, version: int) -> None:
+        """Puts an entry that is in no heap to the one where it belongs."""
+        place = self._places.get(key)
+        if place is None or place.number != number:
+            return
+        if place.not_before > now:
+            heapq.heappush(self._later, (place.not_before, number, key))
+        elif place.min_version > version:
+            heapq.heappush(self._unpublished, (place.min_version, number, key))
+        else:
+            heapq.heappush(self._due, (number, key))
+
+
 class PromptTable(Generic[K]):
     """See the module's guarantee. Times are of the caller's clock, in seconds."""
 
     def __init__(self, budgets: Mapping[FailureClass, RetryBudget]) -> None:
         self._budgets = budgets
         self._prompts: dict[K, tuple[Work[K], Status]] = {}
-        self._order: dict[type[Status], dict[K, None]] = {kind: {} for kind in (Waiting, Leased, Held, Deferred)}
+        self._order: dict[type[Status], OrderedDict[K, None]] = {
+            kind: OrderedDict() for kind in (Waiting, Leased, Held, Deferred)
+        }
+        self._queues: dict[type[Status], DueQueue[K]] = {Waiting: DueQueue(), Deferred: DueQueue()}
         self._leases: dict[str, LeaseRecord[K]] = {}
         self._by_producer: defaultdict[str, dict[str, LeaseRecord[K]]] = defaultdict(dict)
         self._by_key: defaultdict[K, dict[str, LeaseRecord[K]]] = defaultdict(dict)
@@ -103,6 +166,10 @@ class PromptTable(Generic[K]):
         """The prompts of these statuses, one status after the other, each in the order in which they came to it."""
         return [key for kind in kinds for key in self._order[kind]]
 
+    def first(self, kind: type[Status]) -> K:
+        """The prompt that came to this status, which some prompt has, before all others."""
+        return next(iter(self._order[kind]))
+
     def count(self, kind: type[Status]) -> int:
         return len(self._order[kind])
 
@@ -116,11 +183,17 @@ class PromptTable(Generic[K]):
             self.remove(work.key)
         self._prompts[work.key] = (work, status)
         self._order[type(status)][work.key] = None
+        if isinstance(status, Waiting):
+            self._queues[Waiting].add(work.key, status.not_before, work.min_version)
+        elif isinstance(status, Deferred):
+            self._queues[Deferred].add(work.key, -math.inf, work.min_version)
 
     def remove(self, key: K) -> Status:
         """The prompt leaves the table. A lease that is still out stays one until it ends."""
         _, status = self._prompts.pop(key)
         del self._order[type(status)][key]
+        if type(status) in self._queues:
+            self._queues[type(status)].remove(key)
         return status
 
     # Leases
@@ -131,11 +204,13 @@ class PromptTable(Generic[K]):
 
     def next_waiting(self, now: float, version: int = 0) -> Work[K] | None:
         """The prompt to lease next, if one is due; `version` is the newest policy."""
-        for key in self._order[Waiting]:
-            work, status = self._prompts[key]
-            if isinstance(status, Waiting) and status.not_before <= now and work.min_version <= version:
-                return work
-        return None
+        key = self._queues[Waiting].first(now, version)
+        return None if key is None else self.work(key)
+
+    def next_deferred(self, version: int) -> Work[K] | None:
+        """The prompt that was deferred before all others that may return; `version` is the newest policy."""
+        key = self._queues[Deferred].first(0.0, version)
+        return None if key is None else self.work(key)
 
     def lease(self, record: LeaseRecord[K]) -> LeaseRecord[K]:
         self.put(record.work, Leased())

@@ -43,6 +43,7 @@ class PromptLedger:
         self._session = session
         self._max_deferred = rerolls.max_pending
         self._share = RerollShare(rerolls.max_share)
+        self._returns: dict[int, Key] = {}  # of the deferred prompts, by prompt id
         self._answered_early: set[Key] = set()  # returns that had their group before a crash undid their deferral
 
     @property
@@ -119,11 +120,11 @@ class PromptLedger:
         if returning in self._answered_early:
             self._answered_early.remove(returning)
             return False
-        if not self.order.is_ahead(Key(key.epoch + 1, key.prompt_id)) or self._deferred(key.prompt_id):
+        if not self.order.is_ahead(Key(key.epoch + 1, key.prompt_id)) or key.prompt_id in self._returns:
             return False
-        for oldest in self.leases.keys(Deferred)[: max(0, self.num_deferred + 1 - self._max_deferred)]:
-            self.leases.remove(oldest)
-        self.leases.put(Work(returning, version), Deferred())
+        while self.num_deferred >= self._max_deferred:
+            self._withdraw(self.leases.first(Deferred).prompt_id)
+        self._put_off(Work(returning, version))
         return True
 
     # Checkpoints
@@ -131,12 +132,13 @@ class PromptLedger:
     def state(self) -> dict[str, Any]:
         """Everything unsettled, as plain data; after `restore` it waits."""
         works = [self.leases.work(key) for key in self.leases.keys(Waiting, Leased, Held)]
+        self._answered_early = set(filter(self._may_be_deferred, self._answered_early))
         return self.order.state() | {
             "unsettled": [
                 [*work.key, work.min_version, work.attempt, work.data_failures, work.infra_failures] for work in works
             ],
             "deferred": [[*key, self.leases.work(key).min_version] for key in self.leases.keys(Deferred)],
-            "answered": [list(key) for key in sorted(self._answered_early) if self._may_be_deferred(key)],
+            "answered": [list(key) for key in sorted(self._answered_early)],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -146,7 +148,7 @@ class PromptLedger:
         for epoch, prompt_id, reroll, *numbers in state["unsettled"]:
             self.leases.put(Work(Key(epoch, prompt_id, reroll), *numbers), Waiting())
         for *key, version in state["deferred"]:
-            self.leases.put(Work(Key(*key), version), Deferred())
+            self._put_off(Work(Key(*key), version))
 
     def recall(self, key: Key, held: Held, *, is_new: bool) -> bool:
         """The journal says what became of this prompt, which is held from now on. False if it was settled in the restored
@@ -156,7 +158,7 @@ class PromptLedger:
         if is_new and self.leases.status(key) is None:
             # It was leased before its prompt was in cooldown, or was deferred, which this process learns later.
             self.leases.put(Work(key), Waiting())
-            if key.reroll > 0:
+            if key.reroll > 0 and self._may_be_deferred(key):
                 self._answered_early.add(key)
         if not self.leases.is_open(key):
             return False
@@ -165,8 +167,15 @@ class PromptLedger:
 
     # Underneath
 
-    def _deferred(self, prompt_id: int) -> list[Key]:
-        return [key for key in self.leases.keys(Deferred) if key.prompt_id == prompt_id]
+    def _put_off(self, work: Work[Key]) -> None:
+        self.leases.put(work, Deferred())
+        self._returns[work.key.prompt_id] = work.key
+
+    def _withdraw(self, prompt_id: int) -> None:
+        """The prompt does not return, if it was deferred."""
+        key = self._returns.pop(prompt_id, None)
+        if key is not None:
+            self.leases.remove(key)
 
     def _may_be_deferred(self, key: Key) -> bool:
         """Whether the attempt that this return would follow is not settled yet."""
@@ -174,24 +183,24 @@ class PromptLedger:
         return self.leases.status(before) is not None or self.order.is_ahead(before)
 
     def _next_work(self, version: int) -> Work[Key]:
-        due: Key | None = None
-        if self._share.allows_one:
-            due = next(
-                (key for key in self.leases.keys(Deferred) if self.leases.work(key).min_version <= version), None
-            )
+        due = self.leases.next_deferred(version) if self._share.allows_one else None
         self._share.count_lease(due is not None)
-        return self._next_first_attempt() if due is None else self.leases.work(due)
+        if due is None:
+            return self._next_first_attempt()
+        self._withdraw(due.key.prompt_id)
+        return due
 
     def _next_first_attempt(self, wanted: Key | None = None) -> Work[Key]:
         """The prompt does not return as well."""
         key = self.order.next(wanted)
-        for deferred in self._deferred(key.prompt_id):
-            self.leases.remove(deferred)
+        self._withdraw(key.prompt_id)
         return Work(key)
 
     def _reach(self, key: Key) -> None:
         """Moves the cursor past `key`, or ends its deferral. What the cursor passes waits."""
         if isinstance(self.leases.status(key), Deferred):
-            self.leases.put(self.leases.work(key), Waiting())
+            work = self.leases.work(key)
+            self._withdraw(key.prompt_id)
+            self.leases.put(work, Waiting())
         while self.order.is_ahead(key):
             self.leases.put(self._next_first_attempt(key), Waiting())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.prompts.failure_budgets import RetryBudget
-from replay.prompts.leases import LeaseRecord, PromptTable, Waiting, Work
+from replay.prompts.leases import Deferred, LeaseRecord, PromptTable, Waiting, Work
 
 PRODUCERS = ("a", "b", "c")
 EVENTS = st.lists(
@@ -60,6 +60,48 @@ def test_the_indexes_say_what_all_leases_say(events: list[tuple[str, int, str, f
                     lease_id for lease_id, (_, _, at) in known.items() if at <= now
                 }
                 assert [record.deadline for record in found] == sorted(record.deadline for record in found)
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.integers(0, 9),
+        st.sampled_from(["wait", "wait", "defer", "defer", "remove"]),
+        st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0]),
+        st.integers(0, 3),
+        st.sampled_from([0.0, 1.0, 3.0, 9.0]),
+        st.integers(0, 3),
+    ),
+    max_size=60,
+)
+
+
+@given(CHANGES)
+def test_the_queues_say_what_a_look_at_all_prompts_says(changes: list[tuple[int, str, float, int, float, int]]) -> None:
+    """Also where the clock or the newest version goes back."""
+    table, known = table_of(), dict[int, tuple[str, float, int]]()
+    for key, change, not_before, min_version, now, version in changes:
+        if known.pop(key, None) is not None:
+            table.remove(key)
+        if change != "remove":
+            known[key] = (change, not_before if change == "wait" else 0.0, min_version)
+            table.put(Work(key, min_version), Waiting(not_before) if change == "wait" else Deferred())
+
+        def first(status: str, now: float = now, version: int = version) -> int | None:
+            due = (key for key, (kind, *when) in known.items() if kind == status and when <= [now, version])
+            return next((key for key in due if known[key][2] <= version), None)
+
+        waiting, deferred = table.next_waiting(now, version), table.next_deferred(version)
+        assert (waiting and waiting.key, deferred and deferred.key) == (first("wait"), first("defer"))
+
+
+def test_entries_of_prompts_that_left_are_forgotten() -> None:
+    table = table_of()
+    for number in range(5_000):
+        for status in (Waiting(1e9), Deferred()):
+            table.put(Work(number, 1), status)
+            table.remove(number)
+    for queue in table._queues.values():
+        assert len(queue._later) + len(queue._unpublished) + len(queue._due) <= 257
 
 
 def test_deadlines_of_leases_that_ended_are_forgotten() -> None:

@@ -1,12 +1,15 @@
 """A settled prompt may return under a key of its own, or sit out; a crash neither loses nor doubles that."""
 
 import json
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.leases import LeaseRecord, Work
+from replay.prompts.leases import Deferred, LeaseRecord, Waiting, Work
 from replay.prompts.ledger import PromptLedger
 from tests.unit.replay.books import FAR, adopt, answer, find, hold, prompts_of, recall
 from tests.unit.replay.builders import ledger
@@ -165,7 +168,17 @@ def test_of_answered_returns_only_those_are_remembered_that_could_be_deferred_ag
     book = book_of()
     settle(book, lease(book))
     assert recall(book, (0, 0, 1), is_new=True)
+    assert not book._answered_early
     assert book.state()["answered"] == []
+
+
+def test_an_answered_return_whose_attempt_before_is_not_deferred_after_all_is_forgotten() -> None:
+    book = book_of()
+    assert recall(book, (0, 0, 0), is_new=True)
+    assert recall(book, (0, 0, 1), is_new=True)
+    book.settle(Key(0, 0, 0))  # another group of it, which was not failed
+    assert book.state()["answered"] == []
+    assert not book._answered_early
 
 
 @pytest.mark.parametrize("earlier", ["1-0-0-1-s", "1-1-0-1-s"])
@@ -243,3 +256,42 @@ def test_a_prompt_in_cooldown_that_had_been_leased_before_is_held_when_the_journ
     assert recall(book, (1, 0, 0), is_new=False) is False
     assert recall(book, (1, 0, 0), is_new=True), "it had been leased before it was in cooldown"
     assert book.is_held((1, 0, 0))
+
+
+# What it costs.
+
+
+def num_steps(action: Callable[[], object]) -> int:
+    """The bytecode instructions that Python runs for it."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("status", [Deferred(), Waiting(100.0)], ids=["deferred", "in backoff"])
+def test_what_a_lease_and_a_deferral_cost_does_not_grow_with_the_prompts_that_are_not_due(
+    status: Deferred | Waiting,
+) -> None:
+    def cost(num_prompts: int) -> int:
+        book = book_of(10_000, max_pending=5_000)
+        for prompt_id in range(num_prompts):
+            if isinstance(status, Deferred):
+                assert book.defer(Key(0, 5_000 + prompt_id), 100)
+            else:
+                book.leases.put(Work(Key(0, 5_000 + prompt_id)), status)
+        record = lease(book)
+        return num_steps(lambda: (lease(book), book.defer(settle(book, record), 50)))
+
+    assert cost(4_000) < 1.5 * cost(10)
