@@ -117,7 +117,7 @@ class EvaluationLeases(EvaluationDispatcher):
         if running.next_work(now) is not None:
             queue = RoomQueue(self._room)
             queue.refill(able)
-            lost = give_leases(self.channel, queue, functools.partial(self._give, running, now))
+            lost = give_leases(self.channel, queue, functools.partial(self._give, running, now), self.clock)
         if running.began is None and running.leases.num_leases:
             running.began = now
         if running.is_done:

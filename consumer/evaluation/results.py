@@ -136,12 +136,16 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvaluationQueue:
-    """`put` belongs to the publisher's thread, `begin` to the intake's, the rest to the main thread."""
+    """The versions that are due, on the disk and, until they begin, in memory: the intake's thread reads no file.
+
+    `put` belongs to the publisher's thread, `begin` to the intake's, the rest to the main thread.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "evaluation"
         self._lock = threading.Lock()
         self._due: dict[int, Path] = {}  # files by version
+        self._waiting: dict[int, DueVersion] = {}  # by version, those that have not begun
         self._begun: int | None = None  # version
         self.num_skipped = 0
 
@@ -158,6 +162,8 @@ class EvaluationQueue:
                 else:
                     self._due[version] = file
         self._skip()
+        for version, file in self._due.items():
+            self._waiting[version] = msgspec.msgpack.decode(file.read_bytes(), type=DueVersion)
 
     @property
     def versions(self) -> list[int]:
@@ -171,7 +177,7 @@ class EvaluationQueue:
         with staged(file) as partial:
             partial.write_bytes(msgspec.msgpack.encode(due))
         with self._lock:
-            self._due[version] = file
+            self._due[version], self._waiting[version] = file, due
             self._skip()
 
     def begin(self) -> DueVersion | None:
@@ -179,13 +185,14 @@ class EvaluationQueue:
         with self._lock:
             if self._begun is not None or not self._due:
                 return None
-            self._begun, file = next(iter(self._due.items()))
-        return msgspec.msgpack.decode(file.read_bytes(), type=DueVersion)
+            self._begun = next(iter(self._due))
+            return self._waiting.pop(self._begun)
 
     def done(self, version: int) -> None:
         """Its result is on the disk."""
         with self._lock:
             file = self._due.pop(version, None)
+            self._waiting.pop(version, None)
             if self._begun == version:
                 self._begun = None
         if file is not None:
@@ -196,4 +203,5 @@ class EvaluationQueue:
         self._due = dict(sorted(self._due.items()))
         for version in list(self._due)[1:-1]:
             self._due.pop(version).unlink(missing_ok=True)
+            self._waiting.pop(version, None)
             self.num_skipped += 1

@@ -7,6 +7,7 @@ waits.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class LeaseDispatcher:
     sampling: Sampling
     timeout_s: float
     warn: Callable[[str, str], Any]
+    clock: Callable[[], float] = time.monotonic
     _queue: RoomQueue = field(default_factory=lambda: RoomQueue(lambda session: session.room))
     _refill_at: float = -math.inf
     _unsent: deque[_Unsent] = field(default_factory=deque)
@@ -79,7 +81,7 @@ class LeaseDispatcher:
             self._refill_at = now + _REFILL_EVERY_S
             self._queue.refill(producers.items())
 
-        return give_leases(self.channel, self._queue, partial(self._give, now))
+        return give_leases(self.channel, self._queue, partial(self._give, now), self.clock)
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         unsent = self._next(session.room + self._queue.at_most, now)

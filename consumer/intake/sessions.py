@@ -17,6 +17,7 @@ from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Bye, Heartbeat, Hello
 
 _LEASES_PER_TICK = 256
+_LEASING_S = 0.05  # of a tick, after which what has arrived comes first: reading prompts from a slow disk takes time
 _COUNTED = 32  # producers
 
 
@@ -119,12 +120,17 @@ class RoomQueue:
 
 
 def give_leases(
-    channel: ServerChannel, queue: RoomQueue, give: Callable[[bytes, ProducerSession], bool | None]
+    channel: ServerChannel,
+    queue: RoomQueue,
+    give: Callable[[bytes, ProducerSession], bool | None],
+    clock: Callable[[], float],
 ) -> list[bytes]:
-    """Gives leases while there is room, a limited number at a time. Returns the producers that cannot be reached. `give` gives
+    """Gives leases while there is room, for a limited number and time. Returns the producers that cannot be reached. `give` gives
     one to a producer: False if it cannot be reached, None if there is none to give."""
-    lost = list[bytes]()
-    for _ in range(_LEASES_PER_TICK):
+    lost, until = list[bytes](), clock() + _LEASING_S
+    for number in range(_LEASES_PER_TICK):
+        if number and clock() >= until:
+            break
         next_one = queue.take()
         given = give(*next_one) if next_one else None
         if next_one is None or given is None:

@@ -170,6 +170,18 @@ def test_one_is_evaluated_and_of_the_others_the_newest_waits(tmp_path: Path) -> 
     assert (waiting.versions, list((tmp_path / "evaluation").iterdir())) == ([], [])
 
 
+def test_an_evaluation_begins_without_a_file_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue(tmp_path).put(due(2))
+    waiting = queue(tmp_path)
+    waiting.put(due(4))
+    with monkeypatch.context() as patched:
+        patched.delattr(Path, "read_bytes")
+        assert waiting.begin() == due(2)
+        waiting.done(2)
+        assert waiting.begin() == due(4)
+    assert not waiting._waiting, "what has begun is held by whoever evaluates it"
+
+
 def test_what_somebody_else_put_there_stays(tmp_path: Path) -> None:
     (tmp_path / "evaluation" / "folder").mkdir(parents=True)
     (tmp_path / "evaluation" / "mine.adapter").write_bytes(b"")

@@ -81,11 +81,12 @@ class Trainer:
         self.errors = ThreadErrors()
         storage = RolloutStorage(self.replay, journal, disk)
         warn = Throttle(logging.getLogger(__name__))
-        dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn)
+        now = lambda: self.now  # noqa: E731
+        dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn, now)
         store = PolicyStore(2, memory)
         terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place, bundle, turns)
         dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
-        self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=lambda: self.now)
+        self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=now)
         self.publish(0, BLOB, DIGEST)
 
     def publish(self, version: int, data: bytes, digest: str, **more: Any) -> None:

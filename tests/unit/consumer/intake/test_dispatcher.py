@@ -4,6 +4,7 @@ import pytest
 
 from consumer.intake.dispatcher import LeaseDispatcher
 from consumer.intake.sessions import ProducerSession
+from consumer.prompts.source import Prompt
 from protocol.wire.codec import encode
 from protocol.wire.messages import Lease
 from replay.buffer import RolloutBuffer
@@ -41,9 +42,11 @@ class Counter:
     def __init__(self, replay: RolloutBuffer, disk: DiskGuard) -> None:
         self.channel, self.prompts, self.replay = Channel(), Prompts(), replay
         self.problems: list[str] = []
+        self.now = 0.0
         self.dispatcher = LeaseDispatcher(
-            self.channel, replay, self.prompts, disk, SAMPLING, 60.0, lambda _, text: self.problems.append(text)
-        )
+            self.channel, replay, self.prompts, disk, SAMPLING, 60.0, lambda _, text: self.problems.append(text),
+            lambda: self.now,
+        )  # fmt: skip
         self.producers: dict[bytes, ProducerSession] = {}
 
     def join(self, name: str, capacity: int) -> ProducerSession:
@@ -98,6 +101,22 @@ def test_a_great_many_are_given_in_turns_between_which_the_thread_looks_at_what_
         counter.give()
         given.append((len(counter.channel.sent), counter.channel.wakes))
     assert given == [(256, 1), (512, 2), (600, 2)]
+
+
+def test_prompts_that_take_long_to_read_do_not_keep_the_thread_from_what_arrived(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(prompts: Prompts, prompt_id: int) -> Prompt:
+        counter.now += 0.04
+        return str(prompt_id), {}
+
+    monkeypatch.setattr(Prompts, "__getitem__", slow)
+    counter.join("p", 5)
+    given = []
+    for _ in range(3):
+        counter.give()
+        given.append((len(counter.channel.sent), counter.channel.wakes))
+    assert given == [(2, 1), (4, 2), (5, 2)]
 
 
 def test_a_prompt_that_cannot_be_sent_fails_alone(counter: Counter, journal: FillableJournal) -> None:
