@@ -96,7 +96,7 @@ class Trainer:
         self.intake.tick(0.0)
 
     def producer(
-        self, name: str = "p", *, capacity: int = 64, held: list[str] | None = None, run_id: str = ""
+        self, name: str = "p", *, capacity: int = 64, held: list[str] | None = None, run_id: str = "run"
     ) -> "Producer":
         client = Producer(self, self.channel.connect(name), name)
         client.hello(capacity, held, run_id)
