@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from producer.calls.calls import Sampled
 from producer.calls.recorded import RecordedCalls
 from producer.calls.requests import RefusedError, ServedRequest, malformed
@@ -151,7 +153,7 @@ class Atropos:
         return {"status": "received", "groups_processed": len(groups)}
 
     def _accept(self, data: ScoredData) -> None:
-        digest = hashlib.sha256(repr(data.tokens).encode()).hexdigest()
+        digest = hashlib.sha256(msgspec.json.encode(data.tokens)).hexdigest()
         try:
             rollouts, calls = match_group(data, self.calls, self.sampling, now=time.monotonic())
         except RefusedError as error:

@@ -4,9 +4,12 @@ Guarantee: what was generated is counted once, also when scoring fails afterward
 group of which no episode can be scored is refused.
 """
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +36,7 @@ class Finish:
     rewards: RewardPool
     counters: Counters
     metrics: ProducerMetrics
+    in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
@@ -62,8 +66,15 @@ class Finish:
                 failures.add("", "environment", episode.failure, [number])
         self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
         limit = lease.sampling.max_completion_length
-        message = group_message(
-            lease.lease_id, rollouts.episodes, rewards, limit, rollouts.generation_s, reward_s, failures.entries()
+        message: Group = await self.in_thread(
+            group_message,
+            lease.lease_id,
+            rollouts.episodes,
+            rewards,
+            limit,
+            rollouts.generation_s,
+            reward_s,
+            failures.entries(),
         )
         self.counters.groups += 1
         self.metrics.reward_s.observe(reward_s)

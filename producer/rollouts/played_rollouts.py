@@ -91,8 +91,8 @@ class PlayedRollouts:
 
     async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
         messages = _with_observation(lease.prompt, await environment.reset(lease.columns | {"prompt": lease.prompt}))
-        text, first = self.chat.prompt(messages), len(messages)
-        prompt_ids = self.chat.token_ids(text)
+        text, first = await self.chat.in_thread(self.chat.prompt, messages), len(messages)
+        prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)
         what = "the prompt with tools and what `reset` returned"
         self.chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
         episode.prompt_length = len(prompt_ids)
@@ -106,8 +106,8 @@ class PlayedRollouts:
             answers = [await self._answer(environment, call, num_calls + place) for place, call in enumerate(calls)]
             num_calls += len(answers)
             messages += answers
-            following = self.chat.go_on(text, messages, len(answers), ended_by)
-            if not self._continue(episode, following, lease.sampling.max_completion_length):
+            following = await self.chat.in_thread(self.chat.go_on, text, messages, len(answers), ended_by)
+            if not await self._continue(episode, following, lease.sampling.max_completion_length):
                 episode.truncated = True
                 break
             text, episode.messages = following.text, messages[first:]
@@ -130,13 +130,14 @@ class PlayedRollouts:
         record.sampled(completion)
         self.counters.turns += 1
         if completion.truncated:
-            messages.append(assistant_message(self.chat.text(completion.token_ids), [], num_calls))
+            content = await self.chat.in_thread(self.chat.text, completion.token_ids)
+            messages.append(assistant_message(content, [], num_calls))
             episode.truncated = True
             return "", []
         *said, end = completion.token_ids
-        content, calls = self.chat.parse(said)
+        content, calls = await self.chat.in_thread(self.chat.parse, said)
         messages.append(assistant_message(content, [(call.name, call.arguments or {}) for call in calls], num_calls))
-        return self.chat.end_of_turn(end), calls
+        return await self.chat.in_thread(self.chat.end_of_turn, end), calls
 
     async def _answer(self, environment: EnvironmentSession, call: Any, number: int) -> dict[str, Any]:
         self.counters.tool_calls += 1
@@ -149,12 +150,12 @@ class PlayedRollouts:
         self.counters.failed_tool_calls += failed
         return tool_message(call.name, content, number)
 
-    def _continue(self, episode: Episode, following: Continuation, max_completion_length: int) -> bool:
+    async def _continue(self, episode: Episode, following: Continuation, max_completion_length: int) -> bool:
         """Adds what the policy is shown next; False if that leaves it no room for a token."""
         limit = episode.prompt_length + max_completion_length
         record = episode.records[-1]
         if following.token_ids is None:
-            token_ids = self.chat.token_ids(following.text)
+            token_ids = await self.chat.in_thread(self.chat.token_ids, following.text)
             if len(token_ids) >= limit:
                 return False
             episode.records.append(Record.of(token_ids))

@@ -1,14 +1,18 @@
 """Prompts to token ids, and sampled tokens to what reward functions see.
 
 Guarantee: both follow TRL's GRPOTrainer (strings get the tokenizer's special tokens, messages go through the chat
-template with a generation prompt), and a prompt that cannot be used is a `LeaseFailure` that says what to change.
+template with a generation prompt), and a prompt that cannot be used is a `LeaseFailure` that says what to change. What can take
+long is done in a thread, because vLLM's output comes over the event loop.
 """
 
+import asyncio
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from producer.interfaces import LeaseFailure
 from protocol.import_guard import hidden
@@ -16,6 +20,8 @@ from protocol.wire.digests import cannot_load
 from protocol.wire.prompts import is_conversational, prompt_token_ids
 
 Messages = list[dict[str, Any]]
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, without_torch: bool = False) -> Any:
@@ -47,6 +53,13 @@ class PromptFormat:
     max_model_len: int
     chat_template_kwargs: dict[str, Any]
     placeholders: frozenset[int] = field(default=frozenset(), kw_only=True)
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"), init=False, repr=False, compare=False
+    )
+
+    async def in_thread(self, work: Callable[_Given, _Made], /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        """What `work` returns, from the one thread in which the tokenizer is used: it may refuse to work in two at once."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
         """Its token ids. Raises LeaseFailure where it is malformed, empty or no text, or leaves no room for the completion."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.groups import Episode, Rollouts
-from producer.interfaces import LeaseFailure
+from producer.interfaces import Completion, LeaseFailure
 from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.prompts import PromptFormat
 from protocol.wire.messages import Lease
@@ -29,11 +29,17 @@ class PlainRollouts:
     reward_names: tuple[str, ...] = ()
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
-        prompt_ids = self.prompts.encode(lease.prompt, lease.sampling.max_completion_length)
+        prompts, longest = self.prompts, lease.sampling.max_completion_length
+        prompt_ids = await prompts.in_thread(prompts.encode, lease.prompt, longest)
         async with self.access.enter(lease, progress) as sample:
             started = time.monotonic()
             completions = await sample(prompt_ids, lease.sampling)
         generation_s = time.monotonic() - started
+        return await prompts.in_thread(self._rollouts, lease, prompt_ids, completions, generation_s)
+
+    def _rollouts(
+        self, lease: Lease, prompt_ids: list[int], completions: list[Completion], generation_s: float
+    ) -> Rollouts:
         texts = self.prompts.decode(lease.prompt, [completion.token_ids for completion in completions])
         episodes = [Episode.of(prompt_ids, completion) for completion in completions]
         return Rollouts(episodes, generation_s, texts)
@@ -55,7 +61,8 @@ class AgentRollouts:
         await self.access.wait_for(lease.policy_floor)
         progress.enter("with agents", "generation_failed")
         episodes, posted, generation_s = await self.agents.fulfil(lease, time.monotonic() - began)
-        texts = self.prompts.decode(lease.prompt, [episode.token_ids for episode in episodes])
+        token_ids = [episode.token_ids for episode in episodes]
+        texts = await self.prompts.in_thread(self.prompts.decode, lease.prompt, token_ids)
         return Rollouts(episodes, generation_s, texts, posted)
 
 

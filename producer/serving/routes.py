@@ -5,6 +5,7 @@ Guarantee: that of `producer.environments.agents` and `producer.environments.atr
 after it is unpacked.
 """
 
+import asyncio
 import zlib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -57,12 +58,14 @@ def agent_routes(agents: Agents) -> list[Route]:
 
 
 def atropos_routes(atropos: Atropos) -> list[Route]:
-    def route(method: str, name: str, answer: Callable[[bytes], dict[str, Any]]) -> Route:
+    def route(
+        method: str, name: str, answer: Callable[[Any], dict[str, Any]], read: Callable[[bytes], Any] = bytes
+    ) -> Route:
         async def respond(request: Request) -> JSONResponse:
-            body = await request.body()
-            if "gzip" in request.headers.get("content-encoding", "").lower():
-                body = unzip(body, atropos.max_body_bytes)
-            return JSONResponse(answer(body))
+            body, is_packed = await request.body(), "gzip" in request.headers.get("content-encoding", "").lower()
+            if is_packed:
+                body = await asyncio.to_thread(unzip, body, atropos.max_body_bytes)
+            return JSONResponse(answer(await asyncio.to_thread(read, body)))
 
         return Route(f"{PREFIX}/{name}", respond, methods=[method])
 
@@ -72,17 +75,17 @@ def atropos_routes(atropos: Atropos) -> list[Route]:
     def register(body: bytes) -> dict[str, Any]:
         return atropos.register(decode_body(body, Registration, "the registration of an environment of Atropos"))
 
-    def post(body: bytes) -> dict[str, Any]:
-        return atropos.post([decode_body(body, ScoredData, "the scored data of Atropos")])
+    def one(body: bytes) -> list[ScoredData]:
+        return [decode_body(body, ScoredData, "the scored data of Atropos")]
 
-    def post_list(body: bytes) -> dict[str, Any]:
-        return atropos.post(decode_body(body, ScoredGroups, "the scored data of Atropos"))
+    def several(body: bytes) -> list[ScoredData]:
+        return decode_body(body, ScoredGroups, "the scored data of Atropos")
 
     return [
         route("POST", "register-env", register),
         route("POST", "disconnect-env", lambda body: atropos.disconnect(parse_object(body).get("env_id"))),
-        route("POST", "scored_data", post),
-        route("POST", "scored_data_list", post_list),
+        route("POST", "scored_data", atropos.post, one),
+        route("POST", "scored_data_list", atropos.post, several),
         route("GET", "wandb_info", lambda _: atropos.names),
         route("GET", "info", lambda _: atropos.info),
         route("GET", "status", lambda _: atropos.status()),

@@ -55,6 +55,9 @@ class SlowEngine(FakeEngine):
 
 
 class Prompts:
+    async def in_thread(self, work, *args):
+        return work(*args)
+
     def encode(self, prompt, max_completion_length):
         if prompt == "bad":
             raise LeaseFailure("bad_prompt", "it is bad")
@@ -88,7 +91,7 @@ class Setup:
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
         self.admission = Admission(max_groups, 4, lambda: None)
-        self.finish = Finish(("length", "none"), (), self.rewards, self.counters, self.metrics)
+        self.finish = Finish(("length", "none"), (), self.rewards, self.counters, self.metrics, Prompts().in_thread)
         self.generation = self.generation_with("finish", self.engine)
 
     def generation_with(self, on_swap, engine) -> Generation:

@@ -21,6 +21,9 @@ POSTED = Rollouts([], 2.5, [], np.array([[0.0], [1.0]], np.float32))
 
 
 class Prompts:
+    async def in_thread(self, work, *args):
+        return work(*args)
+
     def decode(self, prompt, completions):
         return [str(ids) for ids in completions]
 
