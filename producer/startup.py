@@ -87,6 +87,7 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
         )
     seat = stack.enter_context(seated(config, launch.gpus, "producer"))
     timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
+    stack.callback(timeline.flush)
     metrics = ProducerMetrics(watch.registry, config.rewards.names)
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
     neighbours = build_neighbours(launch, stack)

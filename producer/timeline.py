@@ -1,11 +1,13 @@
 """The producer's timeline: one JSON object per line in `RUN_DIR/producer-NAME.jsonl`.
 
-Guarantee: a line is written when `record` returns, so that a killed producer loses none; on a full disk lines are left out,
-whole, and the producer goes on. What timelines take is bounded: of one producer by rotation (`protocol.files.rotated_lines`), of
-those that came and went by removing the oldest at the next start.
+Guarantee: `record` does not wait for the disk. A thread writes the lines at once, in order. On a full disk, or where a thousand
+lines wait for a disk that stands still, lines are left out, whole, and the producer goes on. What timelines take is bounded: of
+one producer by rotation (`protocol.files.rotated_lines`), of those that came and went by removing the oldest at the next start.
 """
 
+import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from protocol.files.rotated_lines import RotatedLines, older, paths
 from protocol.files.space import unless_full
 
 _MAX_BYTES = 16 * 2**20  # of one file; at a line a second more than a day
+_MAX_WAITING = 1000  # lines
 _KEPT = 64
 _LONG_AGO_S = 86_400.0  # a producer that runs writes every second while it is connected
 
@@ -26,10 +29,41 @@ class Timeline:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_oldest(path.parent)
         self._file = RotatedLines(path, _MAX_BYTES)
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._is_writing = False
+        self._error: OSError | None = None
 
     def record(self, event: str, **fields: Any) -> None:
-        with unless_full():
-            self._file.append(f"{encode_line({'t': time.time(), 'event': event, **fields})}\n".encode())
+        """Raises OSError where a line before could not be written, and the disk was not full."""
+        line = f"{encode_line({'t': time.time(), 'event': event, **fields})}\n".encode()
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if len(self._waiting) < _MAX_WAITING:
+                self._waiting.append(line)
+            if not self._is_writing:
+                self._is_writing = True
+                threading.Thread(target=self._write, name="timeline", daemon=True).start()
+
+    def flush(self, limit_s: float = 5.0) -> None:
+        """Returns when all lines are written, or that takes too long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_writing, limit_s)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting or self._error is not None:
+                    self._is_writing = False
+                    self._changed.notify_all()
+                    return
+                line = self._waiting.popleft()
+            try:
+                with unless_full():
+                    self._file.append(line)
+            except OSError as error:
+                self._error = error
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -156,6 +156,7 @@ async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
     assert setup.engine.adopted == list(range(10))
     for name in ("rl_producer_swap_seconds_count", "rl_producer_adapter_load_seconds_count"):
         assert setup.metrics.get_sample_value(name) == 10
+    setup.registry.report.timeline.flush()
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     assert [event["version"] for event in events] == list(range(10))
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
@@ -246,6 +247,7 @@ async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer
     assert "policy v1 is refused, v0 stays: rank 512 is too large" in caplog.text
     assert "policy v2 is refused, v0 stays: checksum mismatch" in caplog.text
     assert "policy v4 cannot be verified: too long" in caplog.text
+    setup.registry.report.timeline.flush()
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     refused = [("swap_refused", version) for version in (1, 2, 3)]
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), *refused, ("swap", 4)]
