@@ -5,7 +5,9 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,7 +16,12 @@ from tests.gpu import reports
 from tests.gpu.stand_in import building
 from tests.tools import require
 
+if TYPE_CHECKING:
+    from tests.gpu.stand_in.cuda import Gpu
+
 _LONGEST_S = 280.0
+
+Model = Callable[[str], Path]
 
 
 @functools.cache
@@ -49,16 +56,21 @@ def compiler(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model("llama", tmp_path_factory)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Builds a small random model of a family of `tests.integration.models`."""
+
+    @functools.cache
+    def build(family: str) -> Path:
+        from tests.integration.models import build_model
+
+        return build_model(family, tmp_path_factory.mktemp(family) / "model")
+
+    return build
 
 
-@pytest.fixture(scope="session")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model("qwen2", tmp_path_factory)
+@pytest.fixture
+def gpu() -> "Gpu":
+    """The stand-in GPU of the test's process."""
+    from tests.gpu.stand_in import cuda
 
-
-def _model(family: str, folders: pytest.TempPathFactory) -> Path:
-    from tests.integration.models import build_model
-
-    return build_model(family, folders.mktemp(family) / "model")
+    return cuda.install()

@@ -1,19 +1,114 @@
-"""Steps of the real trainer on the stand-in GPU."""
+"""Steps of the real trainer on the stand-in GPU: their numbers, their memory, and how often the host waits for them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 
+from consumer.training.memory import random_state, set_random_state
 from protocol.config.sections.learning import FIRST_TOKENS
+from protocol.errors import DeviceError
+from tests.gpu.conftest import Model
+from tests.gpu.stand_in.cuda import Gpu
+from tests.gpu.syncs import Syncs
 from tests.gpu.trainers import trainer
 
 pytestmark = pytest.mark.stand_in
 
+LONG = [[token] * 1200 for token in (3, 4, 5, 6)]
+"""Of which two groups are 9,608 tokens."""
+MIB = 2**20
 
-def test_a_step_that_is_large_enough_to_be_measured(tmp_path: Path, llama: Path) -> None:
+
+def test_a_step_that_is_large_enough_to_be_measured(tmp_path: Path, model: Model) -> None:
     """From the memory that a pass of 9,608 tokens takes, the trainer learns how many tokens the next may have."""
-    trained = trainer(tmp_path, llama, completions=[[token] * 1200 for token in (3, 4, 5, 6)], sampled=2)
+    trained = trainer(tmp_path, model("llama"), completions=LONG, sampled=2)
     trained.train()
     assert trained.last_cut is not None
     assert trained.last_cut.tokens == FIRST_TOKENS
     assert trained._cuts.tokens > FIRST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen2", {"prompt": [5] * 20}),
+        ("gemma3", {}),
+        ("qwen3_moe", {"trainer": {"router_aux_loss_coef": 0.01}, "lora": {"target_modules": ["q_proj", "v_proj"]}}),
+        ("llama", {"trainer": {"beta": 0.1, "num_iterations": 2}}),
+    ],
+)
+def test_the_same_weights_as_on_the_cpu(
+    family: str, options: dict[str, Any], tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32. On the GPU TRL's kernel computes log-probs and entropies, on the CPU ours."""
+
+    def trained(*, on_gpu: bool) -> torch.Tensor:
+        made = trainer(tmp_path, model(family), steps=2, dtype="float32", on_gpu=on_gpu, **options)
+        assert made.accelerator.device.type == ("cuda" if on_gpu else "cpu")
+        made.train()
+        of_adapter = sorted((name, each) for name, each in made.model.named_parameters() if each.requires_grad)
+        return torch.cat([each.detach().cpu().flatten() for _, each in of_adapter])
+
+    on_gpu = trained(on_gpu=True)
+    AcceleratorState._reset_state(True)  # it keeps the device of the first trainer
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    on_cpu = trained(on_gpu=False)
+    assert (on_gpu - on_cpu).abs().max() < 5e-6
+
+
+def limited(gpu: Gpu, num_bytes: int) -> None:
+    """Leave so many bytes beside what is allocated now."""
+    torch.cuda.empty_cache()
+    gpu.total_bytes = gpu.allocated_bytes + num_bytes
+
+
+def test_a_step_without_room_is_cut_into_smaller_passes(tmp_path: Path, model: Model, gpu: Gpu) -> None:
+    options: dict[str, Any] = {"completions": [ids[:400] for ids in LONG], "sampled": 2, "dtype": "float32"}
+    whole = trainer(tmp_path, model("llama"), **options)
+    whole.train()
+    trained = trainer(tmp_path, model("llama"), **options)
+    limited(gpu, 24 * MIB)
+    trained.train()
+    assert trained.last_cut is not None
+    assert trained.last_cut.tokens < FIRST_TOKENS
+    assert trained.last_step == pytest.approx(whole.last_step, rel=1e-4, abs=1e-6)
+
+
+def test_a_completion_without_room_ends_the_trainer(tmp_path: Path, model: Model, gpu: Gpu) -> None:
+    trained = trainer(tmp_path, model("llama"), completions=[ids[:400] for ids in LONG], sampled=2)
+    limited(gpu, MIB // 4)
+    with pytest.raises(DeviceError, match="single completion"):
+        trained.train()
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "rows": ("llama", {"trainer": {"gradient_checkpointing": True}}, 1),
+    "shared prompts": ("llama", {"prompt": [5] * 40}, 0),
+    "by TRL": ("gemma3", {}, 2),
+}
+"""By layout: a family and options that lead to it, and how often the host waits: transformers asks the GPU once for each kind of
+attention mask."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_hardly_waits_within_a_pass(layout: str, tmp_path: Path, model: Model) -> None:
+    family, options, of_transformers = LAYOUTS[layout]
+    trained, syncs = trainer(tmp_path, model(family), steps=2, **options), Syncs()
+    trained._part_of_loss = syncs.watch(trained._part_of_loss)  # type: ignore[method-assign]
+    trained.train()
+    assert syncs.num_calls == 2
+    assert syncs.found.total() <= 2 * of_transformers, syncs.found
+
+
+def test_random_numbers_of_the_gpu_can_be_drawn_again() -> None:
+    device = torch.device("cuda")
+    state = random_state(device)
+    drawn = torch.rand(4, device=device)
+    set_random_state(device, state)
+    assert torch.equal(torch.rand(4, device=device), drawn)
+    set_random_state(device, state[:16])  # of another kind of device
+    assert random_state(device) != state

@@ -20,12 +20,13 @@ def trainer(
     steps: int = 1,
     dtype: str = "bfloat16",
     completions: Sequence[list[int]] = COMPLETIONS,
+    prompt: list[int] | None = None,
     sampled: int | None = None,
     model_options: dict[str, Any] | None = None,
     on_gpu: bool = True,
     **sections: Any,
 ) -> SlipstreamTrainer:
-    """A trainer of `steps` steps of two groups with these completions.
+    """A trainer of so many steps, each of two groups with these completions.
 
     Args:
         sampled: so many of the last tokens of a completion are in the loss; None: all. Triton's interpreter takes milliseconds
@@ -44,10 +45,15 @@ def trainer(
     if sampled is not None:
         in_loss = [[False] * (len(ids) - sampled) + [True] * min(sampled, len(ids)) for ids in completions]
 
+    iterations = sections["trainer"].get("num_iterations", 1)
+
     def batches() -> Iterator[CutBatch]:
-        for number in range(steps):
-            groups = [rollout_group(list(completions), group_id=f"s-{number}-{i}", sampled=in_loss) for i in range(2)]
-            yield CutBatch(number, 1, number + 1, groups, len(groups))
+        for number in range(-(-steps // iterations)):
+            groups = [
+                rollout_group(list(completions), group_id=f"s-{number}-{i}", prompt=prompt, sampled=in_loss)
+                for i in range(2)
+            ]
+            yield CutBatch(number, iterations, (number + 1) * iterations, groups, len(groups))
 
     return SlipstreamTrainer(
         config,

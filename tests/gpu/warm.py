@@ -17,10 +17,12 @@ _USED = (
     "consumer.training.trainer",
     "consumer.turns.moves",
     "hypothesis",
+    "tests.gpu.trainers",
+    "triton.experimental.gluon",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "trl.trainer.grpo_trainer",
-    "peft.tuners.lora",
+    "peft.tuners.lora.bnb",
     "tests.integration.models",
 )
 """What trainers and their tests import."""
@@ -36,4 +38,6 @@ def preload() -> None:
 
 
 def main(request: dict[str, Any]) -> int:
+    if size := os.environ.get("STAND_IN_GPU_BYTES"):
+        cuda.install().total_bytes = int(size)
     return reports.run(request) if "pytest" in request else warm.run(request)

@@ -27,7 +27,7 @@ class Gpu:
     """The stand-in GPU of this process."""
 
     def __init__(self, library: ctypes.CDLL, total_bytes: int) -> None:
-        for name in ("allocated", "peak", "syncs"):
+        for name in ("allocated", "peak", "refusals", "syncs"):
             getattr(library, f"stand_in_{name}").restype = ctypes.c_int64
         library.stand_in_limit.argtypes = [ctypes.c_int64]
         library.stand_in_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -78,7 +78,7 @@ class Gpu:
             "allocated_bytes": entry(allocated, peak),
             "active_bytes": entry(allocated, peak),
             "reserved_bytes": entry(reserved, reserved),
-            "num_ooms": 0,
+            "num_ooms": int(self._library.stand_in_refusals()),
         }
 
     def empty_cache(self) -> None:

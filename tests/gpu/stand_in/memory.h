@@ -14,12 +14,13 @@ namespace stand_in {
 const c10::Device THE_GPU(c10::kCUDA, 0);
 
 struct Memory {
-  std::atomic<int64_t> allocated{0}, peak{0}, limit{int64_t(1) << 60};
+  std::atomic<int64_t> allocated{0}, peak{0}, limit{int64_t(1) << 60}, refusals{0};
 
   void take(size_t size) {
     const int64_t now = allocated += blocks(size);
     if (now > limit) {
       allocated -= blocks(size);
+      ++refusals;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size,
           " bytes; the stand-in GPU has ", limit - allocated, " free");
     }

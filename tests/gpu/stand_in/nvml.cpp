@@ -1,4 +1,5 @@
-// libnvidia-ml.so.1 of a machine with H100s: NVML_GPUS of them (1), of each NVML_USED_GIB in use (0).
+// libnvidia-ml.so.1 of a machine with H100s: NVML_GPUS of them (1), of each NVML_USED_GIB in use (0). Their UUIDs begin with
+// NVML_MACHINE (00000000), so that tests side by side have GPUs of their own.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -52,7 +53,8 @@ int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
 int nvmlDeviceGetIndex(Gpu* gpu, unsigned* index) { return *index = gpu->index, SUCCESS; }
 int nvmlDeviceGetName(Gpu*, char* name, unsigned length) { return std::snprintf(name, length, "NVIDIA H100 80GB HBM3"), SUCCESS; }
 int nvmlDeviceGetUUID(Gpu* gpu, char* uuid, unsigned length) {
-  return std::snprintf(uuid, length, "GPU-00000000-0000-0000-0000-00000000000%u", gpu->index), SUCCESS;
+  const char* machine = std::getenv("NVML_MACHINE");
+  return std::snprintf(uuid, length, "GPU-%.8s-0000-0000-0000-00000000000%u", machine ? machine : "00000000", gpu->index), SUCCESS;
 }
 int nvmlDeviceGetMemoryInfo(Gpu*, Memory* memory) { return *memory = {TOTAL, TOTAL - used(), used()}, SUCCESS; }
 int nvmlDeviceGetMemoryInfo_v2(Gpu*, Memory_v2* memory) {

@@ -275,6 +275,7 @@ extern "C" {
 void stand_in_resize(void* storage, int64_t size) { stand_in::resize_storage(static_cast<c10::StorageImpl*>(storage), size); }
 int64_t stand_in_allocated() { return stand_in::memory.allocated; }
 int64_t stand_in_peak() { return stand_in::memory.peak; }
+int64_t stand_in_refusals() { return stand_in::memory.refusals; }
 void stand_in_reset_peak() { stand_in::memory.peak = stand_in::memory.allocated.load(); }
 void stand_in_limit(int64_t bytes) { stand_in::memory.limit = bytes; }
 int64_t stand_in_syncs() { return stand_in::syncs; }
