@@ -10,7 +10,14 @@ from typing import Any
 
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from protocol.gpu.model_files import weights_of
 from protocol.wire.handshake import LOGPROBS_MODE
+
+_DECODER = {
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+}
+"""Linear layers of decoders that PEFT's `all-linear` finds and vLLM calls the same. Routers and experts it does not."""
 
 _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.engine.merging.MergingWorker"}
 
@@ -25,7 +32,7 @@ def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, A
         "tensor_parallel_size": tensor_parallel_size(config, num_gpus),
         "logprobs_mode": LOGPROBS_MODE,
         **({"enable_sleep_mode": True} if config.pipeline.gpu == "turns" else {}),
-        **(_MERGED if config.swap.mode == "merged" else _loras(config)),
+        **(_MERGED if config.swap.mode == "merged" else _loras(config, folder)),
     }
 
 
@@ -45,20 +52,31 @@ def tensor_parallel_size(config: RunConfig, num_gpus: int) -> int:
     return max(1, num_gpus // parts)
 
 
-def _loras(config: RunConfig) -> dict[str, Any]:
-    targets = config.lora["target_modules"]
-    served = {} if targets is None or isinstance(targets, str) else {"lora_target_modules": leaves(targets)}
+def _loras(config: RunConfig, folder: Path) -> dict[str, Any]:
+    served = served_modules(config.lora["target_modules"], folder)
     return {
         "enable_lora": True,
         "worker_extension_cls": "producer.engine.adapter_loading.LoadingWorker",
         "max_loras": config.lora_slots,
         "max_cpu_loras": config.lora_slots + 1,  # the one being loaded must not evict one that is in use
         "max_lora_rank": config.max_lora_rank,
-        **served,
+        **({"lora_target_modules": served} if served else {}),
     }
 
 
-def leaves(targets: Iterable[str]) -> list[str]:
-    """The last parts of the names of modules, by which vLLM finds what it computes adapters for. Without them it does for every
-    linear layer, and for embeddings and LM head of some models."""
-    return sorted({target.rpartition(".")[2] for target in targets})
+def served_modules(targets: str | Iterable[str] | None, folder: Path) -> list[str] | None:
+    """The last parts of the names of the modules that adapters have. vLLM computes adapters for these alone; without them (None)
+    for every linear layer, and for embeddings and LM head of some models."""
+    if targets is not None and not isinstance(targets, str):
+        return sorted({_leaf(target) for target in targets})
+    if targets != "all-linear":
+        return None
+    try:
+        names = {_leaf(weight.module) for weight in weights_of(folder) if weight.is_linear}
+    except ConfigError:
+        return None
+    return sorted(names) if names <= _DECODER else None
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 import torch
+from vllm.v1.engine.output_processor import RequestState
 
+from producer.calls.calls import Call
+from producer.calls.requests import check_request
 from producer.policies.registry import AdapterRegistry
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import base_url
@@ -106,6 +109,34 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
                 await greedy(client, "policy@v1", False)
 
     live.run(body())
+
+
+def test_a_completion_that_vllm_could_not_finish_has_not_ended_for_its_recorder(live, registry, monkeypatch):
+    """Else an agent's rollout would hold what the agent never got, as if it were whole."""
+
+    def failed(self, *arguments):
+        made = make(self, *arguments)
+        if made.finish_reason is not None:
+            made.finish_reason = "error"
+        return made
+
+    make = RequestState._new_completion_output
+    monkeypatch.setattr(RequestState, "_new_completion_output", failed)
+
+    async def body():
+        await registry.publish(live.downloaded(1))
+        server = live.engine.openai_server(live.config)
+        request = check_request("completion", {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 4, "stream": True})
+        with registry.pin() as adapter:
+            call = Call(adapter)
+            events = [event async for event in await server.answer(request, call)]
+            await call.close()
+        return events, call.sampled
+
+    events, [sampled] = live.run(body())
+    assert any('"error"' in event for event in events)
+    assert len(sampled.token_ids) == len(sampled.logprobs) > 0
+    assert sampled.finish_reason is None
 
 
 def test_a_request_ends_where_the_run_s_completions_do(live, registry):

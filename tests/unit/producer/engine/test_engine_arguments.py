@@ -3,11 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from producer.engine.arguments import own_arguments, tensor_parallel_size
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from tests.unit.protocol.gpu.models import SHAPES, write_model
+
+FILE = "model.safetensors"
+SHAPES_OF_LAYERS = {name.removesuffix(".weight"): shape for name, shape in SHAPES.items()}
 
 
 def config_of(tmp_path: Path, *, engine: dict[str, Any] | None = None, **model: Any) -> RunConfig:
@@ -38,6 +44,25 @@ def test_vllm_serves_adapters_of_the_modules_alone_that_the_file_names(
     assert own_arguments(config, tmp_path, 1).get("lora_target_modules") == served
     merged = RunConfig.model_validate(config.model_dump() | {"swap": {"mode": "merged"}})
     assert "lora_target_modules" not in own_arguments(merged, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_known"),
+    [({}, True), ({"model.layers.1.mlp.gate": (4, 8)}, False), ({"model.layers.1.mlp.experts.0.w1": (4, 8)}, False)],
+)
+def test_of_a_plain_decoder_all_linear_means_neither_embeddings_nor_the_head(
+    tmp_path: Path, more: dict[str, tuple[int, int]], is_known: bool
+) -> None:
+    folder = write_model(tmp_path / "model")
+    save_file({f"{name}.weight": np.zeros(shape) for name, shape in (SHAPES_OF_LAYERS | more).items()}, folder / FILE)
+    served = own_arguments(config_of(tmp_path), folder, 1).get("lora_target_modules")
+    attention, mlp = ["k_proj", "o_proj", "q_proj", "v_proj"], ["down_proj", "gate_proj", "up_proj"]
+    assert served == (sorted(attention + mlp) if is_known else None)
+
+
+def test_a_folder_that_cannot_be_read_leaves_it_to_vllm(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"nothing")
+    assert "lora_target_modules" not in own_arguments(config_of(tmp_path), tmp_path, 1)
 
 
 def test_an_engine_that_takes_turns_can_sleep(tmp_path: Path) -> None:

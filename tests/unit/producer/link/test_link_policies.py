@@ -2,6 +2,7 @@
 
 import pytest
 
+from producer.link.mailbox import TakeAgain
 from protocol.files import shared_memory as shared_memory_module
 from protocol.files.shared_memory import shared_memory
 from protocol.wire.messages import BlobRequest, Bye, Heartbeat, Hello, Policy, PolicyOffer
@@ -55,6 +56,14 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     setup.wait_for(lambda: len(setup.events.fetches) == 2)
     assert setup.events.fetches == [(2, older), (1, None)]
     assert setup.events.blobs == [(0, setup.blob)]
+
+
+def test_a_policy_that_could_not_be_taken_is_handed_over_again_when_it_is_wanted_again(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    setup.mailbox.put(TakeAgain(setup.trainer.policy))
+    setup.wait_for(lambda: len(setup.events.blobs) == 2)
+    assert setup.events.blobs == [(0, setup.blob)] * 2
 
 
 def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):
