@@ -124,7 +124,10 @@ def keeps_rows_apart(model: Any) -> bool:
         return seen[0]
 
     with torch.enable_grad(), embeddings.register_forward_hook(watch):
-        hidden = _packed_pass(text_model(model), ids[None], positions[None], starts, _TRIED_TOKENS)
+        try:
+            hidden = _packed_pass(text_model(model), ids[None], positions[None], starts, _TRIED_TOKENS)
+        except ValueError:  # transformers refuses it where a kernel of the model cannot keep rows apart
+            return False
         second = (
             hidden[0, _TRIED_TOKENS:].float().pow(3).sum()
         )  # a norm may keep the sum, and that of squares, constant
