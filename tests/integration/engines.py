@@ -18,10 +18,10 @@ from tests.integration.models import random_adapter
 Result = TypeVar("Result")
 
 
-def run_config(model: Path, run_dir: Path, **sections: Any) -> RunConfig:
+def run_config(model: Path, run_dir: Path, dtype: str = "float32", **sections: Any) -> RunConfig:
     values: dict[str, Any] = {
         "run_dir": str(run_dir),
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": dtype},
         "dataset": {"path": "unused"},
         "rewards": {"functions": [{"function": "unused:reward"}]},
         "sampling": {"num_generations": 4, "max_completion_length": 16},

@@ -237,6 +237,7 @@ def _stand_in_for_accelerator(gpu: Gpu) -> None:
     c._has_cuda = True
     c._accelerator_isAllocatorInitialized = lambda: True
     c._accelerator_emptyCache = gpu.empty_cache
+    c._accelerator_emptyHostCache = lambda: None
     c._accelerator_getDeviceStats = lambda index: gpu.memory_stats()
     c._accelerator_resetPeakStats = lambda index: gpu.reset_peak()
     c._accelerator_resetAccumulatedStats = lambda index: None

@@ -1,0 +1,65 @@
+"""The engine as GPU users get it, as far as a CPU can show: the table of its configurations, and engines that compute.
+
+Each runs in a process of its own. Not shown: CUDA graphs, compiled kernels, NCCL, sleep, speed, and bfloat16, in which Triton's
+interpreter computes wrongly.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.stand_in import building
+from tests.gpu.vllm import configurations
+from tests.tools import require
+
+REPOSITORY = Path(__file__).parents[3]
+LIMIT_S = 280
+HERE = "tests/gpu/vllm"
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+
+
+def run(*command: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    return done.stdout
+
+
+def test_configurations_of_engines_on_gpus_are_those_of_the_table(qwen2: Path) -> None:
+    """When vLLM or we change one, see whether the change is wanted; `--write` makes the table anew."""
+    made: dict[str, dict[str, Any]] = json.loads(run("tests.gpu.vllm.configurations", str(qwen2)).splitlines()[-1])
+    assert made == configurations.table()
+
+
+def test_a_producer_on_a_gpu_is_given_the_batches_of_a_server() -> None:
+    rows = [row for rows in configurations.table().values() for row in rows.values() if "refused" not in row]
+    assert len(rows) > 30
+    assert {row["runner"] for row in rows} == {"V2"}
+    assert min(row["max_num_seqs"] for row in rows) >= 256
+    assert min(row["max_num_batched_tokens"] for row in rows) >= 2048
+
+
+@pytest.mark.parametrize("mode", ["adapter", "merged"])
+def test_engines_under_model_runner_v2(mode: str) -> None:
+    chosen = {"adapter": "not merged and not never", "merged": "merged"}
+    run("pytest", "-q", "-p", "tests.gpu.vllm.v2", "-k", chosen[mode], f"{HERE}/engine_under_v2.py")
+
+
+@pytest.mark.parametrize("mode", ["adapters", "merged"])
+def test_the_gpu_worker(mode: str) -> None:
+    require(building.COMPILER, "g++")
+    run("pytest", "-q", "-p", "tests.gpu.vllm.worker", "-k", mode, f"{HERE}/engine_on_gpu.py")
