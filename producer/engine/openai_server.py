@@ -3,7 +3,7 @@
 Guarantee: what clients get is built by vLLM (chat templates, stops, log-probs, tool calls, streams); what was sampled for
 them is noted token by token. A request runs on the adapter of its call and on nothing else.
 
-The constructors used here agree in releases 0.26 to 0.32.
+The constructors used here agree in releases 0.32 and 0.33.
 """
 
 from collections.abc import AsyncGenerator

@@ -18,7 +18,7 @@ from tests.gpu.vllm import configurations
 from tests.tools import require
 
 REPOSITORY = Path(__file__).parents[3]
-LIMIT_S = 280
+LIMIT_S = 560
 HERE = "tests/gpu/vllm"
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
@@ -56,10 +56,10 @@ def test_a_producer_on_a_gpu_is_given_the_batches_of_a_server() -> None:
 @pytest.mark.parametrize("mode", ["adapter", "merged"])
 def test_engines_under_model_runner_v2(mode: str) -> None:
     chosen = {"adapter": "not merged and not never", "merged": "merged"}
-    run("pytest", "-q", "-p", "tests.gpu.vllm.v2", "-k", chosen[mode], f"{HERE}/engine_under_v2.py")
+    run("pytest", "-q", "--timeout=540", "-p", "tests.gpu.vllm.v2", "-k", chosen[mode], f"{HERE}/engine_under_v2.py")
 
 
 @pytest.mark.parametrize("mode", ["adapters", "merged"])
 def test_the_gpu_worker(mode: str) -> None:
     require(building.COMPILER, "g++")
-    run("pytest", "-q", "-p", "tests.gpu.vllm.worker", "-k", mode, f"{HERE}/engine_on_gpu.py")
+    run("pytest", "-q", "--timeout=540", "-p", "tests.gpu.vllm.worker", "-k", mode, f"{HERE}/engine_on_gpu.py")
