@@ -113,7 +113,7 @@ uninstall-systemd: ## remove them again; configuration and runs stay
 	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh uninstall
 
 clean: ## remove the virtual environment and the demo's files
-	rm -rf $(VENV) runs/demo runs/demo-base
+	rm -rf $(VENV) runs/demo runs/demo-base build/stand-in
 
 # vLLM's CPU build asks for CPU builds of torch. Where pip's indexes have none, uv knows where PyTorch keeps them.
 # torchvision, torchaudio and torchcodec come along as CUDA builds, which break transformers beside a CPU torch; text

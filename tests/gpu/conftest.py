@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -29,9 +28,14 @@ def zygote() -> Zygote:
     """The process with the stand-in GPU that belongs to this one."""
     building.gpu_library()  # here, where an error of the compiler is seen
     building.nvml_library()
-    started = Zygote("tests.gpu.warm", Path(os.devnull), Path(tempfile.gettempdir()))
+    log = Path(tempfile.mkstemp(prefix="sl-gpu-", suffix=".log")[1])
+    started = Zygote("tests.gpu.warm", log, Path(tempfile.gettempdir()))
+    atexit.register(log.unlink)
     atexit.register(started.close)
-    started.wait_until_ready()
+    try:
+        started.wait_until_ready()
+    except AssertionError as error:
+        raise AssertionError(f"{error}:\n{log.read_text(errors='replace')[-6000:]}") from error
     return started
 
 

@@ -42,9 +42,10 @@ sys.settrace(_on_call)
 
 def guarded_lines(source: str) -> set[int]:
     """The lines with a statement that only a GPU makes run."""
-    found: set[int] = set()
+    found, without = set[int](), set[int]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If):
+            without |= _lines(node.body if _asks_for_none(node.test) else [])
             found |= _lines(node.body if _asks_for_gpu(node.test) else [])
             found |= _lines(node.orelse if _asks_for_none(node.test) else [])
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and _calls_cuda(node):
@@ -58,7 +59,7 @@ def guarded_lines(source: str) -> set[int]:
                 ends = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Raise)
                 if isinstance(statement, ast.If) and ends and _asks_for_none(statement.test):
                     found |= _lines(block[number + 1 :])
-    return found
+    return found - without
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
