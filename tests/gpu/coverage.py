@@ -45,7 +45,7 @@ def guarded_lines(source: str) -> set[int]:
     found, without = set[int](), set[int]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If):
-            without |= _lines(node.body if _asks_for_none(node.test) else [])
+            without |= {node.lineno, *_lines(node.body)} if _asks_for_none(node.test) else set()
             found |= _lines(node.body if _asks_for_gpu(node.test) else [])
             found |= _lines(node.orelse if _asks_for_none(node.test) else [])
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and _calls_cuda(node):
