@@ -20,7 +20,7 @@ OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 .PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a real TRL trainer (SEED=1)
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
@@ -119,7 +119,7 @@ clean: ## remove the virtual environment and the demo's files
 # torchvision, torchaudio and torchcodec come along as CUDA builds, which break transformers beside a CPU torch; text
 # needs none of them.
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Slipstream needs Python 3.11 to 3.13; try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing ($(BACKEND) build; a few minutes, about 4 GB) ..."
 	@$(BIN)/python -m pip install --quiet -e '.[$(BACKEND),demo,dev]' \

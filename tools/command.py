@@ -28,11 +28,11 @@ def tool_parser(program: str, description: str) -> ToolParser:
     return result
 
 
-def add_run(parser: argparse.ArgumentParser, run: str) -> None:
+def add_run(parser: argparse.ArgumentParser, run: str, default: str | None = None) -> None:
     """Adds the arguments that say which run is meant. `run` says what `--run` names."""
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--run", metavar="RUN_DIR", help=f"{run} (default: this folder)")
-    place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
+    place.add_argument("--run", metavar="RUN_DIR", default=default, help=f"{run} (default: this folder)")
+    place.add_argument("--config", metavar="FILE", default=default, help="the run's YAML file, instead of --run")
 
 
 def run_place(chosen: argparse.Namespace) -> Path:

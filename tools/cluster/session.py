@@ -175,10 +175,12 @@ def _check_answers(address: str) -> None:
 
 
 def _answers(address: str) -> bool:
-    """Whether a gRPC server does: Ray itself would wait for minutes."""
+    """Whether a gRPC server does: Ray itself would wait for minutes. Behind TLS a connection has to do."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
+            if os.environ.get("RAY_USE_TLS") == "1":
+                return True
             connection.sendall(_HTTP2_PREFACE)
             return connection.recv(4)[3:] == _SETTINGS
     except ValueError:

@@ -100,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--limit", metavar="N", type=whole, default=limit, help="the newest N, 0 for all (default: %(default)s)"
         )
+    for command in commands.choices.values():  # behind the command, too
+        add_run(command, "the run's folder, or its journal file", argparse.SUPPRESS)
     return result
 
 

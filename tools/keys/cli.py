@@ -110,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     revoked = commands.add_parser("revoke", help="let a producer connect no more; one that is connected is cut off")
     revoked.add_argument("name", metavar="NAME", help="its identity")
+    for command in commands.choices.values():  # behind the command, too
+        command.add_argument("--keys", metavar="DIR", type=Path, default=argparse.SUPPRESS, help="folder of the keys")
     return parser
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from protocol.errors import ConfigError, ExitCode
 from tools.command import add_run, run_place, run_tool, tool_parser, whole
+from tools.run_reader import RunReader
 from tools.tables import say
 
 PROGRAM = "rl-view"
@@ -29,8 +30,9 @@ def _serve(chosen: argparse.Namespace) -> ExitCode:
 
     places = {"--run": run_place(chosen)} | ({"--compare": chosen.compare} if chosen.compare else {})
     for option, place in places.items():
-        if not place.exists():
-            raise ConfigError(f"{option} {place}: no such folder; it is the run_dir of the run's file")
+        # A run that is about to begin is named by its configuration.
+        if not place.exists() or ((option == "--compare" or chosen.config is None) and not RunReader(place).is_run()):
+            raise ConfigError(f"{option} {place}: no daemon has worked there; it is the run_dir of the run's file")
     if chosen.tokenizer is not None and not (chosen.tokenizer / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {chosen.tokenizer}: it has no tokenizer.json; name a folder that has one")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -2,13 +2,14 @@
 
 Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again;
 whoever reads it sees to that, too. One process builds an index, others that look at the same run read it. No page waits longer
-than `_LONGEST_S` for its statements. Indexes that nobody has used for `_UNUSED_DAYS` are removed.
+than `_LONGEST_S` for its statements. An index that was neither built nor read for `_UNUSED_DAYS` is removed.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any, BinaryIO
 
 import apsw
 
-_SCHEMA = 2
+_SCHEMA = 3
 _LONGEST_S = 5.0
 _UNUSED_DAYS = 30
+_DAY_S = 86_400
+_NAME = re.compile(r"[0-9a-f]{16}\.sqlite")
 _TABLES = """
 CREATE TABLE facts(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups(seq INTEGER PRIMARY KEY, state INTEGER, verdict INTEGER, step INTEGER, last_step INTEGER, version INTEGER,
@@ -32,6 +35,7 @@ CREATE INDEX groups_by_prompt ON groups(prompt, seq);
 CREATE INDEX groups_unsettled ON groups(seq) WHERE state < 2;
 CREATE TABLE producers(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE steps(step INTEGER PRIMARY KEY, t REAL, wait_s REAL, step_s REAL, line TEXT NOT NULL);
+CREATE INDEX steps_by_time ON steps(t);
 CREATE VIRTUAL TABLE texts USING fts5(text, content='', contentless_delete=1, tokenize='unicode61 remove_diacritics 2');
 """
 
@@ -87,6 +91,7 @@ def opened(path: Path) -> Iterator[apsw.Connection | None]:
     except apsw.CantOpenError:
         yield None
         return
+    _note_use(path)
     with contextlib.closing(connection) as db:
         db.set_busy_timeout(2_000)
         deadline = time.monotonic() + _LONGEST_S
@@ -130,10 +135,19 @@ def _taken(lock: BinaryIO) -> bool:
     return True
 
 
+def _note_use(path: Path) -> None:
+    """Keep the time of the last use as the file's time, to the day."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime < time.time() - _DAY_S:
+            os.utime(path)
+
+
 def _remove_unused(folder: Path) -> None:
-    """Indexes of runs that nobody has looked at for long."""
-    for path in folder.glob("*.sqlite"):
+    """Remove indexes that were not used for long and that no process builds now."""
+    for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < time.time() - _UNUSED_DAYS * 86_400:
-                for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm"), path.with_suffix(".lock")):
-                    file.unlink(missing_ok=True)
+            if _NAME.fullmatch(path.name) and path.stat().st_mtime < time.time() - _UNUSED_DAYS * _DAY_S:
+                with path.with_suffix(".lock").open("ab") as lock:
+                    if _taken(lock):
+                        _remove(path)
+                        path.with_suffix(".lock").unlink()

@@ -97,8 +97,17 @@ def lines_since(db: apsw.Connection, since: float, most: int) -> list[dict[str, 
     return [decode(line) for (line,) in found]
 
 
+def ends(db: apsw.Connection) -> list[dict[str, Any]]:
+    """Return what `times_since` has of the first and the last step."""
+    return [line for order in ("ASC", "DESC") for line in _times(db, f"ORDER BY step {order} LIMIT 1")]
+
+
 def times_since(db: apsw.Connection, since: float) -> list[dict[str, Any]]:
     """When each of these steps ended, and how long it waited and trained."""
+    return _times(db, "WHERE t >= ? ORDER BY step", (since,))
+
+
+def _times(db: apsw.Connection, which: str, bindings: tuple[float, ...] = ()) -> list[dict[str, Any]]:
     names = ("step", "t", "wait_s", "step_s")
-    found = answer(db, f"SELECT {', '.join(names)} FROM steps WHERE t >= ? ORDER BY step", (since,))  # noqa: S608
+    found = answer(db, f"SELECT {', '.join(names)} FROM steps {which}", bindings)  # noqa: S608
     return [dict(zip(names, row, strict=True)) for row in found]

@@ -18,7 +18,7 @@ from tools.run_reader import EVALUATIONS, Line
 from tools.status.render import render
 from tools.status.warnings import warnings
 from tools.view.index.cache import answer
-from tools.view.index.steps import line_of, lines_since, newest_lines, times_since
+from tools.view.index.steps import ends, line_of, lines_since, newest_lines, times_since
 from tools.view.pages import forms
 from tools.view.pages.charts import charts, staleness_shares
 from tools.view.pages.policies import policy_rows
@@ -69,12 +69,13 @@ class RunPages:
         run = self._viewer.run
         producers = self._producers()
         with self._viewer.index() as db:
-            times = times_since(db, 0.0) if db else run.newest_steps(_TIMELINE_BYTES)
-            span = span_of(times, producers)
+            newest = [] if db else run.newest_steps(_TIMELINE_BYTES)
+            span = span_of(ends(db) if db else newest, producers)
             if span is None:
                 return []
             start = max(span[0], span[1] - 60 * minutes) if minutes else span[0]
-            steps = lines_since(db, start, _MOST_DRAWN) if db else times
+            times = times_since(db, start) if db else newest
+            steps = lines_since(db, start, _MOST_DRAWN) if db else newest
             scoring = _scoring(db, start, span[1]) if db else []
             ages = staleness_shares(steps, _versions_of_steps(db)) if db else None
         shown = lanes(times, producers, scoring, start, span[1])

@@ -57,6 +57,15 @@ def test_something_else_listens(tmp_path: Path, stranger: str) -> None:
         pass
 
 
+def test_behind_tls_a_listener_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that waits for TLS does not answer in plain HTTP/2."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        assert session._answers(address)
+    assert not session._answers(address)
+
+
 def test_an_address_that_is_none(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"expected HOST:PORT, such as 10\.0\.0\.5:6379"),

@@ -86,6 +86,8 @@ def test_where_the_journal_is(
     for place in (["--run", str(journal.path)], ["--config", f"{tmp_path}/run.yaml"], []):
         assert main([*place, "list", "--limit", "1"]) == ExitCode.OK
         assert "0-10-0-1-s" in capsys.readouterr().out
+        assert main(["list", *place, "--limit", "1"]) == ExitCode.OK
+        assert "0-10-0-1-s" in capsys.readouterr().out
     assert main(["--config", "absent.yaml", "stats"]) == ExitCode.CONFIG
     assert capsys.readouterr().err.startswith("rl-journal: error: absent.yaml: no such file. ")
     assert main(["--run", "absent", "stats"]) == ExitCode.JOURNAL

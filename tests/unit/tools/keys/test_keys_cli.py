@@ -109,3 +109,10 @@ def test_show_goes_on_behind_a_damaged_file(rl_keys: Command) -> None:
     (rl_keys.folder / "a.public").write_text("?")
     assert "a.public: is not a key file" in rl_keys("show").splitlines()[1]
     assert "  gpu01  " in rl_keys("show")
+
+
+def test_the_folder_may_be_named_behind_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "trainer", "--keys", str(tmp_path / "keys")]) == 0
+    assert (tmp_path / "keys" / "trainer.public").is_file()
+    assert main(["--keys", str(tmp_path / "keys"), "show"]) == 0
+    assert "trainer" in capsys.readouterr().out

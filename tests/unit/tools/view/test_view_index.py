@@ -19,7 +19,7 @@ from tools.view.index.builder import Builder
 from tools.view.index.cache import DamagedIndexError, SlowQueryError, create, locked, opened, place_of
 from tools.view.index.decoder import Decoder, find_decoder
 from tools.view.index.rows import RowIndex
-from tools.view.index.steps import StepIndex, line_of, lines_since, newest_lines, times_since
+from tools.view.index.steps import StepIndex, ends, line_of, lines_since, newest_lines, times_since
 from tools.view.index.texts import progress
 
 
@@ -142,6 +142,7 @@ def test_of_a_long_run_an_even_choice_of_steps_is_read(index: apsw.Connection) -
         step for step in range(10, last + 1) if step % -(-(last - 9) // 4) == 0
     ]
     assert times_since(index, START + 2 * last) == [{"step": last, "t": START + 2 * last, "wait_s": 0.5, "step_s": 1.5}]
+    assert [line["step"] for line in ends(index)] == [1, last]
     assert line_of(index, 4)["reward"] == 0.75
     assert line_of(index, 4000) == {}
 
@@ -218,14 +219,19 @@ def test_one_process_builds_an_index(tmp_path: Path) -> None:
         assert mine
 
 
-def test_indexes_that_nobody_uses_are_removed(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.sqlite", tmp_path / "new.sqlite"
-    for path in (old, new):
+def test_indexes_that_nobody_uses_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    old, built, read, new = (tmp_path / f"{number:016x}.sqlite" for number in range(4))
+    foreign = tmp_path / "mine.sqlite"
+    for path in (old, built, read, new, foreign):
         create(path, "r").close()
-    os.utime(old, (0, 0))
-    with locked(new):
-        assert not old.exists()
-        assert new.exists()
+    with locked(built):
+        for path in (old, built, read, foreign):
+            os.utime(path, (0, 0))
+        with opened(read):
+            pass
+        with locked(new):
+            assert not old.exists()
+            assert all(path.exists() for path in (built, read, new, foreign))
 
 
 def test_two_journals_have_two_indexes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import apsw
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -21,7 +22,9 @@ from protocol.service.http_server import ConnectionLimiter, Server, listen
 from replay.journal.writer import Journal
 from tests.unit.tools.view.indexing import index_whole
 from tools.view.cli import main
+from tools.view.index import steps
 from tools.view.index.cache import place_of
+from tools.view.server import run_pages
 from tools.view.server.app import _serve, application
 from tools.view.server.security import POLICY
 from tools.view.server.viewer import Viewer
@@ -168,6 +171,27 @@ def test_loss_and_gradient_are_those_of_the_step(client: TestClient) -> None:
     (found,) = [chart for chart in client.get("/data?minutes=0").json() if chart["title"] == "Loss"]
     values = found["curves"][0]["values"]
     assert values[:12] == [*[None] * 10, -1 / 11, -1 / 12]
+
+
+def test_the_charts_of_a_minute_read_the_steps_of_a_minute(
+    client: TestClient, written_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def times_since(db: apsw.Connection, since: float) -> list[dict[str, Any]]:
+        found = steps.times_since(db, since)
+        asked.append((since, len(found)))
+        return found
+
+    with closing(apsw.Connection(str(place_of(written_run / "journal.sqlite")))) as db:
+        db.execute("UPDATE steps SET t = t + 60 * step")
+    monkeypatch.setattr(run_pages, "times_since", times_since)
+    monkeypatch.setattr(run_pages, "_DEFAULT_MINUTES", 1)
+    for path in ("/data?minutes=0", "/data"):
+        assert client.get(path).status_code == 200
+    [(first, every), (later, some)] = asked
+    assert first < later
+    assert (every, some) == (22, 1)
 
 
 def test_a_run_that_has_ended_says_how(client: TestClient, run: Path) -> None:
@@ -348,13 +372,21 @@ def test_the_server_needs_neither_torch_nor_vllm() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--run", "/nowhere"], 78, "no such folder"), (["--port", "70000"], 2, "expected a whole number"),
-        (["--run", ".", "--tokenizer", "/nowhere"], 78, "it has no tokenizer.json"),
+        (["--run", "/nowhere"], 78, "no daemon has worked there"), ([], 78, "no daemon has worked there"),
+        (["--run", "run", "--compare", "."], 78, "--compare .: no daemon"), (["--port", "70000"], 2, "expected a whole number"),
+        (["--run", "run", "--tokenizer", "/nowhere"], 78, "it has no tokenizer.json"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(
-    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "metrics").mkdir(parents=True)
     try:
         ended = main(arguments)
     except SystemExit as error:
