@@ -39,9 +39,18 @@ def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
     for number in _SIGNALS:
         signal.signal(number, _leave_while_starting)
     launch = Launch.of(config, gpus, bundle)
-    with watched(config, "rl-producer", gpus, launch.name) as watch:
-        asyncio.run(live(launch, watch))
+    with watched(config, "rl-producer", gpus, launch.name) as watch, asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(live(launch, watch))
     return ExitCode.OK
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """That of uvloop, which vLLM brings: its own server uses it for the output of a thousand requests at once."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 async def live(launch: Launch, watch: Watch) -> None:

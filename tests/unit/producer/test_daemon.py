@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -126,7 +126,8 @@ def live(
         finally:
             playing.cancel()
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    with asyncio.Runner(loop_factory=daemon._loop) as runner:
+        runner.run(asyncio.wait_for(body(), 30))
 
 
 def in_thread(play: Callable[[], object]) -> "asyncio.Future[object]":
@@ -332,3 +333,13 @@ def test_while_the_engine_is_out_of_order_leases_go_back_and_none_are_asked_for(
         trainer.send(Bye("finished"))
 
     live(config, play)
+
+
+def test_the_loop_is_that_of_uvloop_where_vllm_has_brought_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, found in ((ModuleType("uvloop"), "brought"), (None, "asyncio")):
+        if module is not None:
+            module.new_event_loop = lambda: SimpleNamespace(close=lambda: None, name="brought")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "uvloop", module)
+        loop = daemon._loop()
+        assert getattr(loop, "name", "asyncio") == found
+        loop.close()
