@@ -42,8 +42,12 @@ class Tokens(NamedTuple):
 
     ids: torch.Tensor  # (B, P + T): left-padded prompts, right-padded completions
     mask: torch.Tensor  # (B, P + T), 1 for those that are attended to
-    width: int  # T
-    loss_mask: torch.Tensor | None = None  # (B, T), 1 for those in the loss; None: all completion tokens of `mask`
+    loss_mask: torch.Tensor  # (B, T), 1 for those in the loss
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return int(self.loss_mask.size(1))
 
     @property
     def prompt_ids(self) -> torch.Tensor:
@@ -59,7 +63,7 @@ class Tokens(NamedTuple):
 
     @property
     def in_loss(self) -> torch.Tensor:
-        return (self.mask[:, -self.width :] if self.loss_mask is None else self.loss_mask).bool()
+        return self.loss_mask.bool()
 
 
 class Layout(NamedTuple):

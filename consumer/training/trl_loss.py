@@ -265,8 +265,9 @@ class StepLossTrainer(GRPOTrainer):
         """Of the present policy; 0 for tokens outside the loss."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        tokens = Tokens(ids, mask, batch["completion_ids"].size(1), loss_mask(batch))
-        layout = lay_out(tokens, packed=self._packed, shareable=self._is_plain and self._is_shareable)
+        layout = lay_out(
+            Tokens(ids, mask, loss_mask(batch)), packed=self._packed, shareable=self._is_plain and self._is_shareable
+        )
         layout = layout._replace(**on_device(layout.tensors, self.accelerator.device))
         with self.accelerator.autocast():
             if self._is_plain:

@@ -35,13 +35,13 @@ def test_a_step_on_a_shared_base_is_that_of_one_process(tmp_path: Path, trained_
             rank.wait(10)
     of_ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
     for name, first in of_ranks[0].items():
-        for found in (of_rank[name] for of_rank in of_ranks):
+        for number, found in enumerate(of_rank[name] for of_rank in of_ranks):
             loss, of_loss = found["loss"]
             assert of_loss == pytest.approx(loss, rel=1e-10, abs=1e-12), name
             assert found["largest"] > 1e-4
             assert found["gradient"] <= 1e-10 * found["largest"], name
             metrics, of_metrics = found["metrics"]
-            assert of_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12), name
+            assert of_metrics == (pytest.approx(metrics, rel=1e-10, abs=1e-12) if number == 0 else {}), name
             assert found["num_micro_batches"] == first["num_micro_batches"]
             assert found["numbers"] < 0.8 * found["whole"]
 

@@ -32,7 +32,7 @@ def tokens(prompts: list[list[int]] = PROMPTS) -> Tokens:
         start = width - len(prompts[prompt])
         ids[i, start : start + len(row)] = torch.tensor(row)
         mask[i, start : start + len(row)] = 1
-    return Tokens(ids, mask, 5)
+    return Tokens(ids, mask, mask[:, -5:])
 
 
 @pytest.fixture(scope="module")
