@@ -1,6 +1,8 @@
 """The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
 
+import argparse
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,6 +11,20 @@ from protocol.errors import ExitCode
 from protocol.import_guard import uncollected
 from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
+
+_DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
+
+
+def _load(arguments: argparse.Namespace) -> AbstractContextManager[RunConfig]:
+    """Load the configuration, and choose a GPU if none is named: a producer's default is 0."""
+    from protocol.config.loader import load_config  # its import takes as long as all others
+    from protocol.gpu.device import VISIBLE, visible_gpus
+
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.gpu == _DEFAULT_GPU:
+        alone = config.pipeline.gpu != "own" or len(visible_gpus(os.environ.get(VISIBLE))) < 2
+        arguments.gpu = "0" if alone else "1"
+    return nullcontext(config)
 
 
 def _check_libraries(config: RunConfig) -> None:
@@ -56,6 +72,7 @@ def main() -> NoReturn:
         metavar="HOST:PORT",
         help="where the others find host 0, on a network that nobody else can reach",
     )
+    arguments_parser.set_defaults(gpu=_DEFAULT_GPU)
     arguments = arguments_parser.parse_args()
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
@@ -74,7 +91,7 @@ def main() -> NoReturn:
 
         return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
 
-    leave(run_command(arguments, "rl-trainer", _check_libraries, run))
+    leave(run_command(arguments, "rl-trainer", _check_libraries, run, _load))
 
 
 if __name__ == "__main__":
