@@ -5,6 +5,7 @@ holds it need not know; tensors that share memory still do. Frozen weights are c
 has of them stays right. A move is whole, or raises what the device raised and nothing has moved.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -67,6 +68,7 @@ class DeviceMoves:
     def out(self) -> None:
         """To host memory; what the device has no use for is free for others."""
         self._forget()
+        gc.collect()  # a training that has ended leaves cycles that hold tensors
         pieces = [piece for piece in self._pieces() if piece.storage.device.type == self._device.type]
         hosts = [self._to_host(piece) for piece in pieces]
         self._hosts = {

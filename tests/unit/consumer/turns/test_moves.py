@@ -1,5 +1,8 @@
 """What leaves a device and comes back is the same, for everybody who holds it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -80,6 +83,21 @@ def test_what_is_not_needed_any_more_is_dropped_before_the_rest_leaves() -> None
     moves.back()
     moves.out()
     assert (passing, moves.num_bytes) == ([], 0)
+
+
+def test_tensors_of_garbage_do_not_stay() -> None:
+    moves = DeviceMoves(torch.device("cpu"), list)
+    cycle: list[object] = [torch.ones(3)]
+    cycle.append(cycle)
+    tensor = weakref.ref(cycle[0])
+    gc.disable()
+    try:
+        del cycle
+        assert tensor() is not None
+        moves.out()
+        assert tensor() is None
+    finally:
+        gc.enable()
 
 
 def test_a_device_without_room_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
