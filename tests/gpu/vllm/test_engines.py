@@ -15,6 +15,7 @@ import pytest
 
 from tests.gpu.stand_in import building
 from tests.gpu.vllm import configurations
+from tests.integration.models import build_model
 from tests.tools import require
 
 REPOSITORY = Path(__file__).parents[3]
@@ -39,9 +40,10 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_configurations_of_engines_on_gpus_are_those_of_the_table(qwen2: Path) -> None:
+def test_configurations_of_engines_on_gpus_are_those_of_the_table(tmp_path: Path) -> None:
     """When vLLM or we change one, see whether the change is wanted; `--write` makes the table anew."""
-    made: dict[str, dict[str, Any]] = json.loads(run("tests.gpu.vllm.configurations", str(qwen2)).splitlines()[-1])
+    said = run("tests.gpu.vllm.configurations", str(build_model("qwen2", tmp_path)))
+    made: dict[str, dict[str, Any]] = json.loads(said.splitlines()[-1])
     assert made == configurations.table()
 
 
