@@ -123,7 +123,7 @@ class PromptLedger:
         if not self.order.is_ahead(Key(key.epoch + 1, key.prompt_id)) or key.prompt_id in self._returns:
             return False
         while self.num_deferred >= self._max_deferred:
-            self._withdraw(self.leases.first(Deferred).prompt_id)
+            self._withdraw(self.leases.first(Deferred))
         self._put_off(Work(returning, version))
         return True
 
@@ -171,11 +171,10 @@ class PromptLedger:
         self.leases.put(work, Deferred())
         self._returns[work.key.prompt_id] = work.key
 
-    def _withdraw(self, prompt_id: int) -> None:
-        """The prompt does not return, if it was deferred."""
-        key = self._returns.pop(prompt_id, None)
-        if key is not None:
-            self.leases.remove(key)
+    def _withdraw(self, key: Key) -> None:
+        """The deferred prompt does not return."""
+        self._returns.pop(key.prompt_id, None)
+        self.leases.remove(key)
 
     def _may_be_deferred(self, key: Key) -> bool:
         """Whether the attempt that this return would follow is not settled yet."""
@@ -187,20 +186,21 @@ class PromptLedger:
         self._share.count_lease(due is not None)
         if due is None:
             return self._next_first_attempt()
-        self._withdraw(due.key.prompt_id)
+        self._withdraw(due.key)
         return due
 
     def _next_first_attempt(self, wanted: Key | None = None) -> Work[Key]:
         """The prompt does not return as well."""
         key = self.order.next(wanted)
-        self._withdraw(key.prompt_id)
+        if key.prompt_id in self._returns:
+            self._withdraw(self._returns[key.prompt_id])
         return Work(key)
 
     def _reach(self, key: Key) -> None:
         """Moves the cursor past `key`, or ends its deferral. What the cursor passes waits."""
         if isinstance(self.leases.status(key), Deferred):
             work = self.leases.work(key)
-            self._withdraw(key.prompt_id)
+            self._withdraw(key)
             self.leases.put(work, Waiting())
         while self.order.is_ahead(key):
             self.leases.put(self._next_first_attempt(key), Waiting())
