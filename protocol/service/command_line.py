@@ -212,7 +212,10 @@ def _chosen(choice: str, part: str, there: list[VisibleGpu], given: str | None) 
         return there[index]
     count = len(there)
     existing = f"GPUs 0 to {count - 1}" if count > 1 else "only GPU 0" if count else "no NVIDIA GPU"
-    raise DeviceError(f"--gpu {choice}: there is no GPU {index}, but {existing} {_place(given)}; or use --gpu cpu")
+    raise DeviceError(
+        f"--gpu {choice}: GPU {index} does not exist; there {'are' if count > 1 else 'is'} {existing} {_place(given)}. Name one "
+        "that exists, or use --gpu cpu"
+    )
 
 
 def _place(given: str | None) -> str:

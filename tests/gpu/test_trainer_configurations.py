@@ -53,9 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "an off-policy mask": {"trainer": {"off_policy_mask_threshold": 0.5}},
     "logged completions": {"trainer": {"log_completions": True}},
-    **{name: {"trainer": {"optim": name}} for name in ("adamw_torch", "adamw_torch_fused", "adafactor")},
-    **{name: {"trainer": {"optim": name}} for name in ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")},
-    "NF4": LLAMA | {"model_options": {"quantization": "nf4"}},
+    **{name: {"trainer": {"optim": name}} for name in ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_8bit")},
     "NF4 with checkpointing": LLAMA
     | {"model_options": {"quantization": "nf4"}, "trainer": {"gradient_checkpointing": True}},
     "int8": LLAMA | {"model_options": {"quantization": "int8"}},

@@ -183,29 +183,6 @@ async def test_the_models_own_sampling_defaults_are_not_applied_and_truncation_i
     assert all(len(c.token_ids) == 40 for c in completions if c.truncated)
 
 
-def test_an_engine_serves_adapters_of_the_modules_that_are_trained_and_refuses_those_of_others(live, tmp_path):
-    """Here of one that vLLM fuses with two others, and of one on its own."""
-    targets = ["q_proj", "down_proj"]
-    lora = {"r": 8, "lora_alpha": 16, "target_modules": targets}
-    with live_engine(live.model, tmp_path, lora=lora) as narrow:
-        narrow._published[1] = (tmp_path / "peft", *random_adapter(live.model, tmp_path / "peft", targets=targets))
-        registry = registry_of(narrow.engine.weights, tmp_path, tolerance=TOLERANCES["float32"])
-        completions: list[Completion] = []
-        refusals: list[str] = []
-
-        async def body() -> None:
-            assert await registry.publish(narrow.downloaded(1, probe(narrow, 1)))
-            completions.extend(await generate(narrow, registry))
-            assert not await registry.publish(narrow.downloaded(2))
-            refusals.append(registry.report.counters.refusal)
-
-        with narrow.unloading(registry):
-            narrow.run(body())
-        assert worst_difference(narrow, completions, 1, 1.0) < 1e-3
-        assert "vLLM serves no adapter of" in refusals[0]
-        assert "mlp.down_proj" not in refusals[0]
-
-
 @pytest.mark.parametrize(("on_swap", "versions"), [("finish", {30}), ("continue", {30, 31, 32}), ("restart", {31})])
 @on_engine
 async def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
@@ -390,6 +367,32 @@ async def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_it
     assert (load.running, load.waiting, load.preemptions) == (4, 0, 0)
     assert 0 < load.kv_cache_usage < 1
     assert 3 * 128 <= hits() - before <= 3 * 200, "the whole blocks of the prompt, for three of the four"
+
+
+# Engines beside the first one, from here on: vLLM then takes the first one's metrics out of the registry.
+
+
+def test_an_engine_serves_adapters_of_the_modules_that_are_trained_and_refuses_those_of_others(live, tmp_path):
+    """Here of one that vLLM fuses with two others, and of one on its own."""
+    targets = ["q_proj", "down_proj"]
+    lora = {"r": 8, "lora_alpha": 16, "target_modules": targets}
+    with live_engine(live.model, tmp_path, lora=lora) as narrow:
+        narrow._published[1] = (tmp_path / "peft", *random_adapter(live.model, tmp_path / "peft", targets=targets))
+        registry = registry_of(narrow.engine.weights, tmp_path, tolerance=TOLERANCES["float32"])
+        completions: list[Completion] = []
+        refusals: list[str] = []
+
+        async def body() -> None:
+            assert await registry.publish(narrow.downloaded(1, probe(narrow, 1)))
+            completions.extend(await generate(narrow, registry))
+            assert not await registry.publish(narrow.downloaded(2))
+            refusals.append(registry.report.counters.refusal)
+
+        with narrow.unloading(registry):
+            narrow.run(body())
+        assert worst_difference(narrow, completions, 1, 1.0) < 1e-3
+        assert "vLLM serves no adapter of" in refusals[0]
+        assert "mlp.down_proj" not in refusals[0]
 
 
 def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins(live, tmp_path):

@@ -66,7 +66,7 @@ def test_a_part_that_hangs_or_dies_is_not_the_end(tmp_path: Path, monkeypatch: p
     parts = [Part(name, "", "machine", limit_s=limit) for name, limit in (("dead", 60), ("half", 60), ("slow", 4))]
     asyncio.run(run_parts(parts, [2, 3], tmp_path, 200, outcomes.append))
     assert [(one.part, one.status) for one in outcomes] == [("dead", "failed"), ("half", "done"), ("slow", "too slow")]
-    assert [one.findings for one in outcomes] == [[{"what": "GPU 2"}]] * 3
+    assert [one.findings for one in outcomes] == [[{"what": "GPU 0"}]] * 3
     sleeper = int((tmp_path / "slow" / "pid").read_text())
     assert not Path(f"/proc/{sleeper}").exists(), "what a part started ends with it, in whatever session"
 
