@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from protocol.service.command_line import leave
 from tests.chaos.fleet import Zygote
 
 _OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-q")
@@ -43,10 +44,10 @@ def are_made_here() -> bool:
     return os.environ.get(_INSIDE) == str(os.getpid())
 
 
-def run(request: dict[str, Any]) -> int:
-    """In a fork of the zygote: runs the test. Returns pytest's exit code."""
+def run(request: dict[str, Any]) -> NoReturn:
+    """In a fork of the zygote: runs the test, and ends the process with pytest's exit code."""
     os.environ[_INSIDE] = str(os.getpid())
-    return int(pytest.main(request["pytest"], plugins=[_Recorder(Path(request["reports"]))]))
+    leave(int(pytest.main(request["pytest"], plugins=[_Recorder(Path(request["reports"]))])))
 
 
 def of_test(item: pytest.Item, zygote: Zygote, timeout_s: float) -> Sequence[Any]:
