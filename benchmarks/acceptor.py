@@ -88,9 +88,7 @@ class Acceptor:
         self._version = max(0, self.journal.newest_version)
         self.buffer.restore(None, step=self._version, shape=SHAPE)
         disk = DiskGuard(folder, max_used=1.0)
-        terms = SessionTerms(
-            NEEDS, SHAPE, "bench", session, self.journal.last_seq > 0, 600.0, *heartbeat_s, region=region
-        )
+        terms = SessionTerms(NEEDS, SHAPE, "bench", session, 600.0, *heartbeat_s, region=region)
         sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
         dispatcher = LeaseDispatcher(channel, self.buffer, _Prompts(), disk, sampling, 600.0, Throttle(logger))
         storage = RolloutStorage(self.buffer, self.journal, disk)

@@ -129,7 +129,7 @@ def live_run(
     heartbeat = Heartbeat(watch.health, components.stop, errors)
     resumed = start.checkpoint is not None or bool(before)
     turns = _turns(components, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
-    terms = _terms(components, facts, session, turns, resumed=resumed)
+    terms = _terms(components, facts, session, turns)
     intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
     staleness = staleness_controller(config, start.state)
@@ -198,9 +198,7 @@ def _channel(config: RunConfig) -> ZmqServer:
     return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
 
 
-def _terms(
-    components: RunComponents, facts: dict[str, str], session: str, turns: GpuTurns | None, *, resumed: bool
-) -> SessionTerms:
+def _terms(components: RunComponents, facts: dict[str, str], session: str, turns: GpuTurns | None) -> SessionTerms:
     config, host = components.config, socket.gethostname()[:128]
     needs = TrainerNeeds(
         base_model_digest=facts["base_model_digest"],
@@ -218,7 +216,6 @@ def _terms(
         components.shape,
         facts["run_id"],
         session,
-        resumed,
         config.pipeline.lease_timeout_s,
         config.transport.heartbeat_interval_s,
         config.transport.heartbeat_timeout_s,

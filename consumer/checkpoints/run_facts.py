@@ -88,7 +88,7 @@ def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
 
 def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
     """Whether the batches that were recorded under the facts `before` can be trained again now. Raises ConfigError if the
-    configuration does not fit them, JournalError if their groups are those of a newer release."""
+    configuration does not fit them, JournalError if their groups are of another schema."""
     if (schema := before.get("wire_schema", "unknown")) != str(SCHEMA_VERSION):
         raise JournalError(
             f"{journal_file} has groups of protocol schema {schema}, this release reads {SCHEMA_VERSION}; use the "

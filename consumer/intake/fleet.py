@@ -43,7 +43,6 @@ class SessionTerms:
     shape: GroupShape  # of their groups
     run_id: str
     session: str  # unique per trainer process; the run may outlive it
-    resumed: bool  # whether the run had a process before this one, whose leases producers may hold
     lease_timeout_s: float  # that a lease which a producer brings along gets from now on
     heartbeat_interval_s: float
     heartbeat_timeout_s: float

@@ -93,9 +93,8 @@ class Placement:
         found = {}
         if self.gpus:
             found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(self.gpus[index])}
-            if (
-                not self.is_alone
-            ):  # NCCL would end the process for a lost rank before `consumer.ranks.presence` can say which
+            if not self.is_alone:
+                # NCCL would end the process for a lost rank before `consumer.ranks.presence` can say which.
                 found |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
             found |= _without_rounding()
         if self.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:

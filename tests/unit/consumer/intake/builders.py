@@ -67,7 +67,6 @@ class Trainer:
         replay: RolloutBuffer | None = None,
         memory: SharedMemory = NO_MEMORY,
         evaluations: Any = None,
-        resumed: bool = True,
         run_id: str = "run",
         heartbeat_s: float = 1.0,
         place: tuple[str, str] = ("", ""),
@@ -84,7 +83,7 @@ class Trainer:
         now = lambda: self.now  # noqa: E731
         dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn, now)
         store = PolicyStore(2, memory)
-        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place, bundle, turns)
+        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", 60.0, heartbeat_s, 6.0, *place, bundle, turns)
         dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
         self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=now)
         self.publish(0, BLOB, DIGEST)

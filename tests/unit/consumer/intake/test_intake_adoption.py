@@ -96,21 +96,9 @@ OTHER_RUN_S = ["1-5-0-1-old", "0-0-0-1-old"]
 """Leases of another run, of prompts and an epoch that this one has too."""
 
 
-@pytest.mark.parametrize(
-    ("run_id", "resumed", "adopted"),
-    [
-        ("run", True, 2),
-        ("run", False, 2),
-        ("another run", True, 0),
-        ("another run", False, 0),
-        ("", True, 0),
-        ("", False, 0),
-    ],
-)
-def test_only_this_run_s_leases_are_adopted(
-    start: Start, journal: FillableJournal, run_id: str, resumed: bool, adopted: int
-) -> None:
-    trainer = start(groups_per_step=4, resumed=resumed)
+@pytest.mark.parametrize(("run_id", "adopted"), [("run", 2), ("another run", 0), ("", 0)])
+def test_only_this_run_s_leases_are_adopted(start: Start, journal: FillableJournal, run_id: str, adopted: int) -> None:
+    trainer = start(groups_per_step=4)
     fresh = trainer.replay.state()["ledger"]
     producer = trainer.producer(capacity=0, held=OTHER_RUN_S, run_id=run_id)
     assert trainer.replay.totals["adopted"] == adopted
@@ -120,7 +108,7 @@ def test_only_this_run_s_leases_are_adopted(
 
 def test_a_group_of_another_run_is_not_judged(start: Start, journal: FillableJournal) -> None:
     """Its id names a prompt that this run leases, too."""
-    trainer = start(groups_per_step=4, resumed=False)
+    trainer = start(groups_per_step=4)
     producer = trainer.producer(capacity=1, held=OTHER_RUN_S, run_id="another run")
     [ours] = producer.leases
     nack = only(producer.say(replace(answer(ours), lease_id="0-0-0-1-old")), Nack)
@@ -133,7 +121,7 @@ def test_a_group_of_another_run_is_not_judged(start: Start, journal: FillableJou
 @pytest.mark.parametrize("run_id", ["", "another run"])
 def test_a_lease_of_this_process_is_known_whatever_run_its_producer_names(start: Start, run_id: str) -> None:
     """Its greeting was under way when it learned of this run."""
-    trainer = start(groups_per_step=4, resumed=False)
+    trainer = start(groups_per_step=4)
     [lease] = trainer.producer(capacity=1).leases
     trainer.now += 7.0
     trainer.tick()
