@@ -20,7 +20,7 @@ from replay.journal.reader import JournalReader
 from tests.scripted import made_up_group
 from tools.run_reader import ROLLOUTS, RunReader
 
-from .runs import Run
+from .runs import Run, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -149,8 +149,10 @@ def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
         trainer={"max_steps": 10},
         observability={"log_format": "json", "rollout_samples": 0},
     )
-    producers = [run.producer(name, capacity=4) for name in ("left", "right")]
     trainer = run.trainer()
+    socket = Path(run.config.control_endpoint.removeprefix("ipc://"))
+    eventually(socket.exists)  # who waits for a trainer connects up to 1.5 s later than the other
+    producers = [run.producer(name, capacity=4) for name in ("left", "right")]
     assert trainer.end() == 0
     for producer in producers:
         producer.join(10)
