@@ -27,7 +27,7 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 
 test: unit rehearse ## run every test
 	$(OLD_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/soak tests/faults tests/chaos tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder campaigns tests/faults tests/integration
 
 unit: $(STAMP) ## run the unit tests but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
@@ -58,14 +58,14 @@ docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md, the picture
 	$(BIN)/python -m deploy.grafana.generate
 
 chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1, RANKS=1)
-	$(BIN)/python -m tests.chaos --kills 200 --seed $(SEED) --ranks $(RANKS) --out runs/chaos/summary.json
+	$(BIN)/python -m campaigns.chaos --kills 200 --seed $(SEED) --ranks $(RANKS) --out runs/chaos/summary.json
 
 soak: $(STAMP) ## both daemons under a mixed load, and what of theirs grows (HOURS=1, SEED=1)
-	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED) --out runs/soak/summary.json
+	$(BIN)/python -m campaigns.soak --hours $(HOURS) --seed $(SEED) --out runs/soak/summary.json
 
 fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers against a trainer's door (SEED=1 MINUTES=10)
-	$(BIN)/python -m tests.fuzz.frames --count 1000000 --seed $(SEED)
-	$(BIN)/python -m tests.fuzz.strangers --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m campaigns.fuzz.frames --count 1000000 --seed $(SEED)
+	$(BIN)/python -m campaigns.fuzz.strangers --minutes $(MINUTES) --seed $(SEED)
 
 bench: $(STAMP) ## every benchmark, one after the other, with a summary; half an hour or so
 	$(BIN)/python -m benchmarks.suite

@@ -14,7 +14,7 @@ from benchmarks.overlap_pair import CONFIG, pinned, run_pair
 from benchmarks.overlap_report import Interval, Step
 from protocol.files import rotated_lines
 from replay.journal.reader import JournalReader
-from tools.journal.content import ContentReader
+from slipstream.journal.content import ContentReader
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from protocol.service.status import Status  # noqa: E402
-from tools.run_reader import DaemonAddress  # noqa: E402
-from tools.status.daemons import Answer  # noqa: E402
-from tools.status.reading import read  # noqa: E402
-from tools.status.render import render  # noqa: E402
-from tools.status.warnings import warnings  # noqa: E402
+from slipstream.run_reader import DaemonAddress  # noqa: E402
+from slipstream.status.daemons import Answer  # noqa: E402
+from slipstream.status.reading import read  # noqa: E402
+from slipstream.status.render import render  # noqa: E402
+from slipstream.status.warnings import warnings  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "rl-status.svg"
 FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">

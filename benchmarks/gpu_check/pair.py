@@ -17,7 +17,7 @@ from protocol.config.loader import load_config
 from protocol.gpu.device import gpu_facts
 from protocol.gpu.needs import GIB
 from protocol.gpu.preview import preview
-from tools.run_reader import STEPS, Line, RunReader
+from slipstream.run_reader import STEPS, Line, RunReader
 
 _LOOK_EVERY_S = 0.5
 _RATIO = "sampling/importance_sampling_ratio/"

@@ -11,7 +11,7 @@ import yaml
 from benchmarks.gpu_check.model import sections
 from benchmarks.gpu_check.place import Findings, Place
 from examples.arithmetic.demo import run_pair
-from tools.run_reader import STEPS, RunReader
+from slipstream.run_reader import STEPS, RunReader
 
 _ENGINE_SHARE = 0.85  # of the GPU, which leaves the trainer too little to work beside it
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parents[2] / "tools/view/static/vendor"
+FOLDER = Path(__file__).parents[2] / "slipstream/view/static/vendor"
 
 
 class Asset(NamedTuple):

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.run_reader import STEPS, RunReader
+from slipstream.run_reader import STEPS, RunReader
 
 WINDOW = 10  # steps averaged for the first and the last reward
 

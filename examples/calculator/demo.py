@@ -14,7 +14,7 @@ from pathlib import Path
 from examples.arithmetic.demo import run_pair
 from examples.calculator.evaluate import greedy_accuracy
 from examples.folders import fresh_folder
-from tools.run_reader import STEPS, RunReader
+from slipstream.run_reader import STEPS, RunReader
 
 CONFIG = "examples/calculator/run.yaml"
 WINDOW = 3  # steps averaged for the first and the last reward

@@ -15,7 +15,7 @@ from typing import Any
 
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
-PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:

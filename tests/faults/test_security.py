@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from benchmarks.terms import ENGINE_FACTS
+from campaigns.fuzz.zmtp import greeting
 from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
 from protocol.transport.watched_connection import limits
 from protocol.transport.zeromq_client import ZmqClient
@@ -24,7 +25,6 @@ from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Reject, Welcome
 from tests.faults.door import DESCRIPTORS
 from tests.faults.doors import LIMIT, Door, Honest, show_keys
 from tests.faults.memory import memory_bounded
-from tests.fuzz.zmtp import greeting
 from tests.unit.protocol.channel_harness import eventually, receive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

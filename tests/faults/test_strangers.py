@@ -1,11 +1,11 @@
-"""A trainer's door under strangers of every kind, for some seconds; the long form is `tests.fuzz.strangers`."""
+"""A trainer's door under strangers of every kind, for some seconds; the long form is `campaigns.fuzz.strangers`."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz.strangers import COMBINATIONS, campaign
-from tests.fuzz.zmtp import Scripts
+from campaigns.fuzz.strangers import COMBINATIONS, campaign
+from campaigns.fuzz.zmtp import Scripts
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

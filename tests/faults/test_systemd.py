@@ -39,7 +39,7 @@ exec {PREFIX}/bin/python -m MODULE "$@"
 PROGRAMS = {
     "rl-trainer": "consumer.cli",
     "rl-producer": "tests.faults.stand_in_producer",
-    "rl-keys": "tools.keys.cli",
+    "rl-keys": "slipstream.keys.cli",
 }
 RUN: dict[str, Any] = {
     "run_dir": RUN_DIR,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.fleet import Zygote
+from campaigns.chaos.fleet import Zygote
 from tests.gpu import reports
 from tests.gpu.stand_in import building
 from tests.tools import require

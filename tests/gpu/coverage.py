@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("consumer", "producer", "protocol", "tools/sft", "tools/export")
+PACKAGES = ("consumer", "producer", "protocol", "slipstream/sft", "slipstream/export")
 LEAST = 0.95
 _ASKS = ("is_cuda", "on_gpu", "_on_gpu", "cuda")
 _TRACER = """

@@ -1,4 +1,4 @@
-"""What `tests.chaos.zygote` imports and runs for `tests/gpu`: a process with the stand-in GPU. Its forks run
+"""What `campaigns.chaos.zygote` imports and runs for `tests/gpu`: a process with the stand-in GPU. Its forks run
 tests and commands.
 
 Guarantee: TRL's Triton kernels run in Triton's interpreter.

@@ -48,7 +48,7 @@ def browser(downloads: Path) -> Iterator[Any]:
 @contextmanager
 def viewed(run: Path, cache: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """`rl-view --run RUN`: the URL that it prints, and the process, which ends with 0."""
-    command = [sys.executable, "-m", "tools.view.cli", "--run", str(run)]
+    command = [sys.executable, "-m", "slipstream.view.cli", "--run", str(run)]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
+from campaigns.chaos.forked_ranks import forked_ranks
 from consumer import cli
-from tests.chaos.forked_ranks import forked_ranks
 
 ERRORS = {
     "gpu memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

@@ -1,10 +1,10 @@
-"""`rl-trainer` that kills itself where `TRAINER_DIES_AT` says, one of the points of `tests.chaos.aims`. All else is real."""
+"""`rl-trainer` that kills itself where `TRAINER_DIES_AT` says, one of the points of `campaigns.chaos.aims`. All else is real."""
 
 import os
 
+from campaigns.chaos.aims import Aim
+from campaigns.chaos.trainer_child import set_points
 from consumer import cli
-from tests.chaos.aims import Aim
-from tests.chaos.trainer_child import set_points
 
 if __name__ == "__main__":
     set_points(Aim(os.environ["TRAINER_DIES_AT"]))

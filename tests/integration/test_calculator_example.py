@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from replay.groups import GroupShape, RolloutGroup
+from slipstream.run_reader import EVALUATIONS, RunReader
 from tests.integration.models import reference_logprobs
-from tools.run_reader import EVALUATIONS, RunReader
 
 STEPS = 10
 

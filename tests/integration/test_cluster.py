@@ -11,8 +11,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.cluster.machine import REPOSITORY, ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
-from tools.journal.cli import main as rl_journal
+from campaigns.cluster.machine import REPOSITORY, ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
+from slipstream.journal.cli import main as rl_journal
 
 from .runs import Run
 
@@ -86,7 +86,7 @@ def test_a_ray_of_this_machine_and_a_run_that_cannot_start(tmp_path: Path) -> No
         "rewards": {"functions": [{"builtin": "exact_match"}]},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "tools.cluster.cli", "up", "--config", "run.yaml", "--gpus", "0"]
+    command = [sys.executable, "-m", "slipstream.cluster.cli", "up", "--config", "run.yaml", "--gpus", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from campaigns.chaos import aims
 from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.adapter_folder import TENSORS_FILE
 from protocol.config.loader import load_config
 from protocol.wire.messages import Group, Lease
-from tests.chaos import aims
+from slipstream.journal.cli import main as rl_journal
+from slipstream.run_reader import EVALUATIONS, RunReader
 from tests.scripted import made_up_group
-from tools.journal.cli import main as rl_journal
-from tools.run_reader import EVALUATIONS, RunReader
 
 from .runs import Run, eventually
 

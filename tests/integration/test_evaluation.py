@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from consumer.evaluation.kept_answers import kept_versions, read_answers
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Lease
+from slipstream.run_reader import EVALUATIONS, RunReader
 from tests.integration.pair import Daemon, end_well, run_pair
 from tests.integration.runs import Run
 from tests.integration.test_pair import write_run
 from tests.scripted import made_up_group
-from tools.run_reader import EVALUATIONS, RunReader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

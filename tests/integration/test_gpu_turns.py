@@ -11,8 +11,8 @@ import pytest
 from protocol.errors import ExitCode
 from protocol.files import rotated_lines
 from replay.journal.reader import JournalReader
+from slipstream.journal.cli import main as rl_journal
 from tests.integration.one_gpu import happened
-from tools.journal.cli import main as rl_journal
 
 from .pair import Daemon
 from .runs import Run, eventually

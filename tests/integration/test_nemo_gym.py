@@ -16,11 +16,11 @@ from producer.environments.agents import Agents
 from producer.groups import Record
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
+from slipstream.environments import cli as environment_cli
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.nemo_gym_servers import Row, agent_server, ask_policy, real_servers, verified
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
-from tools.environments import cli as environment_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

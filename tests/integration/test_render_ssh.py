@@ -11,7 +11,7 @@ import pytest
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import producer_keys, trainer_keys
 from tests.tools import require
-from tests.unit.tools.cluster.render.rendered import project, run_name
+from tests.unit.slipstream.cluster.render.rendered import project, run_name
 
 from .test_systemd_units import make, systemd
 
@@ -38,7 +38,7 @@ class Hosts:
         self.programs.mkdir(parents=True)
         for name, text in (("ssh", SSH), ("systemctl", SYSTEMCTL)):
             (self.programs / name).write_text(text)
-        for name, module in (("rl-keys", "tools.keys.cli"), ("rl-cluster", "tools.cluster.cli")):
+        for name, module in (("rl-keys", "slipstream.keys.cli"), ("rl-cluster", "slipstream.cluster.cli")):
             (self.programs / name).write_text(f'#!/bin/bash\nexec {sys.executable} -m {module} "$@"\n')
         for file in self.programs.iterdir():
             file.chmod(0o755)

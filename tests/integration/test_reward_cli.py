@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from protocol.errors import ExitCode
+from slipstream.rewards.report import report, show
+from slipstream.rewards.trial import Group, Trial
 from tests.integration.models import build_model
-from tools.rewards.report import report, show
-from tools.rewards.trial import Group, Trial
 
 pytestmark = pytest.mark.integration
 
 
 def tried(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tools.rewards.cli", "try", "--config", str(folder / "run.yaml"), *arguments]
+    command = [sys.executable, "-m", "slipstream.rewards.cli", "try", "--config", str(folder / "run.yaml"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
@@ -81,7 +81,7 @@ def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
 def test_help_is_quick() -> None:
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "tools.rewards.cli", "try", "--help"],
+        [sys.executable, "-X", "importtime", "-m", "slipstream.rewards.cli", "try", "--help"],
         capture_output=True,
         text=True,
     )

@@ -13,12 +13,12 @@ import psutil
 import pytest
 import yaml
 
+from campaigns.chaos import run_folder
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
 from protocol.security.keys import producer_keys
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.digests import base_model_digest, tokenizer_digest
-from tests.chaos import run_folder
 from tests.scripted import ScriptedProducer, facts
 
 from .runs import eventually
@@ -31,8 +31,8 @@ SCRIPTED = "from tests.scripted_engine import Pace, install; install(Pace(0.03, 
 COMMANDS = {
     "rl-trainer": "from consumer.cli import main",
     "rl-producer": f"{SCRIPTED}; from producer.cli import main",
-    "rl-keys": "from tools.keys.cli import main",
-    "rl-cluster": "from tools.cluster.cli import main",
+    "rl-keys": "from slipstream.keys.cli import main",
+    "rl-cluster": "from slipstream.cluster.cli import main",
 }
 RENDER = "rl-cluster render slurm --config run.yaml --out jobs --gpus 0 --cpus 1 --trainer-node n2"
 

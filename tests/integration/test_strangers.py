@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.strangers import Report, strangers_at
+from campaigns.fuzz.strangers import Report, strangers_at
 from tests.unit.protocol.channel_harness import reserve_port
 
 from .runs import Run

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Lease
 from replay.journal.reader import JournalReader
+from slipstream.run_reader import ROLLOUTS, RunReader
 from tests.scripted import made_up_group
-from tools.run_reader import ROLLOUTS, RunReader
 
 from .runs import Run, eventually
 

@@ -17,10 +17,10 @@ from producer.environments.agents import Agents
 from producer.groups import Episode
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
+from slipstream.environments import cli as environment_cli
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
-from tools.environments import cli as environment_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

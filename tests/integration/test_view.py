@@ -16,13 +16,13 @@ from typing import Any
 import apsw
 import pytest
 
+from slipstream.journal.content import ContentReader
+from slipstream.run_reader import RunReader
+from slipstream.view.pages.spans import SURPRISE
 from tests.integration.browser import browser, console, drawn, texts, until, viewed
 from tests.integration.runs import Run
 from tests.tools import require
 from tests.view_run import HOSTILE, write_run
-from tools.journal.content import ContentReader
-from tools.run_reader import RunReader
-from tools.view.pages.spans import SURPRISE
 
 AXE = "axe-core@4.14.1"
 PAGES = (

@@ -12,13 +12,13 @@ import torch
 
 from protocol.wire.messages import Sampling
 from protocol.wire.vision_language import vision_language
+from slipstream.export import merge as export
 from tests.integration.engines import live_engine
 from tests.integration.models import random_adapter, reference_logprobs
 from tests.integration.pair import Daemon, run_pair
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import run_config
-from tools.export import merge as export
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

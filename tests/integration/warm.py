@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.fleet import Role, Zygote
+from campaigns.chaos.fleet import Role, Zygote
 
 _CLONE_NEWNET = 0x40000000  # of sched.h
 _zygotes: dict[Role, Zygote] = {}

@@ -1,4 +1,4 @@
-"""What `tests.chaos.zygote` imports and runs for `rl-producer`."""
+"""What `campaigns.chaos.zygote` imports and runs for `rl-producer`."""
 
 import importlib
 from typing import Any

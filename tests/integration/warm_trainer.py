@@ -1,9 +1,9 @@
-"""What `tests.chaos.zygote` imports and runs for `rl-trainer` and `rl-sft`."""
+"""What `campaigns.chaos.zygote` imports and runs for `rl-trainer` and `rl-sft`."""
 
 from typing import Any
 
-from tests.chaos import trainer_child
-from tests.chaos.forked_ranks import forked_ranks
+from campaigns.chaos import trainer_child
+from campaigns.chaos.forked_ranks import forked_ranks
 from tests.integration import warm
 
 preload = trainer_child.preload

@@ -19,7 +19,7 @@ from protocol.config.loader import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"
-PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in ("README.md", "AGENTS.md"))]
 
 

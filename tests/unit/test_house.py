@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
 MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py"))
 LONGEST_MODULE = 500  # lines
 LONGEST_FUNCTION = 60  # lines

@@ -19,12 +19,12 @@ from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
+from slipstream.export import merge as export
+from slipstream.journal.content import load_tokenizer as tokenizer_of_journal
+from slipstream.sft.trainer import build_sft_arguments, train
 from tests.integration.models import build_model_with_code
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import loss_and_gradients, slipstream_trainer
-from tools.export import merge as export
-from tools.journal.content import load_tokenizer as tokenizer_of_journal
-from tools.sft.trainer import build_sft_arguments, train
 
 FIX = "it needs the Python files that come with it; read them, and set model.trust_remote_code=true to run them"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from campaigns.fuzz.mutations import sealed
 from protocol.wire.codec import encode
 from protocol.wire.messages import Bye, Group, Heartbeat, Hello, Lease, Nack, PolicyInfo, Reject, Welcome
-from tests.fuzz.mutations import sealed
 from tests.scripted import facts
 from tests.unit.consumer.intake.builders import BLOB, DIGEST, SAMPLING, Producer, Start, only
 

@@ -14,8 +14,8 @@ from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.errors import ConfigError, DeviceError
 from protocol.gpu.needs import GIB
+from slipstream.sft.trainer import build_sft_arguments
 from tests.unit.consumer.builders import run_config
-from tools.sft.trainer import build_sft_arguments
 
 TINY_BYTES = 120_000  # less than the tiny model takes in float32
 

@@ -5,11 +5,11 @@ import time
 import pytest
 from msgspec import structs
 
+from campaigns.fuzz.mutations import sealed
 from producer.link.outbox import num_bytes
 from protocol.errors import BundleChangedError, IncompatiblePeerError
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Nack, Reject
-from tests.fuzz.mutations import sealed
 from tests.scripted import made_up_group
 from tests.scripted_trainer import lease
 from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy

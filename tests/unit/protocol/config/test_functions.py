@@ -53,7 +53,11 @@ def test_a_file_may_define_dataclasses(folder: Path) -> None:
         ("", "no_such_module:f", "no_such_module:f: importing no_such_module failed: ModuleNotFoundError: No module named "
          "'no_such_module'"),
         ("", "user.py:f", "user.py:f: user.py has no `f`"),
-        ("", "tools:f", "tools:f: tools has no `f`; it is a package of Slipstream, so give yours another name, or its file"),
+        (
+            "",
+            "slipstream:f",
+            "slipstream:f: slipstream has no `f`; it is a package of Slipstream, so give yours another name, or its file",
+        ),
         ("f = 3", "user.py:f", "user.py:f: `f` is not a function but int"),
         ("1 / 0", "user.py:f", "user.py:f: importing user.py failed: ZeroDivisionError: division by zero"),
         ("import absent_helper", "user.py:f", "user.py:f: importing user.py failed: ModuleNotFoundError: No module named "

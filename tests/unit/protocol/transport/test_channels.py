@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from campaigns.fuzz.mutations import sealed
 from protocol.transport.channel import BadFrame
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobChunk, BlobMissing, Heartbeat, Lease, Sampling
-from tests.fuzz.mutations import sealed
 from tests.unit.protocol.channel_harness import (
     MESSAGE,
     Harness,

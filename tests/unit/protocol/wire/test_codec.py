@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from campaigns.fuzz.mutations import sealed
 from protocol.wire import codec
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
-from tests.fuzz.mutations import sealed
 from tests.unit.protocol.samples import SAMPLES, SHA, body_of
 
 every_sample = pytest.mark.parametrize("message", SAMPLES, ids=lambda value: type(value).__name__)

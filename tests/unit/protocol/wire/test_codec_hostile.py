@@ -1,4 +1,4 @@
-"""A frame made to hurt is refused with CodecError, at once and without memory; the long form is `tests.fuzz.frames`."""
+"""A frame made to hurt is refused with CodecError, at once and without memory; the long form is `campaigns.fuzz.frames`."""
 
 import itertools
 import tracemalloc
@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from campaigns.fuzz import frames
+from campaigns.fuzz.frames import SLOWEST_S, Defect, campaign, memory_bound, peak_of_decode, seconds_to_decode
+from campaigns.fuzz.mutations import BYTE_MUTATIONS, header, sealed
 from protocol.wire import messages as m
 from protocol.wire.codec import CodecError, decode, encode
-from tests.fuzz import frames
-from tests.fuzz.frames import SLOWEST_S, Defect, campaign, memory_bound, peak_of_decode, seconds_to_decode
-from tests.fuzz.mutations import BYTE_MUTATIONS, header, sealed
 from tests.unit.protocol.samples import SAMPLES, body_of
 
 LEASE = next(message for message in SAMPLES if isinstance(message, m.Lease))

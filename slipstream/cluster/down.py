@@ -1,0 +1,99 @@
+"""`rl-cluster down`: ends a run in good order.
+
+Guarantee: producers say goodbye first, so that what they have finished is journaled; then the trainer ends its step and writes a
+checkpoint. What has not ended by its deadline is killed, which loses nothing that was acknowledged. Then the resources are given
+back, and a Ray that `up` started is ended.
+"""
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protocol.errors import ExitCode
+from slipstream.cluster import session
+from slipstream.cluster.place import add_place, run_dir
+from slipstream.cluster.session import Session
+from slipstream.command import whole
+from slipstream.tables import say
+
+if TYPE_CHECKING:
+    from slipstream.cluster.fleet.actors import Actors
+
+_DEADLINE_S = 300
+_LOOK_EVERY_S = 0.2
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("down", help="drain and end a run")
+    add_place(parser)
+    parser.add_argument(
+        "--deadline", metavar="S", type=lambda text: whole(text, 1, 86_400), default=_DEADLINE_S,
+        help="seconds until producers that have not ended are killed, and as many more for the trainer (default: %(default)s)",
+    )  # fmt: skip
+    parser.set_defaults(work=_down)
+
+
+def _down(chosen: argparse.Namespace) -> ExitCode:
+    place = run_dir(chosen)
+    with session.connected(place, chosen.address) as ray:
+        take_down(place, ray, chosen.deadline)
+    return ExitCode.OK
+
+
+def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> None:
+    from slipstream.cluster.fleet.actors import Actors
+    from slipstream.cluster.fleet.manager import FAREWELL_S
+    from slipstream.cluster.fleet.managing import ManagerHandle, NoAnswer, last_backup
+    from slipstream.cluster.fleet.plan import TRAINER
+
+    manager, plan = ManagerHandle.find(), None
+    if manager is not None:
+        with contextlib.suppress(*NoAnswer):
+            plan = manager.report().plan
+        manager.end()
+    actors = Actors()
+    names = actors.names()
+    farewell = time.monotonic() + (FAREWELL_S if _has_finished(actors) else 0.0)
+    for some, drain_at in ((names - {TRAINER}, farewell), (names & {TRAINER}, 0.0)):
+        _drain(actors, some, drain_at, time.monotonic() + deadline_s)
+    if plan is not None and plan.backup:
+        say(last_backup(plan))
+    if ray.own is not None:
+        session.end_own(place, ray.own)
+    say(f"{place}: the run is down")
+
+
+def _has_finished(actors: "Actors") -> bool:
+    """Producers end by themselves then."""
+    from slipstream.cluster.fleet.plan import TRAINER, DaemonReport
+
+    trainer = actors.reports().get(TRAINER)
+    return isinstance(trainer, DaemonReport) and trainer.is_over and trainer.exit_code == 0
+
+
+def _drain(actors: "Actors", names: set[str], drain_at: float, until: float) -> None:
+    """Waits for their end, tells them to end at `drain_at`, and kills what is left at `until`."""
+    from slipstream.cluster.fleet.plan import DaemonReport
+
+    left, told = set(names), False
+    while left:
+        if not told and time.monotonic() >= drain_at:
+            told = True
+            for name in left:
+                actors.drain(name)
+        for name in left.intersection(actors.without_room()):
+            actors.remove(name)
+            left.discard(name)
+        for name, report in actors.reports().items():
+            if name in left and isinstance(report, DaemonReport) and report.is_over:
+                say(f"{name}: ended" + ("" if report.exit_code is None else f" with {report.exit_code}"))
+                actors.remove(name)
+                left.discard(name)
+        if left and time.monotonic() > until:
+            say(f"killed, because they had not ended by the deadline: {', '.join(sorted(left))}")
+            for name in left:
+                actors.kill(name)
+            return
+        time.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,59 @@
+"""`rl-cluster status`: what runs where, and what the daemons say of themselves.
+
+Guarantee: it reads. The numbers are those of rl-status, from the daemons' own documents, wherever they were placed.
+"""
+
+import argparse
+import io
+import sys
+import time
+
+import msgspec
+from rich.console import Console
+
+from protocol.errors import ExitCode
+from slipstream.cluster.fleet.plan import DaemonReport, FleetReport
+from slipstream.cluster.place import add_place, manager_of
+from slipstream.tables import clock, printable, say, say_json, say_table
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("status", help="what runs where, and how the run goes")
+    add_place(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.set_defaults(work=_status)
+
+
+def _status(chosen: argparse.Namespace) -> ExitCode:
+    with manager_of(chosen) as manager:
+        report = manager.report()
+    if chosen.json:
+        say_json(msgspec.to_builtins(report))
+    else:
+        show(report)
+    return ExitCode.OK
+
+
+def show(report: FleetReport) -> None:
+    from slipstream.cluster.fleet.loads import answers
+    from slipstream.status.reading import read
+    from slipstream.status.render import render
+    from slipstream.status.warnings import warnings
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    say_table(("daemon", "is", "node", "pid", "starts", "since", "last exit"), map(_row, report.daemons), "pid starts")
+    for line in (*report.unreachable, *([f"no room: {report.missing}"] if report.missing else [])):
+        say(printable(line))
+    bounds = f" (between {report.plan.least} and {report.plan.most})" if report.plan.most else ""
+    say(f"producers wanted: {report.wanted}{bounds}")
+    if any(daemon.status for daemon in report.daemons):
+        view = read([answers(report.daemons, time.time())])
+        console = Console()
+        console.print(render(view, warnings(view), console.width))
+
+
+def _row(daemon: DaemonReport) -> tuple[str, ...]:
+    phase = "draining" if daemon.draining and not daemon.is_over else daemon.phase
+    code = "" if daemon.exit_code is None else str(daemon.exit_code)
+    return daemon.name, phase, daemon.node, str(daemon.pid or ""), str(daemon.starts), clock(daemon.since), code

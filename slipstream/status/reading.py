@@ -1,0 +1,207 @@
+"""Computes the numbers of the view from the status documents of the daemons.
+
+Guarantee: pure; a number that no document has is None. A rate is computed from the looks at one process. If these span less
+than `SHORTEST_S`, or no total has grown between them, it is over the life of that process; `over_s` says how long that is. So a
+restart, which sets totals back, spoils no rate.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import msgspec
+
+from protocol.service.status import Status
+from slipstream.status.daemons import Answer
+from slipstream.status.view import ProducerView, TrainerView, View
+
+SHORTEST_S = 10.0
+_TRAINER_CLOCK = ("wait_seconds", "step_seconds_sum")
+_PRODUCER_CLOCK = ("idle_seconds", "busy_seconds")
+_FIRST_STEPS, _LATE_S, _LATE_PACES = 3, 10.0, 5.0
+
+Daemon = TypeVar("Daemon", TrainerView, ProducerView)
+
+
+def read(looks: Sequence[Sequence[Answer]]) -> View:
+    """The view of what all daemons said at each of the last looks, oldest first."""
+    newest = looks[-1]
+    trainers = [answer for answer in newest if answer.job == "rl-trainer"]
+    trainer = min(trainers, key=lambda answer: answer.error is not None, default=None)
+    trainer_says = trainer.status if trainer else None
+    found = [_producer(answer, _said(looks, answer), trainer_says) for answer in newest if answer.job == "rl-producer"]
+    producers = {producer.name: producer for producer in found}
+    for name in _by_label(trainer_says, "producer_policy_version"):
+        if name not in producers:
+            producers[name] = ProducerView(name=name, connected=True, **_known_to(trainer_says, name))
+    return View(
+        at=max((answer.at for answer in newest), default=0.0),
+        trainer=None if trainer is None else _trainer(trainer, _said(looks, trainer)),
+        producers=[producers[name] for name in sorted(producers)],
+        silent={answer.source.address: answer.error or "" for answer in newest if answer.job is None},
+    )
+
+
+def _said(looks: Sequence[Sequence[Answer]], daemon: Answer) -> list[Status]:
+    found = [answer for answers in looks for answer in answers if answer.source == daemon.source]
+    return [answer.status for answer in found if answer.status is not None]
+
+
+def _trainer(answer: Answer, said: list[Status]) -> TrainerView:
+    now = answer.status
+    identity: dict[str, Any] = {"address": answer.source.address, "daemon": answer.source.daemon}
+    if now is None:
+        return TrainerView(**identity, error=answer.error)
+    rates = Rates(said, _TRAINER_CLOCK)
+    pace_s = rates.clock_per("step_seconds_count")
+    last_step_at = number(now, "last_step_timestamp_seconds")
+    since_s = max(0.0, now.at - last_step_at) if last_step_at else None
+    computed = {
+        "daemon": now.daemon,
+        "rates_over_s": rates.over_s,
+        "rates_since_start": rates.since_start,
+        "since_last_step_s": since_s,
+        "step_pace_s": pace_s,
+        "eta_s": _eta_s(number(now, "step"), number(now, "max_steps"), pace_s, since_s),
+        "wait_share": rates.share("wait_seconds"),
+        "tokens_generated_per_s": rates.per_second("tokens_generated"),
+        "tokens_trained_per_s": rates.per_second("tokens_trained"),
+        "journal_commit_s": rates.mean("journal_commit_seconds"),
+    }
+    return _view(TrainerView, now, identity, computed)
+
+
+def _eta_s(step: float | None, max_steps: float | None, pace_s: float | None, since_s: float | None) -> float | None:
+    """The time left at the pace of now; None after the first two steps, and while steps are late."""
+    if step is None or max_steps is None or pace_s is None or since_s is None:
+        return None
+    late = since_s > max(_LATE_S, _LATE_PACES * pace_s)
+    return None if late or step < _FIRST_STEPS else max(0, max_steps - step) * pace_s
+
+
+def _producer(answer: Answer, said: list[Status], trainer: Status | None) -> ProducerView:
+    now = answer.status
+    name = (now.info.get("producer") if now else None) or answer.source.daemon or answer.source.address
+    identity: dict[str, Any] = {"name": name, "address": answer.source.address}
+    known = _known_to(trainer, name)
+    if now is None:
+        return ProducerView(**identity, error=answer.error, **known)
+    rates = Rates(said, _PRODUCER_CLOCK)
+    connected, version, newest = (
+        number(*of) for of in ((now, "connected"), (now, "policy_version"), (trainer, "policy_version"))
+    )
+    computed = known | {
+        "policy_version": version,
+        "lag": None if newest is None or version is None or version < 0 else max(0, newest - version),
+        "leases": _by_label(now, "leases"),
+        "rates_over_s": rates.over_s,
+        "rates_since_start": rates.since_start,
+        "connected": None if connected is None else bool(connected),
+        "paused": bool(number(now, "paused")),
+        "idle_share": rates.share("idle_seconds"),
+        "tokens_per_s": rates.per_second("completion_tokens"),
+        "swap_mean_s": rates.mean("swap_seconds"),
+        "swap_last_s": newest_mean(said, "swap_seconds"),
+    }
+    return _view(ProducerView, now, identity, computed)
+
+
+def _known_to(trainer: Status | None, producer: str) -> dict[str, Any]:
+    """What the trainer says of it; nothing if it is not connected."""
+    of_it = {
+        name: _by_label(trainer, f"producer_{name}").get(producer)
+        for name in ("policy_version", "lag_versions", "refused_version", "heard_seconds", "leases")
+    }
+    version = of_it["policy_version"]
+    if version is None:
+        return {}
+    return {
+        "policy_version": version,
+        "lag": None if version < 0 else of_it["lag_versions"],
+        "refused_version": of_it["refused_version"],
+        "heard_s": of_it["heard_seconds"],
+        "leases": {"held": of_it["leases"] or 0},
+    }
+
+
+def _by_label(status: Status | None, name: str) -> dict[str, float]:
+    """A number with one label; empty if the daemon does not say it."""
+    found = status.numbers.get(name) if status else None
+    return (
+        {label: value for label, value in found.items() if isinstance(value, int | float)}
+        if isinstance(found, dict)
+        else {}
+    )
+
+
+def _view(kind: type[Daemon], status: Status, identity: dict[str, Any], computed: dict[str, Any]) -> Daemon:
+    """The daemon's own numbers, under the names that the fields of `kind` give them, with what was computed from them."""
+    values = {"not_ready": status.not_ready} | status.numbers | status.info | identity | computed
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        return kind(**identity, error=f"its status document cannot be read: {error}")
+
+
+class Rates:
+    """The rates of one daemon, from its documents, oldest first, the last one of now. The totals in `clock`, in seconds, grow
+    all the time while it works, and so say how long it has worked."""
+
+    def __init__(self, said: Sequence[Status], clock: Sequence[str]) -> None:
+        self._now, self._clock = said[-1], clock
+        self._before: Status | None = next(status for status in said if status.started == self._now.started)
+        self._span_s = self._now.at - self._before.at
+        if self._span_s < SHORTEST_S or not self._worked_s():
+            self._before = None
+
+    @property
+    def since_start(self) -> bool:
+        """Whether they are over the whole life of the process."""
+        return self._before is None
+
+    @property
+    def over_s(self) -> float:
+        return self._worked_s() if self._before is None else self._span_s
+
+    def per_second(self, name: str) -> float | None:
+        return _ratio(self._increase(name), self.over_s)
+
+    def share(self, name: str) -> float | None:
+        return _ratio(self._increase(name), self._worked_s())
+
+    def mean(self, histogram: str) -> float | None:
+        return _ratio(self._increase(f"{histogram}_sum"), self._increase(f"{histogram}_count"))
+
+    def clock_per(self, name: str) -> float | None:
+        """Seconds of work by which a total grows by one."""
+        return _ratio(self._worked_s(), self._increase(name))
+
+    def _worked_s(self) -> float:
+        return sum(self._increase(name) or 0.0 for name in self._clock)
+
+    def _increase(self, name: str) -> float | None:
+        now = number(self._now, name)
+        return now if now is None or self._before is None else now - (number(self._before, name) or 0.0)
+
+
+def newest_mean(said: Sequence[Status], histogram: str) -> float | None:
+    """What the histogram observed last: the mean between the two newest looks between which it observed anything."""
+    for before, after in reversed(list(pairwise(said))):
+        if before.started == after.started:
+            amount, count = (
+                (number(after, name) or 0.0) - (number(before, name) or 0.0)
+                for name in (f"{histogram}_sum", f"{histogram}_count")
+            )
+            if count:
+                return amount / count
+    return None
+
+
+def number(status: Status | None, name: str) -> float | None:
+    """A number of the document; None if the daemon does not say it."""
+    found = status.numbers.get(name) if status else None
+    return None if isinstance(found, dict) else found
+
+
+def _ratio(amount: float | None, count: float | None) -> float | None:
+    return None if amount is None or not count else amount / count

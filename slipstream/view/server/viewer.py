@@ -1,0 +1,113 @@
+"""What all pages read from: the run's files, the index, the tokenizer, the daemons.
+
+Guarantee: a journal or an index is open for one page at a time and closed with it. The daemons are asked once for all who want to
+know within `_FRESH_S`.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+
+import apsw
+
+from consumer.evaluation.kept_answers import KeptAnswer
+from protocol.wire.codec import CodecError
+from protocol.wire.messages import MissingReward
+from replay.groups import InvalidGroupError
+from replay.journal.reader import JournalReader
+from replay.journal.rows import GroupRow
+from slipstream.journal.content import Content, ContentReader, content_of, reward_names
+from slipstream.run_reader import JOURNAL, RunReader
+from slipstream.status.view import View
+from slipstream.status.watch import Watch
+from slipstream.view.index.builder import Builder
+from slipstream.view.index.cache import opened, place_of
+from slipstream.view.index.decoder import Decoder, find_decoder
+from slipstream.view.pages.group import GroupPage, group_page
+
+_FRESH_S = 1.5
+
+
+class Viewer:
+    """The run in `place`, a folder or a journal file. `tokenizer` is the folder of its tokenizer, if it is not where the run had
+    it."""
+
+    def __init__(self, place: Path, tokenizer: Path | None = None) -> None:
+        self.run = RunReader(place)
+        self._journal = place if place.is_file() else place / JOURNAL
+        self._index = place_of(self._journal)
+        self._tokenizer = tokenizer
+        self._decoder: tuple[str, Decoder] | None = None  # with the digest of its tokenizer
+        self._watch, self._looking = Watch(self.run, []), threading.Lock()
+        self._seen: tuple[float, View] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.run.folder.resolve().name
+
+    def builder(self) -> Builder:
+        """Builds the index of this run."""
+        return Builder(self.run, self._index, lambda facts: self.decoder(facts)[0])
+
+    def journal(self) -> AbstractContextManager[JournalReader]:
+        """`JournalError` if there is none."""
+        return closing(self.run.journal())
+
+    @contextmanager
+    def journal_if_any(self) -> Iterator[JournalReader | None]:
+        """None where none is there yet. `JournalError` if it cannot be read."""
+        if not self._journal.is_file():
+            yield None
+            return
+        with self.journal() as reader:
+            yield reader
+
+    def index(self) -> AbstractContextManager[apsw.Connection | None]:
+        return opened(self._index)
+
+    def decoder(self, facts: dict[str, str]) -> tuple[Decoder | None, str]:
+        """The decoder of the run, and why there is none."""
+        digest = facts.get("tokenizer_digest", "")
+        if self._decoder is None or self._decoder[0] != digest:
+            decoder, problem = find_decoder(facts, self._tokenizer)
+            if decoder is None:
+                return None, problem
+            self._decoder = (digest, decoder)
+        return self._decoder[1], ""
+
+    def shown(self, reader: JournalReader, row: GroupRow) -> GroupPage | None:
+        """A group as it is shown beside others; None if retention has deleted it meanwhile."""
+        contents = ContentReader(reader)
+        content = contents.read(row)
+        return self._beside(content, reader.facts(), contents.missing(row)) if content else None
+
+    def shown_answer(self, answer: KeptAnswer) -> GroupPage | None:
+        """An answer of an evaluation, likewise; None if it was not kept, or cannot be read."""
+        with self.journal() as reader:
+            facts = reader.facts()
+        try:
+            content = content_of(answer.frame, reward_names(facts)) if answer.frame else None
+        except (CodecError, InvalidGroupError):
+            return None
+        return self._beside(content, facts, content.message.missing) if content else None
+
+    def _beside(self, content: Content, facts: dict[str, str], missing: Sequence[MissingReward]) -> GroupPage:
+        return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0, missing=missing)
+
+    def status(self) -> View:
+        """What the daemons say, at most some seconds ago."""
+        with self._looking:
+            if self._seen is None or time.monotonic() - self._seen[0] > _FRESH_S:
+                view = self._watch.look()
+                self._seen = (time.monotonic(), view)
+            return self._seen[1]
+
+
+def written_at(path: Path) -> float:
+    """Unix time; 0 if the file is not there any more."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

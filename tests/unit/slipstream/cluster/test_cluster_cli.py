@@ -1,0 +1,111 @@
+"""The command line, and what is refused before anything starts."""
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from protocol.config.loader import load_config
+from protocol.errors import ConfigError, NoResourcesError
+from slipstream.cluster import cli, placing
+from slipstream.cluster.fleet.plan import Plan, namespace, on_host
+from slipstream.cluster.probe import NodeFacts
+from tests.unit.slipstream.cluster.builders import PLAN, plan
+
+PAGE = Path(__file__).parents[4] / "docs/cluster.md"
+FACTS = NodeFacts("10.0.0.5", "", "ext4", None, False, 20_000)
+
+
+@pytest.mark.parametrize(
+    "line", sorted(set(re.findall(r"^rl-cluster .*$|(?<=`)rl-cluster [^`]*(?=`)", PAGE.read_text(), re.M)))
+)
+def test_every_command_of_the_page_is_one(line: str) -> None:
+    words = shlex.split(line)[1:]
+    if len(words) > 1:
+        assert cli._parser().parse_args(words).command == words[0]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "run_dir": "run",
+        "model": {"path": "org/model"},
+        "dataset": {"path": "train.jsonl"},
+        "rewards": {"functions": [{"builtin": "exact_match"}]},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "run.yaml"
+
+
+def planned(file: Path, *arguments: str) -> Plan:
+    chosen = cli._parser().parse_args(["up", "--config", str(file), *arguments])
+    return placing.plan_of(chosen, load_config(str(file), chosen.overrides), file.parent / "run", FACTS)
+
+
+def test_the_plan_of_a_plain_file(file: Path) -> None:
+    found = planned(file)
+    keys = file.parent / "run/cluster/keys"
+    assert (found.producers, found.least, found.most, found.ranks, found.gpus, found.cpus) == (1, 0, 0, 1, 1, 1)
+    assert found.overrides == [f"transport.keys={keys}", "transport.endpoint=tcp://10.0.0.5:20000"]
+    assert (found.config, found.folder, found.model) == (str(file), str(file.parent), "")
+
+
+def test_an_endpoint_with_keys_is_kept_and_another_one_is_not(file: Path) -> None:
+    own = ["--set", "transport.keys=keys", "--set", "transport.endpoint=tcp://10.0.0.5:5557"]
+    found = planned(file, *own)
+    assert (found.endpoint, found.keys) == ("tcp://10.0.0.5:5557", str(file.parent / "keys"))
+    assert found.overrides == own[1::2]
+    found = planned(file, "--set", "transport.endpoint=ipc:///tmp/x")
+    assert found.endpoint == "tcp://10.0.0.5:20000"
+
+
+def test_a_model_that_is_a_folder_is_named_to_producers(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert planned(file, "--set", "model.path=model").model == str(tmp_path / "model")
+    assert planned(file, "--set", "model.path=model", "--model", "/models/a").model == "/models/a"
+
+
+def test_clients_of_a_server_take_no_gpu_and_have_its_files_at_the_same_place(file: Path, tmp_path: Path) -> None:
+    server = ["--set", "engine_server.url=http://127.0.0.1:8000", "--set", "engine_server.adapter_dir=shared"]
+    found = planned(file, *server, "--producer-set", "serve.port=1")
+    assert found.producer_overrides == [f'engine_server.adapter_dir="{tmp_path}/shared"', "serve.port=1"]
+    assert found.trainer_needs["GPU"] == 1
+    assert "GPU" not in found.producer_needs
+    assert planned(file).producer_needs["GPU"] == 1
+
+
+def test_the_number_of_producers_keeps_to_the_bounds(file: Path) -> None:
+    bounds = ["--set", "producers.min=2", "--set", "producers.max=4"]
+    assert (planned(file, *bounds).producers, planned(file, *bounds, "--producers", "4").producers) == (2, 4)
+    with pytest.raises(
+        ConfigError, match=r"--producers 5: the configuration has producers\.min=2 and producers\.max=4"
+    ):
+        planned(file, *bounds, "--producers", "5")
+    with pytest.raises(ConfigError, match=r"min=5 is more than max=4"):
+        load_config(str(file), ["producers.min=5", "producers.max=4"])
+
+
+def test_no_room_is_said_and_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = {"10.0.0.5": {"CPU": 64.0, "GPU": 3.0} | dict.fromkeys(on_host("10.0.0.5"), 1.0)}
+    monkeypatch.setattr(placing, "free_per_node", lambda: free)
+    placing.wait_for_room(plan(producers=1))
+    clock = iter(range(100))
+    monkeypatch.setattr(placing, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock), sleep=lambda s: None))
+    with pytest.raises(
+        NoResourcesError,
+        match=r"nothing was started: a producer: needs 1 GPU and 4 CPU on one node\.",
+    ):
+        placing.wait_for_room(PLAN)
+    assert capsys.readouterr().out.count("waiting 20 s for room") == 1
+
+
+def test_a_namespace_for_each_run() -> None:
+    assert namespace("/runs/a") == namespace("/runs/../runs/a")
+    assert namespace("/runs/a") != namespace("/other/a")
+    assert namespace("/runs/a").startswith("slipstream-a-")

@@ -1,0 +1,140 @@
+"""What is exported is what was trained, and which of a run's adapters that is."""
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from consumer.training.quantization import quantization_config
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from slipstream.export import merge as export
+from slipstream.export.merge import choose_adapter
+from tests.integration.models import random_adapter, reference_logprobs
+from tests.unit.consumer.builders import run_config
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path) -> RunConfig:
+    """A finished run of four steps, checkpoints at 2 and 4."""
+    config = run_config(tmp_path / "run", tiny_model)
+    run_dir = Path(config.run_dir)
+    random_adapter(tiny_model, run_dir / "adapter", rank=4)
+    for step in (2, 4):
+        folder = Path(shutil.copytree(run_dir / "adapter", config.checkpoints_dir / f"checkpoint-{step}"))
+        (folder / "pipeline_state.json").write_text(json.dumps({"step": step, "run_id": "r"}))
+    (run_dir / "trainer.json").write_text(json.dumps({"finished": True, "steps": 4}))
+    return config
+
+
+def test_the_merged_model_is_the_trained_one(run: RunConfig, tiny_model: Path, capsys: Any) -> None:
+    to = Path(run.run_dir) / "merged"
+    export.run(run, [], which="last", to=to, repository=None)
+    merged = reference_logprobs(to, None, [3, 4], [5, 6, 7], 1.0)
+    adapted = reference_logprobs(tiny_model, Path(run.run_dir) / "adapter", [3, 4], [5, 6, 7], 1.0)
+    rounding = torch.finfo(torch.float32).eps * adapted.abs().max().item()
+    torch.testing.assert_close(merged, adapted, atol=100 * rounding, rtol=0)
+    assert AutoTokenizer.from_pretrained(to)("1+1=") == AutoTokenizer.from_pretrained(tiny_model)("1+1=")
+    assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
+    assert "log-probs agree to" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="merged exists already"):
+        export.run(run, [], which="last", to=to, repository=None)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_quantized_base_is_left_out_or_dequantized(run: RunConfig, tiny_model: Path) -> None:
+    """The trainer computes with the rounded base, the engine with the whole one; each can be exported."""
+    with pytest.raises(ConfigError, match="there is nothing to dequantize"):
+        export.run(run, [], which="last", to=Path(run.run_dir) / "none", repository=None, dequantized=True)
+    quantized = run.model_copy(update={"model": run.model.model_copy(update={"quantization": "nf4"})})
+    adapter, found = Path(run.run_dir) / "adapter", []
+    for dequantized in (False, True):
+        to = Path(run.run_dir) / f"merged {dequantized}"
+        export.run(quantized, [], which="last", to=to, repository=None, dequantized=dequantized)
+        assert "quantization_config" not in json.loads((to / "config.json").read_text())
+        found.append(reference_logprobs(to, None, [3, 4], [5, 6, 7], 1.0))
+    original, rounded = found
+    adapted = reference_logprobs(tiny_model, adapter, [3, 4], [5, 6, 7], 1.0)
+    torch.testing.assert_close(original, adapted, atol=1e-4, rtol=0)
+    options = {"dtype": torch.float32, "quantization_config": quantization_config(quantized.model)}
+    base: Any = AutoModelForCausalLM.from_pretrained(tiny_model, **options)
+    trained = PeftModel.from_pretrained(base, adapter).train()  # as the trainer computes: eval() rounds on a CPU
+    with torch.no_grad():
+        logits = trained(torch.tensor([[3, 4, 5, 6, 7]])).logits[0, 1:-1].float()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor([[5], [6], [7]]))[:, 0]
+    torch.testing.assert_close(rounded, expected, atol=1e-3, rtol=0)
+    assert (rounded - original).abs().max() > 0.01
+
+
+def test_a_model_that_computes_something_else_is_not_written(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = export.logprobs
+    monkeypatch.setattr(export, "logprobs", lambda model, ids: real(model, ids) + 0.1 * hasattr(model, "peft_config"))
+    to = Path(run.run_dir) / "merged"
+    with pytest.raises(ConfigError, match=r"differ by 0.1 .* more than 0.002; nothing was written"):
+        export.run(run, [], which="last", to=to, repository=None)
+    assert sorted(file.name for file in Path(run.run_dir).iterdir()) == ["adapter", "checkpoints", "trainer.json"]
+
+
+def test_what_the_check_says() -> None:
+    export.check(1e-4, 0.5, 2e-3, "float32")
+    export.check(1e-6, 1e-6, 2e-3, "float32")
+    with pytest.raises(ConfigError, match="differ by nan"):
+        export.check(float("nan"), 0.5, 2e-3, "float32")
+    with pytest.raises(ConfigError, match=r"rounding to bfloat16 loses what the adapter changes .*model.dtype=float32"):
+        export.check(0.3, 0.4, 1.0, "bfloat16")
+
+
+def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
+    run_dir = Path(run.run_dir)
+    assert choose_adapter(run, "last") == run_dir / "adapter"
+    assert choose_adapter(run, "2") == run.checkpoints_dir / "checkpoint-2"
+    assert choose_adapter(run, str(run_dir / "adapter")) == run_dir / "adapter"
+    with pytest.raises(
+        ConfigError, match=r"--checkpoint best: there is no adapter in .*best; checkpoints of the run: 2, 4"
+    ):
+        choose_adapter(run, "best")
+    shutil.copytree(run_dir / "adapter", run.checkpoints_dir / "best")
+    assert choose_adapter(run, "best") == run.checkpoints_dir / "best"
+    (run_dir / "trainer.json").write_text(json.dumps({"finished": True, "steps": 3}))
+    assert choose_adapter(run, "last") == run.checkpoints_dir / "checkpoint-4", "the run went on after its end"
+    (run_dir / "trainer.json").write_text(json.dumps({"finished": False, "steps": 4}))
+    assert choose_adapter(run, "last") == run.checkpoints_dir / "checkpoint-4", "... and was stopped"
+    shutil.rmtree(run_dir)
+    with pytest.raises(ConfigError, match="has no adapter yet"):
+        choose_adapter(run, "last")
+
+
+class Hub:
+    """Takes the place of huggingface_hub.HfApi."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def create_repo(self, repo_id: str, **options: Any) -> str:
+        self.calls.append((repo_id, options))
+        return f"https://hub.example/{repo_id}"
+
+    def upload_folder(self, repo_id: str, **options: Any) -> None:
+        if repo_id == "me/full":
+            raise OSError("no space")
+        self.calls.append((repo_id, options))
+
+
+def test_uploads_go_where_they_were_told_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = Hub()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=lambda: hub))
+    assert export.upload(tmp_path, "me/model") == "https://hub.example/me/model"
+    assert hub.calls == [
+        ("me/model", {"private": True, "exist_ok": True}),
+        ("me/model", {"folder_path": tmp_path, "commit_message": "rl-export"}),
+    ]
+    with pytest.raises(ConfigError, match=rf"--push-to-hub me/full: OSError: no space. The model is in {tmp_path}"):
+        export.upload(tmp_path, "me/full")

@@ -1,0 +1,61 @@
+"""Completions of a trial end where those of the run would, and given ones are read and shown as they are."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from protocol.errors import DatasetError
+from slipstream.rewards.report import report, show
+from slipstream.rewards.trial import Trial, given, until_stop
+
+LETTERS: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "kept"),
+    [
+        ("a b c", [], "a b c"),
+        ("a</x>b</x>", ["</x>"], "a</x>"),
+        ("a</x>b", ["b", "</x>"], "a</x>"),
+        ("</x>", ["</x>"], "</x>"),
+        ("ab", ["c"], "ab"),
+        ("", ["c"], ""),
+    ],
+)
+def test_a_completion_keeps_the_first_text_that_ends_it(text: str, stop: list[str], kept: str) -> None:
+    assert LETTERS.decode(until_stop([ord(letter) for letter in text], stop, LETTERS)) == kept
+
+
+def no_tokens(text: str, **_: Any) -> dict[str, list[int]]:
+    return {"input_ids": []}
+
+
+def test_a_text_may_hold_any_line_end_and_the_file_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    said = ["one\u2028two", "three\u0085four", "five\x0bsix"]
+    row = json.dumps({"prompt": "a\u2029b", "completions": said}, ensure_ascii=False)
+    (tmp_path / "given.jsonl").write_text(f"{row}\r\n{row}", encoding="utf-8-sig")
+    groups = given(tmp_path / "given.jsonl", no_tokens)
+    assert [(group.prompt, group.completions) for group in groups] == [("a\u2029b", said)] * 2
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a", "completions": ["b"], "answer": 1' + "0" * 30 + "}", "[" * 100_000])
+def test_what_no_producer_could_be_leased_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "given.jsonl").write_text(f"\n{line}\n")
+    with pytest.raises(DatasetError, match=r"given\.jsonl:2: (Overflow|Recursion)Error: "):
+        given(tmp_path / "given.jsonl", no_tokens)
+
+
+def test_a_completion_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "a", "completions": ["\x1b[2Jgone\r\n", "b"]}
+    (tmp_path / "given.jsonl").write_text(json.dumps(row))
+    groups = given(tmp_path / "given.jsonl", no_tokens)
+    groups[0].rewards = np.zeros((2, 1), np.float32)
+    show(report(Trial(("right",), [1.0], groups)), Console(width=80))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert r"\x1b[2Jgone\r\n" in out
