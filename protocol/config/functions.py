@@ -1,8 +1,9 @@
-"""User functions named in the configuration as `module:function` or `path/to/file.py:function`.
+"""Code that the configuration names: users' functions as `module:function` or `path/to/file.py:function`, and plugins by the
+name of their entry point.
 
-Guarantee: `load_function` returns a callable or raises `ConfigError` with the key, the place and the reason; `DeviceError` where
-the code found a GPU without memory. A file is executed once, however many of its functions are asked for, so they share what it
-loads and remembers.
+Guarantee: `load_function` returns a callable and `load_plugin` an object, or both raise `ConfigError` with the key, the place and
+the reason; `DeviceError` where the code found a GPU without memory. A file is executed once, however many of its functions are
+asked for, so they share what it loads and remembers.
 """
 
 import functools
@@ -10,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
         sys.path[:0] = [] if "" in sys.path else [""]  # before our own: what this process needs of ours is loaded
         module = _load_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
-        kind = DeviceError if is_device_failure(error) else ConfigError
-        raise kind(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
+        raise _import_failed(f"{key}: {spec}: importing {place}", error) from error
     function = getattr(module, name, None)
     if function is None:
         hint = "; it is a package of Slipstream, so give yours another name, or its file" if place in PACKAGES else ""
@@ -37,6 +38,25 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{key}: {spec}: `{name}` is not a function but {type(function).__name__}")
     return function  # type: ignore[no-any-return]
+
+
+def load_plugin(group: str, name: str, key: str) -> Any:
+    """Import the plugin that configuration key `key` names: the entry point `name` of `group`."""
+    installed = {entry.name: entry for entry in entry_points(group=group)}
+    if name not in installed:
+        raise ConfigError(
+            f"{key}: no installed package has an entry point `{name}` in the group {group}; it has "
+            f"{', '.join(sorted(installed)) or 'none'}. Use one of these, or install the package of the plugin"
+        )
+    try:
+        return installed[name].load()
+    except Exception as error:
+        raise _import_failed(f"{key}: {name}: importing {installed[name].value}", error) from error
+
+
+def _import_failed(what: str, error: Exception) -> ConfigError | DeviceError:
+    kind = DeviceError if is_device_failure(error) else ConfigError
+    return kind(f"{what} failed: {type(error).__name__}: {error}")
 
 
 @functools.cache

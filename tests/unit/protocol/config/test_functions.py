@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config.functions import load_function
+from protocol.config.functions import load_function, load_plugin
 from protocol.errors import ConfigError
 
 KEY = "rewards.functions"
@@ -72,3 +72,18 @@ def test_why_not(folder: Path, text: str, spec: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_function(spec, KEY)
     assert str(caught.value) == f"{KEY}: {message.format(folder=folder)}"
+
+
+def test_a_plugin_is_found_by_the_name_of_its_entry_point(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = folder / "other-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[slipstream.testing]\nroot = math:sqrt\nbroken = no_such_module:x\n")
+    monkeypatch.syspath_prepend(folder)
+    assert load_plugin("slipstream.testing", "root", KEY)(9) == 3.0
+    with pytest.raises(ConfigError, match=rf"{KEY}.*`cube`.*broken, root.*install"):
+        load_plugin("slipstream.testing", "cube", KEY)
+    with pytest.raises(ConfigError, match=rf"{KEY}: broken: importing no_such_module:x failed: ModuleNotFoundError"):
+        load_plugin("slipstream.testing", "broken", KEY)
+    with pytest.raises(ConfigError, match="it has none"):
+        load_plugin("slipstream.nothing", "root", KEY)
