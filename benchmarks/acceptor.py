@@ -23,10 +23,10 @@ from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
-from protocol.config.sections.learning import RerollSection
-from protocol.files.shared_memory import NO_MEMORY, SharedMemory
-from protocol.throttle import Throttle
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.server import ZmqServer
+from protocol.config.learning import RerollSection
+from protocol.runtime.logs import Throttle
+from protocol.runtime.scratch import NO_MEMORY, SharedMemory
 from protocol.wire.messages import Sampling
 from replay.batches.cutting import BatchCutter
 from replay.batches.signal_watch import SignalWatch

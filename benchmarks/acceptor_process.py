@@ -18,8 +18,8 @@ import psutil
 
 from benchmarks.acceptor import MAX_STALENESS, Acceptor
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES
-from protocol.security.keys import trainer_keys
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.keys import trainer_keys
+from protocol.channel.server import ZmqServer
 
 
 class Job(msgspec.Struct):

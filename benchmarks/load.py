@@ -32,10 +32,10 @@ from producer.link.mailbox import Mailbox
 from producer.link.trainer_source import Download, TrainerSource
 from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
-from protocol.config.sections.transport import TransportSection
-from protocol.security.keys import ProducerKeys, identity_of, producer_keys
-from protocol.transport.channel import BadFrame
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.channel.channel import BadFrame
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import ProducerKeys, identity_of, producer_keys
+from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Hello, Lease, Message, PolicyInfo, TrainerMessage
 
 _STEP_EVERY_S = 0.2  # of a producer that nothing arrives for

@@ -23,7 +23,7 @@ from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import WaitPolicy
 from protocol.config.loader import load_config
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 
 CONFIG = "examples/arithmetic/run.yaml"
 ROUNDS = 4  # of prompts, at most, for a batch of groups with signal

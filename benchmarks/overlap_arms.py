@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.overlap_pair import CONFIG, pinned, run_pair
 from benchmarks.overlap_report import Interval, Step
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
 from slipstream.journal.content import ContentReader
 

@@ -39,11 +39,10 @@ from producer.policies.verification import SwapProof
 from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from producer.timeline import Timeline
+from protocol.channel.client import ZmqClient
+from protocol.config.operation import TOLERANCES, TransportSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.swap import TOLERANCES
-from protocol.config.sections.transport import TransportSection
-from protocol.files.shared_memory import SharedMemory, shared_memory
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.runtime.scratch import SharedMemory, shared_memory
 from protocol.wire.messages import Hello
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}

@@ -22,8 +22,8 @@ from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
 from consumer.publishing.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
 from consumer.waiting import WaitPolicy
-from protocol.files.shared_memory import NO_MEMORY, SharedMemory, shared_memory
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.server import ZmqServer
+from protocol.runtime.scratch import NO_MEMORY, SharedMemory, shared_memory
 
 PROBE_IDS = np.arange(3, 3 + NUM_TOKENS, dtype=np.int32)
 

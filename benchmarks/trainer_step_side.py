@@ -30,8 +30,8 @@ from consumer.ranks.plan import Train
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import GRPOTrainer
+from protocol.command_line import leave
 from protocol.config.run import RunConfig
-from protocol.service.command_line import leave
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer

@@ -24,7 +24,7 @@ import zmq
 
 from benchmarks.groups import GroupFactory
 from benchmarks.transport_side import PRODUCER, Side, Spent
-from protocol.security.keys import AUTHORIZED, generate
+from protocol.channel.keys import AUTHORIZED, generate
 
 _Case = tuple[Literal["protocol", "pickle"], Literal["ipc", "tcp"], bool]  # and whether with keys
 CASES: dict[str, _Case] = {

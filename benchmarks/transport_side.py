@@ -19,9 +19,9 @@ import zmq
 
 from benchmarks.groups import SHAPE, GroupFactory
 from benchmarks.terms import MAX_MESSAGE_BYTES
-from protocol.security.keys import producer_keys, trainer_keys
-from protocol.transport.zeromq_client import ZmqClient
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import producer_keys, trainer_keys
+from protocol.channel.server import ZmqServer
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Bye, Group, Nack, PolicyInfo
 

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
+from protocol.command_line import leave, parser
+from protocol.command_line import main as run_command
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
-from protocol.import_guard import uncollected
-from protocol.service.command_line import leave, parser
-from protocol.service.command_line import main as run_command
+from protocol.runtime.processes import uncollected
 
 _DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
 
@@ -18,7 +18,7 @@ _DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
 def _load(arguments: argparse.Namespace) -> AbstractContextManager[RunConfig]:
     """Load the configuration, and choose a GPU if none is named: a producer's default is 0."""
     from protocol.config.loader import load_config  # its import takes as long as all others
-    from protocol.gpu.device import VISIBLE, visible_gpus
+    from protocol.gpu.nvml import VISIBLE, visible_gpus
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.gpu == _DEFAULT_GPU:

@@ -29,8 +29,8 @@ from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
-from protocol.service import logs
-from protocol.service.exposition import Watch, watched
+from protocol.exposition import Watch, watched
+from protocol.runtime import logs
 
 
 def check_libraries(config: RunConfig) -> None:

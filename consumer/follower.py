@@ -31,10 +31,10 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import DeviceError, RankLostError
-from protocol.files.scratch import scratch_folder
-from protocol.processes.lifeline import die_with_parent
-from protocol.service import logs
-from protocol.wire.digests import resolve_model
+from protocol.runtime import logs
+from protocol.runtime.processes import die_with_parent
+from protocol.runtime.scratch import scratch_folder
+from protocol.wire.model_folder import resolve_model
 from replay.batches.cutting import CutBatch
 from replay.groups import GroupShape
 

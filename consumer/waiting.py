@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from protocol.errors import StalledError
-from protocol.files.space import out_of_space
+from protocol.runtime.files import out_of_space
 
 _PAUSE_S = 0.25
 _SAY_EVERY_S = 10.0

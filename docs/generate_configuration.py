@@ -19,11 +19,14 @@ from pydantic.fields import FieldInfo  # noqa: E402
 
 from docs.markdown import grouped, reserved, row  # noqa: E402
 from docs.trainer_section import trainer_section  # noqa: E402
-from protocol.config import library_rules as rules  # noqa: E402
+from protocol.config import library_section as rules  # noqa: E402
 from protocol.config import run as schema  # noqa: E402
-from protocol.config.sections.builtin_rewards import SHIPPED  # noqa: E402
-from protocol.config.sections.rewards import RewardModel, RewardService  # noqa: E402
-from protocol.config.type_names import is_section, type_in_words  # noqa: E402
+from protocol.config.rewards import (  # noqa: E402
+    SHIPPED,
+    RewardModel,
+    RewardService,
+)
+from protocol.config.section import is_section, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 LIBRARY_SECTIONS = ("engine", "lora", "trainer", "sft")

@@ -33,12 +33,10 @@ from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.serving.client_limits import ClientLimiter  # noqa: E402
 from producer.serving.metrics import ServeMetrics  # noqa: E402
 from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload  # noqa: E402
+from protocol.channel.authenticator import Refusals  # noqa: E402
 from protocol.config.run import RunConfig  # noqa: E402
-from protocol.security.rejections import Refusals  # noqa: E402
-from protocol.service.exposition import add_watch_metrics  # noqa: E402
-from protocol.service.health import Health  # noqa: E402
-from protocol.service.metrics import add_process_metrics  # noqa: E402
-from protocol.service.systemd import Notifier  # noqa: E402
+from protocol.exposition import add_process_metrics, add_watch_metrics  # noqa: E402
+from protocol.runtime.health import Health, Notifier  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")

@@ -16,7 +16,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from protocol.service.status import Status  # noqa: E402
+from protocol.runtime.metrics import Status  # noqa: E402
 from slipstream.run_reader import DaemonAddress  # noqa: E402
 from slipstream.status.daemons import Answer  # noqa: E402
 from slipstream.status.reading import read  # noqa: E402

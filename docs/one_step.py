@@ -33,9 +33,9 @@ from producer.rollouts.in_flight import InFlight
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
 from producer.state import Counters
 from producer.timeline import Timeline
+from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
-from protocol.config.sections.swap import TOLERANCES
-from protocol.files.shared_memory import NO_MEMORY
+from protocol.runtime.scratch import NO_MEMORY
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRequest, Lease, PolicyRequest, Sampling
 from replay.batches.cutting import CutBatch

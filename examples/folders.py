@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol.channel.channel import ipc_lock
 from protocol.errors import SlipstreamError
-from protocol.transport.ipc import ipc_lock
 
 MARK = ".made_by_a_demo"
 _STAMP = "built_by"

@@ -35,11 +35,11 @@ from producer.serving.serving import Serving
 from producer.startup import Base, Helpers
 from producer.state import Situation, Workload
 from producer.supervision import Supervision, Watchdog
-from protocol.config.sections.swap import TOLERANCES
+from protocol.channel.client import ZmqClient
+from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError
-from protocol.gpu.occupancy import free_bytes, gpu_ids
-from protocol.service.targets import reachable
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.exposition import reachable
+from protocol.gpu.nvml import free_bytes, gpu_ids
 from protocol.wire.messages import GpuTurn, Hello, PolicyInfo
 
 

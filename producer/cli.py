@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from protocol import command_line
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
-from protocol.import_guard import uncollected
-from protocol.processes.lifeline import follow_parent_if_tied
-from protocol.service import command_line
+from protocol.runtime.processes import follow_parent_if_tied, uncollected
 
 follow_parent_if_tied()
 

@@ -18,8 +18,8 @@ from producer.assembly import Producer, build_producer
 from producer.startup import Launch, build_base, build_helpers, start_engine
 from protocol.config.run import RunConfig
 from protocol.errors import EngineError, ExitCode
-from protocol.processes.lifeline import tie_children
-from protocol.service.exposition import Watch, watched
+from protocol.exposition import Watch, watched
+from protocol.runtime.processes import tie_children
 
 logger = logging.getLogger(__name__)
 
@@ -127,5 +127,5 @@ def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
 
 
 def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
-    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.processes.lifeline`)."""
+    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.runtime.processes`)."""
     os._exit(ExitCode.INTERRUPTED)

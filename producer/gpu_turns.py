@@ -22,7 +22,7 @@ from producer.engine_gate import EngineGate
 from producer.interfaces import Engine
 from producer.state import Counters
 from protocol.errors import StalledError
-from protocol.gpu.shares import gib
+from protocol.gpu.memory import gib
 from protocol.wire.messages import GpuTurn
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from producer.interfaces import Failure
 from producer.state import PolicyCounts, Situation
 from protocol import __version__
-from protocol.service.metrics import Readings, Reexport
+from protocol.runtime.metrics import Readings, Reexport
 
 GENERATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 REWARD_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)

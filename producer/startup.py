@@ -27,15 +27,14 @@ from producer.serving.serving import base_url, listening, read_keys
 from producer.state import Counters
 from producer.tasks import Tasks
 from producer.timeline import Timeline
+from protocol.channel.keys import ProducerKeys, process_name, producer_keys
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, StalledError
-from protocol.files.scratch import scratch_folder
-from protocol.files.shared_memory import SharedMemory, shared_memory
-from protocol.gpu.seat import Seat, seated
-from protocol.import_guard import uncollected
-from protocol.security.keys import ProducerKeys, process_name, producer_keys
-from protocol.service import logs
-from protocol.service.exposition import Watch
+from protocol.exposition import Watch
+from protocol.gpu.reservation import Seat, seated
+from protocol.runtime import logs
+from protocol.runtime.processes import uncollected
+from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
 
 logger = logging.getLogger(__name__)
 

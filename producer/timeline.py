@@ -2,7 +2,7 @@
 
 Guarantee: `record` does not wait for the disk. A thread writes the lines at once, in order. On a full disk, or where a thousand
 lines wait for a disk that stands still, lines are left out, whole, and the producer goes on. What timelines take is bounded: of
-one producer by rotation (`protocol.files.rotated_lines`), of those that came and went by removing the oldest at the next start.
+one producer by rotation (`protocol.runtime.json_lines`), of those that came and went by removing the oldest at the next start.
 """
 
 import threading
@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol.files.json_lines import encode_line
-from protocol.files.rotated_lines import RotatedLines, older, paths
-from protocol.files.space import unless_full
+from protocol.runtime.files import unless_full
+from protocol.runtime.json_lines import RotatedLines, encode_line, older, paths
 
 _MAX_BYTES = 16 * 2**20  # of one file; at a line a second more than a day
 _MAX_WAITING = 1000  # lines

@@ -8,6 +8,8 @@ import errno
 import sys
 from enum import IntEnum
 
+import msgspec
+
 
 class ExitCode(IntEnum):
     """Process exit codes, documented in docs/operations.md. Values follow sysexits.h where it has a name."""
@@ -121,3 +123,9 @@ class BundleChangedError(BundleError):
 
 class IncompatiblePeerError(SlipstreamError):
     exit_code = ExitCode.INCOMPATIBLE_PEER
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+# What it raises for values that it cannot write: text with half a character, integers of more than 64 bits, types of others.
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from protocol import __version__
+from protocol.command_line import exit_code, written
 from protocol.errors import ExitCode
-from protocol.service.command_line import exit_code, written
 
 
 class ToolParser(argparse.ArgumentParser):

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from protocol.errors import ConfigError, SlipstreamError
-from protocol.files.space import out_of_space
-from protocol.files.staged import partial_of, staged
+from protocol.runtime.files import out_of_space, partial_of, staged
 
 
 @contextmanager

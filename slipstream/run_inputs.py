@@ -10,7 +10,7 @@ from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from protocol.wire.digests import resolve_model
+from protocol.wire.model_folder import resolve_model
 
 
 class RunInputs:

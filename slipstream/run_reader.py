@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from protocol.files.rotated_lines import opened, paths, read_end
+from protocol.runtime.json_lines import opened, paths, read_end
 
 if TYPE_CHECKING:
     from replay.journal.reader import JournalReader

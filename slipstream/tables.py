@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.filesize import pick_unit_and_suffix
 
-from protocol.files.json_lines import encode_line
+from protocol.runtime.json_lines import encode_line
 
 _ROWS_AT_ONCE = 500
 

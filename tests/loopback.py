@@ -1,4 +1,4 @@
-"""Channels inside one process, for tests: the interfaces of `protocol.transport.channel` without sockets.
+"""Channels inside one process, for tests: the interfaces of `protocol.channel.channel` without sockets.
 
 Guarantee: every message passes through the real codec, so what works here is encodable, and messages of one peer stay
 in order.
@@ -7,7 +7,7 @@ in order.
 import threading
 from collections import deque
 
-from protocol.transport.channel import BadFrame, received
+from protocol.channel.channel import BadFrame, received
 from protocol.wire.codec import encode
 from protocol.wire.messages import Message, ProducerMessage, TrainerMessage
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from producer.calls.calls import Answer, Call, Sampled
 from producer.calls.requests import ServedRequest
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineCapabilities
-from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import facts
 
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 40

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from protocol.transport.channel import ServerChannel
+from protocol.channel.channel import ServerChannel
 from protocol.wire.messages import (
     Ack,
     BlobChunk,

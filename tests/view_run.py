@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
-from protocol.wire.digests import tokenizer_digest
 from protocol.wire.messages import Group, MissingReward
+from protocol.wire.model_folder import tokenizer_digest
 from replay.journal.tables import DeadLetter, Entry, StepCut
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId

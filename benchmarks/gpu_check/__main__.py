@@ -14,7 +14,7 @@ from benchmarks.gpu_check import report
 from benchmarks.gpu_check.plan import PLAN, planned
 from benchmarks.gpu_check.runner import Outcome, run_parts
 from protocol.errors import SlipstreamError
-from protocol.service.command_line import select_gpus
+from protocol.gpu.nvml import select_gpus
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,9 +14,8 @@ from benchmarks.gpu_check.model import write_run
 from benchmarks.gpu_check.place import Findings, Place
 from examples.arithmetic.demo import run_pair
 from protocol.config.loader import load_config
-from protocol.gpu.device import gpu_facts
-from protocol.gpu.needs import GIB
-from protocol.gpu.preview import preview
+from protocol.gpu.memory import GIB, preview
+from protocol.gpu.nvml import gpu_facts
 from slipstream.run_reader import STEPS, Line, RunReader
 
 _LOOK_EVERY_S = 0.5

@@ -19,8 +19,8 @@ from benchmarks.gpu_check.model import base, sections
 from benchmarks.gpu_check.place import Findings, Place
 from consumer.publishing.snapshots import Probe
 from producer.interfaces import Adapter
+from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
-from protocol.config.sections.swap import TOLERANCES
 from protocol.wire.messages import Sampling
 
 _PAIRS = (

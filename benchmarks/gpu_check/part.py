@@ -13,8 +13,9 @@ from typing import Any
 
 from benchmarks.gpu_check.place import NotRunError, Place
 from benchmarks.gpu_check.plan import PLAN
-from protocol.files.json_lines import encode_line
-from protocol.service.command_line import leave, select_gpus
+from protocol.command_line import leave
+from protocol.gpu.nvml import select_gpus
+from protocol.runtime.json_lines import encode_line
 
 
 def main(name: str, gpu: str, shared: str, folder: str, findings: str) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.runner import Outcome
-from protocol.files.json_lines import encode_page
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
+from protocol.runtime.json_lines import encode_page
 
 _LONGEST_REASON = 200
 

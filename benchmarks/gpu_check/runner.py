@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu_check.plan import Part, obstacle
-from protocol.processes.kept import KeptProcess
-from protocol.processes.tree import exit_text
+from protocol.runtime.child import KeptProcess
+from protocol.runtime.processes import exit_text
 
 _ENTRY = "benchmarks.gpu_check.part"
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL

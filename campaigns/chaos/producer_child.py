@@ -39,7 +39,7 @@ def _watch(log: EvidenceLog, aim: Aim) -> None:
     from producer.link.link import Link
     from producer.link.mailbox import Mailbox
     from producer.policies.registry import AdapterRegistry
-    from protocol.transport.zeromq_client import ZmqClient
+    from protocol.channel.client import ZmqClient
     from protocol.wire.messages import Ack, Group, Hello, Lease, Nack, Welcome
 
     receive = Link._receive

@@ -131,8 +131,8 @@ def set_points(aim: Aim) -> None:
     from consumer.ranks.exchange import ProcessRanks
     from consumer.training.callbacks import RunControl
     from consumer.training.trainer import SlipstreamTrainer
-    from protocol.files import staged
-    from protocol.transport.zeromq_server import ZmqServer
+    from protocol.channel.server import ZmqServer
+    from protocol.runtime import files as staged
     from protocol.wire.messages import Ack, Lease, Welcome
     from replay import buffer
     from replay.journal.retention import Retention

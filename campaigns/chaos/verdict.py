@@ -20,8 +20,8 @@ from campaigns.chaos.fleet import Zygote
 from campaigns.chaos.known import Problem
 from campaigns.chaos.recovery_times import recoveries
 from campaigns.chaos.slots import Tally
-from protocol.files import rotated_lines
-from protocol.files.scratch import PREFIX
+from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.scratch import PREFIX
 
 _RETRAIN_S = 900.0
 

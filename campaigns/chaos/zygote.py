@@ -18,7 +18,7 @@ import sys
 import tempfile
 from typing import Any, TextIO
 
-from protocol.processes.lifeline import die_with_parent
+from protocol.runtime.processes import die_with_parent
 
 _POLL_S = 0.5
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 
 REPOSITORY = Path(__file__).parents[2]
 _SCRIPTED = Path(__file__).with_name("scripted")

@@ -24,7 +24,7 @@ import yaml
 
 from campaigns.cluster.machine import REPOSITORY, cluster_run, eventually, newest_step
 from examples.arithmetic import demo
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from slipstream.journal.cli import main as rl_journal
 from tests.integration.slurm import Slurm, free_ports
 

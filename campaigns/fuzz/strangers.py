@@ -31,7 +31,7 @@ import zmq
 
 from campaigns.fuzz.mutations import Mutator
 from campaigns.fuzz.zmtp import AWAIT_READY, Script, Scripts
-from protocol.security.keys import ProducerKeys, generate
+from protocol.channel.keys import ProducerKeys, generate
 from tests.faults.doors import Door, Honest, show_keys
 
 COMBINATIONS = tuple((transport, with_keys) for transport in ("tcp", "ipc") for with_keys in (False, True))

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.files import rotated_lines
-from protocol.files.scratch import PREFIX
+from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.scratch import PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY = "rss_bytes"

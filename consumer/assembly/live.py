@@ -31,17 +31,16 @@ from consumer.turns.metrics import watch_turns
 from consumer.turns.moves import DeviceMoves
 from consumer.turns.turns import GpuTurns
 from consumer.waiting import ThreadErrors, WaitPolicy
+from protocol.channel.keys import trainer_keys
+from protocol.channel.server import ZmqServer
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, RankLostError
-from protocol.files.shared_memory import shared_memory
-from protocol.gpu.device import gpu_facts
-from protocol.gpu.seat import say_waiting
-from protocol.gpu.tenants import tenancy
-from protocol.security.keys import trainer_keys
-from protocol.service import logs
-from protocol.service.exposition import Watch
-from protocol.throttle import Throttle
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.exposition import Watch
+from protocol.gpu.nvml import gpu_facts
+from protocol.gpu.reservation import say_waiting, tenancy
+from protocol.runtime import logs
+from protocol.runtime.logs import Throttle
+from protocol.runtime.scratch import shared_memory
 from protocol.wire.handshake import TrainerNeeds
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal

@@ -16,11 +16,11 @@ from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.source import PromptSource
 from consumer.publishing.policy_store import PolicyStore
 from consumer.training.run_components import RunComponents
+from protocol.channel.channel import ServerChannel
+from protocol.config.data import WEIGHTED_SUM, EvaluationSection
+from protocol.config.learning import PipelineSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.evaluation import WEIGHTED_SUM, EvaluationSection
-from protocol.config.sections.learning import PipelineSection
-from protocol.throttle import Throttle
-from protocol.transport.channel import ServerChannel
+from protocol.runtime.logs import Throttle
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import ReplayTable
 from replay.batches.signal_watch import SignalWatch

@@ -22,8 +22,8 @@ from consumer.training.quantization import unquantized_probe
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import ThreadErrors, WaitPolicy
-from protocol.service import logs
-from protocol.service.exposition import Watch
+from protocol.exposition import Watch
+from protocol.runtime import logs
 
 
 def training_loop(

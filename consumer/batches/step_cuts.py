@@ -14,7 +14,7 @@ import torch
 
 from consumer.batches.tensors import FILLER, BatchRecipe, MicroBatch
 from consumer.ranks.exchange import Ranks
-from protocol.config.sections.learning import FIRST_TOKENS
+from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup

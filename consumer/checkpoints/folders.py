@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
-from protocol.files.staged import settle, sync
+from protocol.runtime.files import settle, sync
 
 CONFIG_FILE = "adapter_config.json"
 _STATE_FILE = "pipeline_state.json"

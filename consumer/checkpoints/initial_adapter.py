@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_mode
 
 from consumer.checkpoints.adapter_folder import TENSORS_FILE, AdapterFolder
 from consumer.checkpoints.folders import CONFIG_FILE
-from protocol.config.library_rules import LORA_UNSERVABLE
+from protocol.config.library_section import LORA_UNSERVABLE
 from protocol.errors import ConfigError
 
 _KEY = "lora.init_from"

@@ -15,7 +15,7 @@ import msgspec
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, JournalError
 from protocol.wire.codec import SCHEMA_VERSION
-from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 
 Facts = dict[str, str]
 

@@ -16,9 +16,9 @@ from consumer.evaluation.leases import EvaluationLeases, RunningEvaluation
 from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import Limit, WaitPolicy
-from protocol.config.sections.evaluation import EvaluationSection
+from protocol.config.data import EvaluationSection
 from protocol.errors import StalledError
-from protocol.files.space import out_of_space
+from protocol.runtime.files import out_of_space
 from replay.prompts.evaluation_leases import summary
 
 logger = logging.getLogger(__name__)

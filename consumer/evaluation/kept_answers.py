@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.decoding import UNREADABLE
-from protocol.files.space import unless_full
-from protocol.files.staged import staged
+from protocol.errors import UNREADABLE
+from protocol.runtime.files import staged, unless_full
 from protocol.wire.messages import Group
 
 FOLDER = "held-out"

@@ -18,8 +18,8 @@ from consumer.evaluation.results import DueVersion, EvaluationQueue
 from consumer.intake.dispatcher import EvaluationDispatcher, read
 from consumer.intake.sessions import ProducerSession, RoomQueue, give_leases
 from consumer.prompts.source import PromptSource
+from protocol.channel.channel import ServerChannel
 from protocol.errors import DatasetError
-from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.groups import GroupShape, InvalidGroupError

@@ -3,7 +3,7 @@
 Guarantee: a version that is due is whole in `RUN_DIR/evaluation` before any producer hears of it, and stays until `done`. At
 most two are there: the one that is being evaluated and the newest that became due meanwhile, in place of any between.
 `RUN_DIR/evaluations.jsonl` has one line per evaluation of the run that is, on the disk when `record` returns; steps that a crash
-undid leave none. It and the older file that it replaced, `evaluations.1.jsonl`, are bounded (`protocol.files.rotated_lines`):
+undid leave none. It and the older file that it replaced, `evaluations.1.jsonl`, are bounded (`protocol.runtime.json_lines`):
 together they have the last ten thousands of evaluations, and scores are compared with those. `checkpoints/best` is whole or
 absent: a plain PEFT adapter with `evaluation.json` beside it, the best that this run ever had, also of steps that a crash undid.
 `record` may be repeated after a crash at any point.
@@ -20,11 +20,10 @@ import msgspec
 
 from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
 from consumer.publishing.published_policy import MeasuredProbe, PublishedPolicy
-from protocol.config.sections.evaluation import EvaluationSection
-from protocol.files import rotated_lines
-from protocol.files.json_lines import encode_line, encode_page
-from protocol.files.rotated_lines import RotatedLines
-from protocol.files.staged import mend, staged
+from protocol.config.data import EvaluationSection
+from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.files import mend, staged
+from protocol.runtime.json_lines import RotatedLines, encode_line, encode_page
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.messages import PolicyInfo
 

@@ -17,8 +17,8 @@ from typing import Any
 from consumer.intake.sessions import ProducerSession, RoomQueue, give_leases
 from consumer.prompts.source import Prompt, PromptSource
 from consumer.publishing.policy_store import PolicyStore
+from protocol.channel.channel import ServerChannel
 from protocol.errors import DatasetError
-from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.buffer import RolloutBuffer

@@ -19,8 +19,8 @@ from consumer.intake.sessions import FAREWELL_S, ProducerSession, say_goodbye
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
-from protocol.throttle import Throttle
-from protocol.transport.channel import BadFrame, ServerChannel
+from protocol.channel.channel import BadFrame, ServerChannel
+from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import (
     BlobMissing,

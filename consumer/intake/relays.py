@@ -15,12 +15,12 @@ from msgspec import structs
 
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.relay_tree import Host, sources
-from protocol.config.sections.transport import is_loopback
-from protocol.security.keys import identity_of
-from protocol.throttle import Throttle
-from protocol.transport.channel import ServerChannel
+from protocol.channel.channel import ServerChannel
+from protocol.channel.keys import identity_of
+from protocol.config.operation import is_loopback
+from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
-from protocol.wire.policy_messages import PolicyOffer, RelayAddress, RelayPeer, RelayPeers
+from protocol.wire.messages import PolicyOffer, RelayAddress, RelayPeer, RelayPeers
 
 logger = logging.getLogger(__name__)
 

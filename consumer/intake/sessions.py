@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from protocol.transport.channel import ServerChannel
+from protocol.channel.channel import ServerChannel
 from protocol.wire.messages import Bye, Heartbeat, Hello
 
 _LEASES_PER_TICK = 256

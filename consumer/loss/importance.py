@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from consumer.loss.limits import LOG_LIMIT
-from protocol.config.sections.learning import CorrectionSection
+from protocol.config.learning import CorrectionSection
 
 
 @dataclass(frozen=True)

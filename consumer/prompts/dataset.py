@@ -15,8 +15,8 @@ from consumer.prompts.filters import TokenLimit, kept_rows
 from consumer.prompts.rows import RowReader
 from consumer.prompts.source import Prompt
 from consumer.prompts.sources import load_rows
+from protocol.config.data import DatasetSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.dataset import DatasetSection
 from protocol.errors import DatasetError
 
 logger = logging.getLogger(__name__)

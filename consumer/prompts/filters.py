@@ -19,10 +19,10 @@ import numpy as np
 from consumer.prompts.rows import Row, RowReader
 from consumer.prompts.sources import rows_digest
 from consumer.prompts.tokenizer import load_tokenizer
-from protocol.config.sections.dataset import DatasetSection
+from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
-from protocol.wire.digests import tokenizer_digest
-from protocol.wire.prompts import prompt_token_ids
+from protocol.wire.messages import prompt_token_ids
+from protocol.wire.model_folder import tokenizer_digest
 
 logger = logging.getLogger(__name__)
 

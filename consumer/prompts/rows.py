@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from protocol.config.data import SourceSection
 from protocol.config.functions import load_function
-from protocol.config.sections.dataset import SourceSection
 from protocol.errors import DatasetError
-from protocol.wire.prompts import is_conversational, media_in
+from protocol.wire.messages import is_conversational, media_in
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 
-from protocol.config.sections.dataset import SourceSection
+from protocol.config.data import SourceSection
 from protocol.errors import DatasetError
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

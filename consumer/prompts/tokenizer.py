@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from protocol.wire.digests import cannot_load
+from protocol.wire.model_folder import cannot_load
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, **options: Any) -> Any:

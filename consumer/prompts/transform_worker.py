@@ -13,9 +13,9 @@ import pyarrow as pa
 from datasets import Dataset
 
 from consumer.prompts.rows import RowReader
-from protocol.config.sections.dataset import SourceSection
+from protocol.config.data import SourceSection
 from protocol.errors import DatasetError
-from protocol.processes.worker_channel import WorkerChannel
+from protocol.runtime.worker_channel import WorkerChannel
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -18,8 +18,8 @@ from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.source import Prompt, PromptSource
 from consumer.prompts.transform_worker import Job, Made, packed
 from protocol.errors import DatasetError
-from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
-from protocol.throttle import Throttle
+from protocol.runtime.child import ChildEndedError, ChildProcess, ChildProcesses
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from protocol.bundle.bundle import digest_of
 from protocol.bundle.packing import pack
+from protocol.config.operation import is_trusted
 from protocol.config.run import RunConfig
-from protocol.config.sections.transport import is_trusted
 from protocol.errors import BundleError
 from protocol.wire.messages import BlobChunk, BlobRequest, BundleOffer, Reject
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from consumer.publishing.published_policy import PublishedPolicy
-from protocol.files.shared_memory import SharedMemory
+from protocol.runtime.scratch import SharedMemory
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
 

@@ -14,7 +14,7 @@ import msgspec
 from consumer.ranks.placement import Placement
 from consumer.ranks.signs import silence_s
 from protocol.config.run import RunConfig
-from protocol.processes.tree import exit_text
+from protocol.runtime.processes import exit_text
 
 
 class Member(msgspec.Struct, frozen=True):

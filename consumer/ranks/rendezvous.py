@@ -20,10 +20,10 @@ from consumer.ranks.placement import Nodes
 from consumer.ranks.signs import Signs
 from consumer.waiting import StopRequested
 from protocol import __version__
+from protocol.channel.channel import own_address
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, cannot_listen
-from protocol.transport.own_address import own_address
-from protocol.wire.digests import base_model_digest, resolve_model
+from protocol.wire.model_folder import base_model_digest, resolve_model
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from consumer.ranks.exchange import Ranks
-from protocol.config.sections.learning import ShardBase
+from protocol.config.learning import ShardBase
 from protocol.errors import ConfigError
-from protocol.wire.vision_language import ARCHITECTURES
+from protocol.wire.model_folder import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 

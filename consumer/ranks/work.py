@@ -11,8 +11,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from consumer.ranks.exchange import Ranks
-from protocol.processes.tree import resident_bytes
-from protocol.service.metrics import Readings
+from protocol.runtime.metrics import Readings
+from protocol.runtime.processes import resident_bytes
 
 
 class RankWork(NamedTuple):

@@ -16,9 +16,8 @@ import torch
 from safetensors.numpy import save
 from torch.distributed.tensor import DTensor
 
-from protocol.files.json_lines import encode_page
-from protocol.files.space import unless_full
-from protocol.files.staged import staged
+from protocol.runtime.files import staged, unless_full
+from protocol.runtime.json_lines import encode_page
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 

@@ -16,7 +16,7 @@ from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.intake import Intake
 from consumer.intake.sessions import ProducerSession
 from protocol import __version__
-from protocol.service.metrics import Readings
+from protocol.runtime.metrics import Readings
 from replay.buffer import RolloutBuffer
 
 _MOST_NAMED = 128  # producers

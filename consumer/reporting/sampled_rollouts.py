@@ -1,7 +1,7 @@
 """Some completions of every step as text, in `RUN_DIR/rollouts.jsonl`.
 
 Guarantee: which ones is a function of seed, step and batch: one of the best rewarded, one of the worst, then any others.
-The file and the older one that it replaced, `rollouts.1.jsonl`, are bounded (`protocol.files.rotated_lines`); steps that a crash
+The file and the older one that it replaced, `rollouts.1.jsonl`, are bounded (`protocol.runtime.json_lines`); steps that a crash
 undid leave no lines; a full disk costs lines and nothing else.
 """
 
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from consumer.batches.tensors import BatchRecipe
 from protocol.config.run import RunConfig
-from protocol.files.json_lines import encode_line
-from protocol.files.rotated_lines import RotatedLines
-from protocol.files.space import unless_full
+from protocol.runtime.files import unless_full
+from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.batches.cutting import CutBatch
 from replay.rewards import weighted_sums
 

@@ -13,11 +13,10 @@ import torch
 
 from consumer.ranks.signs import is_broken_connection
 from consumer.training.memory import is_out_of_memory, num_refusals, room_of_gpu
+from protocol.config.learning import GpuSharing
 from protocol.config.run import RunConfig
-from protocol.config.sections.learning import GpuSharing
 from protocol.errors import ConfigError, DeviceError, is_device_failure
-from protocol.gpu.needs import base_of
-from protocol.gpu.shares import gib
+from protocol.gpu.memory import base_of, gib
 
 MORE_ROOM = (
     "set model.quantization: nf4, let several GPUs share a base that is not quantized (--gpu 0,1 and pipeline.shard_base: auto), "

@@ -19,8 +19,8 @@ from consumer.reporting.step_report import batch_metrics
 from consumer.training.pipeline import Connections
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, ThreadErrors
-from protocol.service import logs
-from protocol.service.health import Health
+from protocol.runtime import logs
+from protocol.runtime.health import Health
 from replay.journal.tables import StepCut
 from replay.prompts.staleness import StalenessBudget
 

@@ -14,8 +14,8 @@ import torch
 from consumer.ranks.placement import Placement
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
-from protocol.gpu.seat import seated
-from protocol.gpu.shares import Shares, gib
+from protocol.gpu.memory import Shares, gib
+from protocol.gpu.reservation import seated
 
 _SMALL = 2**28  # bytes for tensors of less than a megabyte, which torch's allocator keeps apart from the others
 _ANCHOR = 2**22  # bytes

@@ -23,8 +23,8 @@ from consumer.training.run_components import RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, write_when_there_is_room
 from protocol.errors import DeviceError, NotFiniteError
-from protocol.files.json_lines import encode_page
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
+from protocol.runtime.json_lines import encode_page
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from consumer.batches.step_cuts import MOST_TOKENS
 from consumer.batches.tensors import MicroBatch
 from consumer.ranks.exchange import Ranks
-from protocol.config.sections.learning import FIRST_TOKENS
+from protocol.config.learning import FIRST_TOKENS
 
 _USED_SHARE = 0.8  # of what is free; the rest is for other shapes and what fragmentation takes
 _ROUNDED_TO = 1024  # tokens

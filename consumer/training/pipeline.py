@@ -22,8 +22,8 @@ from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.publishing.publisher import Publisher
 from consumer.reporting.step_report import StepReport
 from consumer.waiting import ThreadErrors, WaitPolicy, write_when_there_is_room
-from protocol.config.sections.learning import ReplaySection
-from protocol.files.space import out_of_space
+from protocol.config.learning import ReplaySection
+from protocol.runtime.files import out_of_space
 from replay.batches.cutting import CutBatch
 from replay.journal.database import JournalFullError
 from replay.journal.retention import Retention

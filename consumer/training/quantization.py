@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig
 
 from consumer.publishing.snapshots import Measurement, Probe
 from consumer.training.vision_language import drop_towers, load_model, within_text_model
-from protocol.config.sections.model import ModelSection
+from protocol.config.data import ModelSection
 from protocol.errors import ConfigError
 
 _OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")

@@ -23,8 +23,7 @@ from consumer.reporting.step_report import StepReport
 from consumer.training.trl_arguments import build_arguments, build_lora, check_model
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from protocol.wire.digests import cannot_load, resolve_model
-from protocol.wire.vision_language import vision_language
+from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
 from replay.groups import GroupShape
 from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe

@@ -12,12 +12,11 @@ from peft import LoraConfig
 
 from consumer.loss.importance import resolve
 from consumer.training.quantization import check_optimizer
-from protocol.config.library_rules import for_library
-from protocol.config.library_section import build
+from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.import_guard import hidden
-from protocol.wire.vision_language import VisionLanguage
+from protocol.runtime.processes import hidden
+from protocol.wire.model_folder import VisionLanguage
 
 with hidden("vllm"):
     from trl import GRPOConfig

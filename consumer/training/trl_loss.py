@@ -39,8 +39,8 @@ from consumer.ranks.sharding import is_sharded, shard_base
 from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.memory import given_up_together
 from consumer.training.vision_language import drop_towers
-from protocol.config.sections.learning import ShardBase
-from protocol.import_guard import hidden
+from protocol.config.learning import ShardBase
+from protocol.runtime.processes import hidden
 
 with hidden("vllm"):
     from trl import GRPOTrainer

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from consumer.ranks.sharding import text_model
-from protocol.wire.vision_language import OUTSIDE_TEXT_MODEL, vision_language
+from protocol.wire.model_folder import OUTSIDE_TEXT_MODEL, vision_language
 
 
 def load_model(folder: Path, **options: Any) -> Any:

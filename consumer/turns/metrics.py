@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from consumer.turns.arbiter import PHASES
 from consumer.turns.turns import GpuTurns
-from protocol.service.metrics import Readings
+from protocol.runtime.metrics import Readings
 
 
 def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:

@@ -18,8 +18,8 @@ from typing import Protocol
 from consumer.turns.arbiter import Phase, TurnArbiter
 from consumer.waiting import Limit, WaitPolicy
 from protocol.errors import DeviceError
-from protocol.gpu import occupancy
-from protocol.gpu.shares import gib
+from protocol.gpu import nvml as occupancy
+from protocol.gpu.memory import gib
 from protocol.wire.messages import GpuTurn, Hello
 
 logger = logging.getLogger(__name__)

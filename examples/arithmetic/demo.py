@@ -17,7 +17,7 @@ from pathlib import Path
 
 from examples.folders import build_once, fresh_folder
 from protocol.errors import DeviceError
-from protocol.gpu.device import VISIBLE, visible_gpus
+from protocol.gpu.nvml import VISIBLE, visible_gpus
 
 CONFIG = "examples/arithmetic/run.yaml"
 BASE = Path("runs/demo-base")

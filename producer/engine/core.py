@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from producer.interfaces import AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
-from protocol.files.scratch import scratch_folder
+from protocol.runtime.scratch import scratch_folder
 
 
 class EngineCore:

@@ -24,9 +24,8 @@ from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFa
 from producer.state import EngineLoad
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
-from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.messages import EngineFacts, Sampling
-from protocol.wire.vision_language import placeholders_of
+from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest
 
 if TYPE_CHECKING:
     from producer.engine.openai_server import OpenAIServer

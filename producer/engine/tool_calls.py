@@ -14,7 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from producer.interfaces import ToolCall
 from protocol.errors import ConfigError
-from protocol.throttle import Throttle
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from producer.engine.arguments import num_parts, own_arguments
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.wire.digests import cannot_load, resolve_model
-from protocol.wire.vision_language import vision_language
+from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
 
 
 def check_engine_section(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from protocol.errors import ConfigError
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
 
 PREFIX = "slipstream-"
 SILENT_S = 120.0  # after which a client of another host is dead

@@ -30,14 +30,12 @@ from producer.engine_server.server import NeededPolicy, Server
 from producer.engine_server.servers import Servers, ServerWeights
 from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFailure, ToolParser
 from producer.state import EngineLoad
+from protocol.config.operation import TOLERANCES, is_loopback
 from protocol.config.run import RunConfig
-from protocol.config.sections.swap import TOLERANCES
-from protocol.config.sections.transport import is_loopback
 from protocol.errors import ConfigError, EngineError
-from protocol.wire.digests import base_model_digest, resolve_model, tokenizer_digest
 from protocol.wire.handshake import LOGPROBS_MODE
 from protocol.wire.messages import EngineFacts, Sampling
-from protocol.wire.vision_language import placeholders_of
+from protocol.wire.model_folder import base_model_digest, placeholders_of, resolve_model, tokenizer_digest
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from protocol.config.sections.engine_server import EngineServerSection
-from protocol.decoding import UNREADABLE
-from protocol.errors import ConfigError
-from protocol.security.secret_lines import read_private, secret_line
+from protocol.channel.keys import read_private, secret_line
+from protocol.config.operation import EngineServerSection
+from protocol.errors import UNREADABLE, ConfigError
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5, which may close a connection just when it is used again

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import ConfigError
-from protocol.wire.vision_language import is_of_text_model
+from protocol.wire.model_folder import is_of_text_model
 
 _SEED = 0
 _IN_EVERY_FAMILY = "_proj"

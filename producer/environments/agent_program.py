@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
-from protocol.gpu.device import environment_of
-from protocol.processes.kept import KeptProcess
-from protocol.processes.tree import exit_text
+from protocol.gpu.nvml import environment_of
+from protocol.runtime.child import KeptProcess
+from protocol.runtime.processes import exit_text
 
 logger = logging.getLogger(__name__)
 

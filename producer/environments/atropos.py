@@ -24,7 +24,7 @@ from producer.environments.registrations import Environments, Registration
 from producer.environments.scored_data import ScoredData, match_group
 from producer.groups import Rollouts
 from protocol.config.run import RunConfig
-from protocol.throttle import Throttle
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from producer.environments.worker import Answer, Call
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
-from protocol.gpu.device import environment_of
-from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
-from protocol.throttle import Throttle
+from protocol.gpu.nvml import environment_of
+from protocol.runtime.child import ChildEndedError, ChildProcess, ChildProcesses
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

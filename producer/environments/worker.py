@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.config.functions import load_function
 from protocol.errors import ConfigError
-from protocol.processes.worker_channel import WorkerChannel, raised
+from protocol.runtime.worker_channel import WorkerChannel, raised
 
 _NOT_TOOLS = ("reset", "get_reward")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from protocol.channel.channel import check_path_length
+from protocol.channel.keys import ProducerKeys, producer_keys
 from protocol.config.loader import apply_overrides
-from protocol.config.sections.transport import TransportSection, is_trusted, next_endpoint
+from protocol.config.operation import TransportSection, is_trusted, next_endpoint
 from protocol.errors import ConfigError
-from protocol.security.keys import ProducerKeys, producer_keys
-from protocol.transport.ipc import check_path_length
 
 _GIVEN_ELSEWHERE = {"endpoint": "--connect", "blob_endpoint": "the trainer", "keys": "--keys"}
 _ROOT = 0

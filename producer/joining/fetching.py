@@ -14,9 +14,9 @@ from producer.joining.address import TrainerAddress
 from producer.link.connection import Connection
 from producer.policies.chunks import Chunks
 from protocol.bundle.bundle import check_size, digest_of
+from protocol.channel.channel import BadFrame
+from protocol.channel.client import ZmqClient
 from protocol.errors import BundleError, ExitCode, IncompatiblePeerError, NoAnswerError
-from protocol.transport.channel import BadFrame
-from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import BlobChunk, BlobMissing, BundleOffer, BundleRequest, Reject, TrainerMessage
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,12 @@ from pathlib import Path
 
 from producer.joining.address import TrainerAddress, trainer_address
 from producer.joining.fetching import BundleFetch, FetchedBundle
-from protocol.bundle.bundle import CONFIG_FILE, Bundle, decode, unpack
-from protocol.bundle.requirements import differing, missing
+from protocol.bundle.bundle import CONFIG_FILE, Bundle, decode, differing, missing, unpack
+from protocol.channel.keys import process_name
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError, ConfigError
-from protocol.files.scratch import scratch_folder
-from protocol.security.keys import process_name
+from protocol.runtime.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 

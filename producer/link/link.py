@@ -23,13 +23,15 @@ from producer.link.trainer_source import TrainerSource
 from producer.policies.downloads import PolicyDownloads
 from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Delivery, Workload
-from protocol.config.sections.transport import TransportSection
+from protocol.channel.channel import BadFrame
+from protocol.config.operation import TransportSection
 from protocol.errors import BundleChangedError, IncompatiblePeerError
-from protocol.service import logs
-from protocol.throttle import Throttle
-from protocol.transport.channel import BadFrame
+from protocol.runtime import logs
+from protocol.runtime.logs import Throttle
 from protocol.wire.messages import (
     Ack,
+    BlobChunk,
+    BlobMissing,
     BundleOffer,
     Bye,
     Group,
@@ -37,11 +39,13 @@ from protocol.wire.messages import (
     Lease,
     Nack,
     Policy,
+    PolicyInfo,
+    PolicyOffer,
     Reject,
+    RelayPeers,
     TrainerMessage,
     Welcome,
 )
-from protocol.wire.policy_messages import BlobChunk, BlobMissing, PolicyInfo, PolicyOffer, RelayPeers
 
 logger = logging.getLogger(__name__)
 

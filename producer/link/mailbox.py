@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from protocol.transport.channel import ClientChannel
+from protocol.channel.channel import ClientChannel
 from protocol.wire.messages import Group, Nack, PolicyInfo
 
 

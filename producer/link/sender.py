@@ -13,7 +13,7 @@ from producer.link.outbox import Outbox
 from producer.link.trainer_source import TrainerSource
 from producer.state import Counters, Workload
 from protocol import __version__
-from protocol.transport.channel import ClientChannel
+from protocol.channel.channel import ClientChannel
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Group, Heartbeat, Hello, Nack
 

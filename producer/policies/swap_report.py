@@ -12,7 +12,7 @@ from producer.metrics import ProducerMetrics
 from producer.policies.loading import Loaded
 from producer.state import Counters
 from producer.timeline import Timeline
-from protocol.service import logs
+from protocol.runtime import logs
 
 logger = logging.getLogger(__name__)
 

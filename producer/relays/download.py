@@ -13,8 +13,8 @@ from typing import Literal
 
 from producer.policies.chunks import Chunks
 from producer.relays.pace import Pace
-from protocol.transport.channel import BadFrame
-from protocol.wire.policy_messages import (
+from protocol.channel.channel import BadFrame
+from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     BlobProgress,

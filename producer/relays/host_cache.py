@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.files import shared_memory
-from protocol.files.scratch import common_folder
-from protocol.files.shared_memory import SharedMemory, UnusableFileError, read_offered
-from protocol.files.staged import staged
+from protocol.runtime import scratch as shared_memory
+from protocol.runtime.files import staged
+from protocol.runtime.scratch import SharedMemory, UnusableFileError, common_folder, read_offered
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from producer.relays.host_cache import Claim, HostCache
 from producer.relays.pace import Rates
 from producer.relays.relay import Relay
 from producer.state import PolicyCounts
-from protocol.config.sections.transport import TransportSection, is_loopback
+from protocol.channel.client import RelayConnection
+from protocol.channel.keys import SecretKey
+from protocol.config.operation import TransportSection, is_loopback
 from protocol.errors import ConfigError
-from protocol.files.shared_memory import UnusableFileError, read_offered
-from protocol.security.keys import SecretKey
-from protocol.transport.zeromq_relay import RelayConnection
+from protocol.runtime.scratch import UnusableFileError, read_offered
 from protocol.wire.adapter_blob import BlobError, verify
-from protocol.wire.policy_messages import PolicyInfo, PolicyOffer, RelayAddress, RelayPeers
+from protocol.wire.messages import PolicyInfo, PolicyOffer, RelayAddress, RelayPeers
 
 logger = logging.getLogger(__name__)
 

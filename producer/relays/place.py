@@ -5,9 +5,9 @@ Guarantee: without keys a relay listens on loopback alone.
 
 from typing import NamedTuple
 
-from protocol.config.sections.transport import TransportSection, is_loopback
+from protocol.channel.channel import own_address
+from protocol.config.operation import TransportSection, is_loopback
 from protocol.errors import ConfigError
-from protocol.transport.own_address import own_address
 
 
 class RelayPlace(NamedTuple):

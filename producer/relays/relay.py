@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from producer.relays.host_cache import HostCache
 from producer.relays.place import RelayPlace
+from protocol.channel.authenticator import GrantedKeys
+from protocol.channel.channel import BadFrame
+from protocol.channel.keys import SecretKey
+from protocol.channel.server import ServerKeys, ZmqRelay
 from protocol.errors import ConfigError, EndpointInUseError
-from protocol.security.authorized_keys import GrantedKeys
-from protocol.security.keys import SecretKey
-from protocol.throttle import Throttle
-from protocol.transport.channel import BadFrame
-from protocol.transport.zeromq_server import ServerKeys, ZmqRelay
+from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
-from protocol.wire.policy_messages import (
+from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     BlobProgress,

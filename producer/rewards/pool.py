@@ -23,8 +23,8 @@ from producer.rewards.processes import WorkerLostError
 from producer.rewards.sources import HttpReward, WorkerReward, sources_of
 from producer.rewards.thinking import Thinking, scattered, view
 from producer.rewards.worker import Job, Scores
-from protocol.config.sections.rewards import RewardFunction, RewardsSection
-from protocol.throttle import Throttle
+from protocol.config.rewards import RewardFunction, RewardsSection
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,9 @@ import msgspec
 
 from producer.interfaces import Failure
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
-from protocol.decoding import UNSENDABLE
-from protocol.errors import ConfigError, DeviceError
-from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
-from protocol.throttle import Throttle
+from protocol.errors import UNSENDABLE, ConfigError, DeviceError
+from protocol.runtime.child import ChildEndedError, ChildProcess, ChildProcesses
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

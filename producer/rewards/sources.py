@@ -17,11 +17,10 @@ import msgspec
 from producer.interfaces import Failure
 from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.worker import Job, Scores, Source, checked
-from protocol.config.sections.rewards import RewardModel, RewardService, RewardsSection
-from protocol.decoding import UNREADABLE, UNSENDABLE
-from protocol.errors import ConfigError
-from protocol.gpu.device import environment_of
-from protocol.security.secret_lines import secret_line
+from protocol.channel.keys import secret_line
+from protocol.config.rewards import RewardModel, RewardService, RewardsSection
+from protocol.errors import UNREADABLE, UNSENDABLE, ConfigError
+from protocol.gpu.nvml import environment_of
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from producer.rewards.worker import Job, Scores
-from protocol.config.sections.rewards import RewardFunction, RewardsSection, ThinkingSection
+from protocol.config.rewards import RewardFunction, RewardsSection, ThinkingSection
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import msgspec
 from producer.interfaces import Failure
 from protocol.config.functions import load_function
 from protocol.errors import ConfigError, DeviceError
-from protocol.processes.worker_channel import WorkerChannel, raised
+from protocol.runtime.worker_channel import WorkerChannel, raised
 
 FLOAT32_MAX = 3.4028234663852886e38
 _PROBLEM_CHARACTERS = 500

@@ -20,7 +20,7 @@ from producer.rewards.failures import RewardFailures
 from producer.rewards.pool import RewardPool
 from producer.rollouts.engine_access import Progress
 from producer.state import Counters
-from protocol.throttle import Throttle
+from protocol.runtime.logs import Throttle
 from protocol.wire.messages import Group, Lease
 
 logger = logging.getLogger(__name__)

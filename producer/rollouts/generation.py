@@ -17,7 +17,7 @@ from producer.rollouts.engine_access import Progress
 from producer.rollouts.finish import Finish
 from producer.rollouts.in_flight import BusyClock
 from producer.state import Counters, Workload
-from protocol.throttle import Throttle
+from protocol.runtime.logs import Throttle
 from protocol.wire.messages import FailureReason, Group, Lease, Nack
 
 logger = logging.getLogger(__name__)

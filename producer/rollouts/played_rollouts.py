@@ -26,10 +26,9 @@ from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import Sample
 from producer.rollouts.prompts import malformed
 from producer.state import Counters
-from protocol.config.sections.environment import EnvironmentSection
-from protocol.throttle import Throttle
-from protocol.wire.messages import Lease, Sampling
-from protocol.wire.prompts import is_conversational
+from protocol.config.rewards import EnvironmentSection
+from protocol.runtime.logs import Throttle
+from protocol.wire.messages import Lease, Sampling, is_conversational
 
 logger = logging.getLogger(__name__)
 

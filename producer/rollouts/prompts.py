@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from producer.interfaces import LeaseFailure
-from protocol.import_guard import hidden
-from protocol.wire.digests import cannot_load
-from protocol.wire.prompts import is_conversational, prompt_token_ids
+from protocol.runtime.processes import hidden
+from protocol.wire.messages import is_conversational, prompt_token_ids
+from protocol.wire.model_folder import cannot_load
 
 Messages = list[dict[str, Any]]
 _Given = ParamSpec("_Given")

@@ -23,8 +23,8 @@ from producer.serving.generation import TRAINERS_TURN, BodyOf, ClientGeneration,
 from producer.serving.http_parts import ClientGoneError, ResponseWatch, check_access, read_body, until_gone
 from producer.serving.metrics import RequestOutcome
 from producer.serving.routes import PREFIX, agent_routes, atropos_routes, generate_body, parse_generate
-from protocol.config.sections.serve import ServeSection
-from protocol.throttle import Throttle
+from protocol.config.operation import ServeSection
+from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 

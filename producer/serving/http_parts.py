@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from producer.calls.requests import RefusedError, malformed
-from protocol.config.sections.serve import LOOPBACK_HOSTS
+from protocol.config.operation import LOOPBACK_HOSTS
 
 
 class ClientGoneError(Exception):

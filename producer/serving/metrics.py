@@ -13,7 +13,7 @@ from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.metrics import GENERATION_BUCKETS_S
 from producer.serving.client_limits import ClientLimiter
-from protocol.service.metrics import Readings
+from protocol.runtime.metrics import Readings
 
 RequestOutcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
 OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)

@@ -21,12 +21,12 @@ from producer.serving.endpoint import Endpoint
 from producer.serving.generation import ClientGeneration, ServedEngine
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions
+from protocol.channel.keys import read_private, secret_line
+from protocol.config.operation import ServeSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.serve import ServeSection
 from protocol.errors import ConfigError
-from protocol.security.secret_lines import read_private, secret_line
-from protocol.service.exposition import announced
-from protocol.service.http_server import ConnectionLimiter, Server, listen
+from protocol.exposition import announced
+from protocol.runtime.http_server import ConnectionLimiter, Server, listen
 
 logger = logging.getLogger(__name__)
 

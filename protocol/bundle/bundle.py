@@ -1,15 +1,16 @@
-"""A bundle: the files of a run that its producers need, as bytes and back.
+"""A bundle: what a producer fetches from its trainer with `--connect`, and whether this host has the packages that it needs.
 
-Guarantee: equal bundles have equal bytes and so an equal digest. A `Bundle` that `decode` returned has files with plain relative
-names, each once, and is within the bounds below; `unpack` writes it to a new folder and to nothing else. What cannot be had or
-used is a `BundleError`, for the user.
+Guarantee: a bundle that was read holds at most `MOST_FILES` files and `LARGEST_BUNDLE_BYTES`, each under a plain relative name,
+or a `BundleError` was raised. Nothing of the run is imported or executed to tell what is missing.
 """
 
 import hashlib
+import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Annotated
 
@@ -134,3 +135,52 @@ def is_plain(name: str) -> bool:
 def _parents(name: str) -> Iterator[str]:
     parts = name.split("/")[:-1]
     return ("/".join(parts[: number + 1]) for number in range(len(parts)))
+
+
+def requirements(installed: Mapping[str, str]) -> list[Requirement]:
+    """
+    Args:
+        installed: modules that are no files of the run, each with a file that imports it.
+    """
+    owners = packages_distributions() if installed else {}
+    return [_requirement(module, owners.get(module, [module])[0], by) for module, by in sorted(installed.items())]
+
+
+def _requirement(module: str, package: str, needed_by: str) -> Requirement:
+    return Requirement(module, package, _version(package), needed_by)
+
+
+def _version(package: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def missing(needed: Iterable[Requirement]) -> list[str]:
+    """A sentence with its fix for each that this process cannot import."""
+    return [_explain(one) for one in needed if not _is_there(one.module)]
+
+
+def differing(needed: Iterable[Requirement]) -> list[str]:
+    """A sentence for each that this process has in another version than the trainer's host."""
+    return [
+        f"{one.needed_by} imports {one.module}: {one.package} is {here} here and {one.version} on the trainer's host"
+        for one in needed
+        if (here := _version(one.package)) and one.version and here != one.version
+    ]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _explain(one: Requirement) -> str:
+    what = f"{one.needed_by} imports {one.module}, which is not installed here"
+    if not one.version:
+        return f"{what}, nor on the trainer's host; install it here, or start the trainer in the folder that has it"
+    return f"{what}; the trainer's host has {one.package} {one.version}: pip install '{one.package}=={one.version}'"

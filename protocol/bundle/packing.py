@@ -1,18 +1,206 @@
-"""From a run's configuration and folder to the bundle of its producers.
+"""The bundle of a run: the configuration and the files that its producers get.
 
-Guarantee: equal configuration, files and packages give equal bytes. `BundleError` says why there is no bundle.
+Guarantee: a bundle has only keys that a producer reads, so nothing else leaves the trainer's host, and nothing else makes
+producers start again when it changes. Values that name a place on that host stay there, and the bundle lists their keys: each
+host gives its own. A configuration that holds a secret has no bundle, and the reason says where the secret belongs.
 """
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 
-from protocol.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, encode
-from protocol.bundle.requirements import requirements
-from protocol.bundle.shared_config import SharedConfig, share
+from protocol.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, encode, requirements
 from protocol.bundle.sources import RunSources
+from protocol.config.data import is_local
+from protocol.config.operation import LOOPBACK_HOSTS
+from protocol.config.rewards import ATROPOS_ITEMS, VerifiersSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.environment import VerifiersSection
+from protocol.errors import BundleError
+
+ALL = None
+SHARED: dict[str, tuple[str, ...] | None] = {
+    "model": ("path", "revision", "trust_remote_code", "dtype", "quantization"),
+    "dataset": ("chat_template_kwargs",),
+    "rewards": ALL,
+    "environment": ALL,
+    "sampling": ALL,
+    "pipeline": ("groups_per_step", "max_staleness", "auto_staleness", "stall_timeout_s", "gpu_handover_s"),
+    "swap": ALL,
+    "serve": ALL,
+    "transport": (
+        "heartbeat_interval_s",
+        "heartbeat_timeout_s",
+        "max_message_bytes",
+        "blob_chunk_bytes",
+        "max_unacked_bytes",
+        "relay_port",
+    ),
+    "observability": (
+        "log_level",
+        "log_format",
+        "metrics_host",
+        "producer_metrics_port",
+        "unresponsive_after_s",
+    ),
+    "evaluation": ("hold_swap_s",),
+    "lora": ("r", "target_modules"),
+    "engine": ALL,
+    "engine_server": ALL,
+}
+"""The keys by section, beside `seed`. None: all of them."""
+
+_UNREAD = "of-the-trainer"
+"""A dataset that producers do not read."""
+_SECRET = re.compile(
+    r"(^|_)(token|secrets?|password|passwd|pwd|credentials?|auth|authorization|bearer|cookie|(api|access|private|secret)_?keys?)$"
+)
+_SECRET_VALUE = re.compile(r"(bearer|basic|token) \S{8,}$|(sk|hf|ghp|xoxb)[-_]\S{16,}$", re.IGNORECASE)
+_NEW_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])|[- .]")
+_ANY_HOST = (*LOOPBACK_HOSTS, "0.0.0.0", "::")  # noqa: S104  compared with, not bound to
+
+
+@dataclass
+class SharedConfig:
+    """`values` as in a configuration file; `host_keys` as `--set` names them."""
+
+    values: dict[str, Any]
+    host_keys: list[str] = field(default_factory=list)
+
+    def keep(self, section: Any, key: str, place: str) -> None:
+        """The value stays on its host."""
+        del section[key]
+        self.host_keys.append(place)
+
+
+def share(config: RunConfig, sources: RunSources) -> SharedConfig:
+    """Adds what the functions of the configuration need to `sources`. Raises BundleError with every reason against a bundle."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    shared = SharedConfig(_selected(given))
+    problems = [*_secrets(shared.values)]
+    if problems:
+        raise BundleError("\n".join(problems))
+    _keep_places(shared)
+    _name_functions(shared.values, sources)
+    return shared
+
+
+def _selected(given: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {"run_dir": "run"}
+    if "seed" in given:
+        values["seed"] = given["seed"]
+    for name, keys in SHARED.items():
+        section = given.get(name)
+        if section:
+            values[name] = {key: value for key, value in section.items() if keys is ALL or key in keys}
+    values.get("engine", {}).pop("hf_token", None)  # each host logs in to the hub by itself
+    if given.get("environment", {}).get("atropos"):
+        values["trainer"] = {"max_steps": given["trainer"]["max_steps"]}
+    rows = {"path": ATROPOS_ITEMS if "trainer" in values else _UNREAD}
+    values["dataset"] = rows | values.get("dataset", {})
+    if "evaluation" in values:
+        values["evaluation"]["dataset"] = {"path": _UNREAD}
+    return values
+
+
+def _secrets(values: dict[str, Any]) -> Iterator[str]:
+    """Beside those that no key of ours can hold, because it names a file or an environment variable instead."""
+    environment = values.get("environment", {})
+    free = {"engine": values.get("engine", {})}
+    free["environment.verifiers.arguments"] = (environment.get("verifiers") or {}).get("arguments", {})
+    for place, section in free.items():
+        for key in _secret_keys(section, place):
+            yield f"{key} looks like a secret, and those are not sent to producers; give it in the environment of each"
+    urls = {f"rewards.functions.{n}.url": one.get("url") for n, one in enumerate(_functions(values))}
+    urls["environment.nemo_gym.url"] = (environment.get("nemo_gym") or {}).get("url")
+    for key, url in urls.items():
+        if url and _has_secret(url):
+            yield f"{key} holds a secret, and those are not sent to producers; a reward service gets it by options.headers_env"
+
+
+def _secret_keys(value: Any, place: str, *, is_secret: bool = False) -> Iterator[str]:
+    """`is_secret`: whether the key of this value says so."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                yield from _secret_keys(inner, f"{place}.{key}", is_secret=_names_a_secret(str(key)))
+        case list() | tuple():
+            for number, inner in enumerate(value):
+                yield from _secret_keys(inner, f"{place}.{number}", is_secret=is_secret)
+        case str() if value and (is_secret or _SECRET_VALUE.match(value) or _has_secret(value)):
+            yield place
+
+
+def _names_a_secret(key: str) -> bool:
+    """Whether a key does, in whatever way its words are joined: api_key, apiKey, X-Api-Key."""
+    return bool(_SECRET.search(_NEW_WORD.sub("_", key).lower()))
+
+
+def _has_secret(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.password) or any(_names_a_secret(name) for name, _ in parse_qsl(parts.query))
+    except ValueError:
+        return False
+
+
+def _keep_places(shared: SharedConfig) -> None:
+    values = shared.values
+    model, serve = values["model"], values.get("serve", {})
+    if is_local(model["path"], Path()):
+        shared.keep(model, "path", "model.path")
+    for number, function in enumerate(_functions(values)):
+        if function.get("model") and is_local(function["model"], Path()):
+            shared.keep(function, "model", f"rewards.functions.{number}.model")
+        if "/" in function.get("options", {}).get("python", ""):
+            shared.keep(function["options"], "python", f"rewards.functions.{number}.options.python")
+    verifiers = values.get("environment", {}).get("verifiers") or {}
+    if "/" in (verifiers.get("python") or ""):
+        shared.keep(verifiers, "python", "environment.verifiers.python")
+    if serve.get("api_key_file"):
+        shared.keep(serve, "api_key_file", "serve.api_key_file")
+    server = values.get("engine_server") or {}
+    for key in [key for key in ("adapter_dir", "key_file", "ca_file") if server.get(key)]:
+        shared.keep(server, key, f"engine_server.{key}")
+    for name, key in (("serve", "host"), ("observability", "metrics_host")):
+        section = values.get(name, {})
+        if section.get(key, _ANY_HOST[0]) not in _ANY_HOST:
+            shared.keep(section, key, f"{name}.{key}")
+    for place, section in (
+        ("engine", values.get("engine", {})),
+        ("environment.verifiers.arguments", verifiers.get("arguments", {})),
+    ):
+        for key in [key for key, value in section.items() if _names_a_place(value)]:
+            shared.keep(section, key, f"{place}.{key}")
+
+
+def _names_a_place(value: Any) -> bool:
+    match value:
+        case str():
+            return value.startswith(("/", "~", "file:"))
+        case dict():
+            return any(_names_a_place(inner) for pair in value.items() for inner in pair)
+        case list() | tuple():
+            return any(map(_names_a_place, value))
+    return False
+
+
+def _name_functions(values: dict[str, Any], sources: RunSources) -> None:
+    for number, function in enumerate(_functions(values)):
+        if function.get("function"):
+            function["function"] = sources.add_function(function["function"], f"rewards.functions.{number}")
+    environment = values.get("environment", {})
+    if environment.get("factory"):
+        environment["factory"] = sources.add_function(environment["factory"], "environment.factory")
+
+
+def _functions(values: dict[str, Any]) -> list[dict[str, Any]]:
+    functions: list[dict[str, Any]] = values.get("rewards", {}).get("functions", [])
+    return functions
 
 
 def pack(config: RunConfig, folder: Path) -> bytes:

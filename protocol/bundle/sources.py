@@ -1,19 +1,85 @@
-"""The Python files of a run that some functions need: theirs, and what these import from the folder of the run.
+"""The Python files of a run that its functions need: their own, and the files that these import from the folder of the run.
 
 Guarantee: only regular files below the folder are read, whatever imports and links say, and no more of them than a bundle may
-have. Nothing is imported. A module is looked for in the folder first, as Python does for a process that is started there; what
-is not found there belongs to a package that is installed.
+have. Nothing is imported or executed. The folder is searched first, as Python does for a process that starts there; a module
+that is not in it belongs to an installed package. Every `import` statement is found, also inside functions, but no computed name.
+An import counts as optional if an `except` handles its failure, or if only a type checker sees it.
 """
 
 import ast
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, MOST_FILES, check_size, is_plain
-from protocol.bundle.imports import imports_of
 from protocol.config.functions import PACKAGES
 from protocol.errors import BundleError
+
+_CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+class Import(NamedTuple):
+    """`module` is a dotted name. It is not `needed` where the file works without it, or where it may be the name of something
+    inside a module instead."""
+
+    module: str
+    needed: bool
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
+    """
+    Args:
+        package: that of the file, dotted; "" outside of one.
+    """
+    return _in_block(tree.body, package, needed=True)
+
+
+def _in_block(statements: list[ast.stmt], package: str, needed: bool) -> Iterator[Import]:
+    for statement in statements:
+        yield from _in_statement(statement, package, needed)
+
+
+def _in_statement(statement: ast.AST, package: str, needed: bool) -> Iterator[Import]:
+    match statement:
+        case ast.Import(names=names):
+            yield from (Import(alias.name, needed) for alias in names)
+        case ast.ImportFrom(module=module, names=names, level=level):
+            base = ".".join(filter(None, (_upwards(package, level), module)))
+            if base:
+                yield Import(base, needed)
+            yield from (Import(f"{base}.{alias.name}".lstrip("."), False) for alias in names if alias.name != "*")
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=otherwise):
+            yield from _in_block(otherwise, package, needed)
+        case ast.Try(body=body, handlers=handlers) | ast.TryStar(body=body, handlers=handlers):
+            yield from _in_block(body, package, needed and not any(map(_catches, handlers)))
+            for block in (*(handler.body for handler in handlers), statement.orelse, statement.finalbody):
+                yield from _in_block(block, package, needed)
+        case _:
+            for name in _BLOCKS:
+                for inner in getattr(statement, name, ()):
+                    yield from _in_statement(inner, package, needed)
+
+
+def _upwards(package: str, level: int) -> str:
+    """The package that so many dots name."""
+    if level == 0:
+        return ""
+    parts = package.split(".")
+    return ".".join(parts[: len(parts) - level + 1])
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    match handler.type:
+        case None:
+            return True
+        case ast.Tuple(elts=kinds):
+            return any(isinstance(kind, ast.Name) and kind.id in _CAUGHT for kind in kinds)
+        case ast.Name(id=name):
+            return name in _CAUGHT
+    return False
 
 
 @dataclass

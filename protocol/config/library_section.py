@@ -1,20 +1,185 @@
-"""Sections that belong to a library are validated by that library.
+"""The sections that belong to vLLM, TRL and PEFT: what Slipstream sets or refuses in them, and how the library checks the rest.
 
-Guarantee: `build` returns an instance of the library's own class, or raises `ConfigError` with the section, the key, the value
-and, for an unknown key, the nearest name that the installed release knows.
+Guarantee: `check` returns the section as it will be used, or raises `ValueError` with the key and the fix. `build` returns an
+instance of the library's own class, or raises `ConfigError` with the section, the key, the value and, for an unknown key, the
+nearest name that the installed release knows.
 """
 
 import contextlib
 import enum
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from protocol.config.type_names import nearest
+from protocol.config import trainer_keys
+from protocol.config.section import nearest
 from protocol.errors import ConfigError, DeviceError, is_device_failure
+
+SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
+
+ENGINE_RESERVED = {
+    "model": "model.path",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "--gpu 0,1",
+    "enable_lora": None,
+    "logprobs_mode": None,
+    "max_loras": "pipeline.max_staleness",
+    "max_cpu_loras": "pipeline.max_staleness",
+    "max_lora_rank": "lora.r",
+    "lora_target_modules": "lora.target_modules",
+    "override_generation_config": "sampling",
+    "runner": None,
+    "convert": None,
+    "skip_tokenizer_init": None,
+}
+ENGINE_UNREPRODUCIBLE = {
+    "logits_processors": "edits what is sampled",
+    "watermark_config": "edits what is sampled",
+    "diffusion_config": "does not sample token by token",
+    "hf_overrides": "changes the model in the engine only; change the model's config.json",
+    "hf_config_path": "changes the model in the engine only; change the model's config.json",
+    "model_class_overrides": "changes the model in the engine only",
+    "model_weights": "changes the model in the engine only; set model.path",
+    "tokenizer_revision": "changes the tokenizer in the engine only; set model.revision",
+}
+"""Engine arguments with which vLLM's log-probs are not those of the trainer's model, and why."""
+
+LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+"""Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
+
+OWN_KEYS = {
+    "lora": {
+        "init_from": "Adapter that the policy starts from: a folder (of `rl-sft`, of a checkpoint, of PEFT) or a hub name. It "
+        "must have the rank, alpha and modules that this section says, and change something. Policy version 0 is this adapter, "
+        "and so is the reference policy where `trainer.beta` is not 0."
+    },
+    "sft": {
+        "completion_column": "Column with what the model should answer: a text, or a list of messages where the prompt is one. "
+        "Default: `completion`.",
+        "messages_column": "Column with whole conversations instead: the last message is the completion, what is before it the "
+        "prompt.",
+    },
+}
+"""Keys of ours in sections that otherwise belong to a library; they never reach it."""
+
+SFT_RESERVED = {
+    "output_dir": "--to",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "save_strategy": None,
+    "push_to_hub": "rl-export --push-to-hub",
+    "chat_template_path": "model.path",
+    "eos_token": "model.path",
+    "pad_token": "model.path",
+    "disable_tqdm": "observability.progress",
+    "remove_unused_columns": None,
+}
+LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "use_qalora": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # the others change the base weights or need data
+}
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {"lora": LORA_DEFAULTS, "trainer": trainer_keys.DEFAULTS}
+"""Of ours, by section. The library has the defaults of all other keys."""
+
+RESERVED: dict[str, dict[str, str | None]] = {
+    "engine": ENGINE_RESERVED,
+    "trainer": trainer_keys.RESERVED,
+    "sft": SFT_RESERVED,
+    "lora": {},
+}
+"""By section, what Slipstream sets, and what to set instead."""
+
+
+def check(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The section `name` as it will be used, or `ValueError`."""
+    section = DEFAULTS.get(name, {}) | section
+    for problem in chain(_problems(name, section), _OF_ONE[name](section)):
+        raise ValueError(problem)
+    return section
+
+
+def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """What of the section `name` the library gets."""
+    return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
+
+
+def _problems(name: str, section: dict[str, Any]) -> Iterator[str]:
+    for key in section:
+        if key in RESERVED[name] or (name == "trainer" and key.startswith("vllm_")):
+            owner = RESERVED[name].get(key)
+            instead = f"; set {owner} instead" if owner else ""
+            yield f"`{key}` is set by Slipstream and cannot be given here{instead}"
+    for key in OWN_KEYS.get(name, {}):
+        value = section.get(key)
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            yield f"`{key}` must be a text that is not empty, got {value!r}"
+    options = section.get("model_init_kwargs")
+    for key in options if isinstance(options, dict) else ():
+        if key in trainer_keys.MODEL_INIT_RESERVED:
+            owner = trainer_keys.MODEL_INIT_RESERVED[key]
+            yield f"`model_init_kwargs`: `{key}` is set by Slipstream; set {owner} instead"
+
+
+def _of_engine(section: dict[str, Any]) -> Iterator[str]:
+    for key in section:
+        if key in ENGINE_UNREPRODUCIBLE:
+            yield f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it"
+        if key.startswith("data_parallel_") and (key, section[key]) != ("data_parallel_size", 1):
+            yield (
+                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
+                "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
+            )
+    if section.get("language_model_only") is False:
+        yield "`language_model_only: False`: the trainer trains the text model alone; remove it"
+    yield from _unless_positive("pipeline_parallel_size", section.get("pipeline_parallel_size", 1))
+
+
+def _of_trainer(section: dict[str, Any]) -> Iterator[str]:
+    return filter(None, (trainer_keys.refusal(key, value) for key, value in section.items()))
+
+
+def _of_lora(section: dict[str, Any]) -> Iterator[str]:
+    yield from _unless_positive("r", section["r"])
+    if section["r"] > SERVABLE_RANKS[-1]:
+        yield f"`r: {section['r']}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}"
+    for key, allowed in LORA_UNSERVABLE.items():
+        if key in section and section[key] not in allowed:
+            yield f"`{key}: {section[key]}` cannot be served by vLLM; remove it"
+
+
+def _of_sft(section: dict[str, Any]) -> Iterator[str]:
+    if section.get("completion_column") and section.get("messages_column"):
+        yield "`messages_column` and `completion_column` exclude each other; remove one"
+
+
+def _unless_positive(key: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        yield f"`{key}` must be a positive integer, got {value!r}"
+
+
+_OF_ONE = {"engine": _of_engine, "trainer": _of_trainer, "lora": _of_lora, "sft": _of_sft}
+
 
 Built = TypeVar("Built")
 _MAX_LINES = 6  # of a library's error

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from protocol.config.run import RunConfig
-from protocol.config.type_names import expected, is_compound, is_section, nearest
+from protocol.config.section import expected, is_compound, is_section, nearest
 from protocol.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 Guarantee: a `RunConfig` that exists is complete and consistent; every value that follows from others is a property here
 and cannot be set. The sections `engine`, `lora`, `trainer` and `sft` keep the names of the library they belong to (vLLM engine
 arguments, peft.LoraConfig, trl.GRPOConfig, trl.SFTConfig). Here only the keys that Slipstream sets itself are refused, and its
-own are checked (protocol/config/library_rules.py); the library judges the rest when its daemon starts, or at `--check full`.
+own are checked (protocol/config/library_section.py); the library judges the rest when its daemon starts, or at `--check full`.
 """
 
 import os
@@ -12,13 +12,9 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config import consistency, trainer_keys
-from protocol.config.library_rules import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
-from protocol.config.sections.dataset import DatasetSection
-from protocol.config.sections.engine_server import EngineServerSection
-from protocol.config.sections.environment import REWARD_NAME, EnvironmentSection, with_atropos
-from protocol.config.sections.evaluation import EvaluationSection
-from protocol.config.sections.learning import (
+from protocol.config import trainer_keys
+from protocol.config.data import WEIGHTED_SUM, DatasetSection, EvaluationSection, ModelSection, SamplingSection
+from protocol.config.learning import (
     AdvantageSection,
     CorrectionSection,
     GuardsSection,
@@ -26,14 +22,18 @@ from protocol.config.sections.learning import (
     ReplaySection,
     RerollSection,
 )
-from protocol.config.sections.model import ModelSection, SamplingSection
-from protocol.config.sections.observability import ObservabilitySection
-from protocol.config.sections.producers import ProducersSection
-from protocol.config.sections.rewards import RewardsSection
-from protocol.config.sections.section import Count, Problems, Section
-from protocol.config.sections.serve import ServeSection
-from protocol.config.sections.swap import SwapSection
-from protocol.config.sections.transport import TransportSection, next_endpoint
+from protocol.config.library_section import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
+from protocol.config.operation import (
+    EngineServerSection,
+    ObservabilitySection,
+    ProducersSection,
+    ServeSection,
+    SwapSection,
+    TransportSection,
+    next_endpoint,
+)
+from protocol.config.rewards import ATROPOS_ITEMS, REWARD_NAME, EnvironmentSection, RewardsSection, with_atropos
+from protocol.config.section import Count, Problems, Section
 
 
 class RunConfig(Section):
@@ -91,7 +91,7 @@ class RunConfig(Section):
         return with_atropos(values)
 
     def problems(self) -> Problems:
-        return consistency.problems(self)
+        return _problems(self)
 
     # What follows from the above, and therefore cannot be set.
 
@@ -148,3 +148,195 @@ class RunConfig(Section):
     @property
     def journal_file(self) -> Path:
         return Path(self.run_dir) / "journal.sqlite"
+
+
+def _problems(config: RunConfig) -> Problems:
+    yield from _of_rewards(config)
+    yield from _of_agents(config)
+    if config.environment.atropos:
+        yield from _of_atropos(config)
+    yield from _of_evaluation(config)
+    if config.engine_server is not None:
+        yield from _of_engine_server(config)
+    yield from _of_stops(config)
+    yield from _of_quantization(config)
+    if config.pipeline.gpu == "shared" and config.engine.get("kv_cache_memory_bytes"):
+        yield (
+            "engine.kv_cache_memory_bytes: vLLM takes it whatever its share of the GPU is, and with pipeline.gpu=shared the "
+            "trainer has the rest; set engine.gpu_memory_utilization instead"
+        )
+    if config.pipeline.gpu == "turns":
+        yield from _of_turns(config)
+    limit = config.sampling.max_completion_length
+    if config.advantage.overlong_buffer_tokens > limit:
+        yield (
+            f"advantage.overlong_buffer_tokens={config.advantage.overlong_buffer_tokens} is more than "
+            f"sampling.max_completion_length={limit}"
+        )
+    if config.control_endpoint == config.blob_endpoint:
+        yield f"transport.endpoint and transport.blob_endpoint are both {config.blob_endpoint}; change one"
+
+
+def _of_rewards(config: RunConfig) -> Problems:
+    own = config.environment
+    if not config.reward_names:
+        yield (
+            "rewards.functions: nothing scores the completions; name a reward function, or set environment.reward_weight for "
+            "an environment that has get_reward"
+        )
+    if own.reward_weight is not None and not own.is_given:
+        yield "environment.reward_weight: there is no environment.factory"
+    if REWARD_NAME in config.rewards.names and own.own_weight is not None:
+        yield f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called"
+    if config.swap.mode == "adapter" and config.swap.probe_every and "lm_head" in (config.lora["target_modules"] or ()):
+        yield (
+            "lora.target_modules: vLLM cannot score the probe of a swap under an adapter of lm_head; set swap.mode=merged, or "
+            "swap.probe_every=0, or leave lm_head out"
+        )
+    reward = config.reroll.reward
+    if reward is not None and reward not in config.reward_names:
+        yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+
+
+def _of_quantization(config: RunConfig) -> Problems:
+    if config.model.quantization is not None and config.pipeline.shard_base == "layers":
+        yield (
+            f"model.quantization: weights in {config.model.quantization} cannot be spread over ranks and gathered again; set "
+            "pipeline.shard_base=none, or remove model.quantization"
+        )
+    if config.engine.get("quantization") and config.swap.mode == "merged":
+        yield (
+            "engine.quantization: quantized weights cannot take up an adapter without another rounding; set swap.mode=adapter, "
+            "or remove it"
+        )
+    elif config.engine.get("quantization") and config.swap.probe_every and config.swap.probe_tolerance is None:
+        yield (
+            f"swap.probe_tolerance: log-probs of an engine that quantizes its base (engine.quantization: "
+            f"{config.engine['quantization']}) differ from the trainer's by more than those of a wrong adapter may, so there "
+            "is no default; set it by what the first versions differ by, or swap.probe_every=0. A checkpoint that is quantized "
+            "itself needs no engine.quantization"
+        )
+
+
+def _of_turns(config: RunConfig) -> Problems:
+    """What does not move between a GPU and host memory."""
+    if config.pipeline.shard_base == "layers":
+        yield "pipeline.shard_base: layers is for several GPUs, and pipeline.gpu=turns for one; remove one of them"
+    if config.model.quantization is not None:
+        yield (
+            f"model.quantization: weights in {config.model.quantization} stay on the GPU, and with pipeline.gpu=turns the "
+            "trainer's leave it; remove one of them"
+        )
+    if str(config.trainer.get("optim", "")).startswith("paged_"):
+        yield "trainer.optim: a paged optimizer moves its own state, and pipeline.gpu=turns moves it, too; use adamw_torch"
+    options = config.trainer.get("model_init_kwargs")
+    if isinstance(options, dict) and "flash" in str(options.get("attn_implementation", "")):
+        yield (
+            "trainer.model_init_kwargs.attn_implementation: with pipeline.gpu=turns the model is loaded in host memory, where "
+            "flash attention does not run; use sdpa"
+        )
+
+
+def _of_stops(config: RunConfig) -> Problems:
+    sampling = config.sampling
+    given = [
+        name for name in ("stop", "stop_token_ids", "ignore_eos", "regex", "json_schema") if getattr(sampling, name)
+    ]
+    if given and config.environment.factory is not None:
+        yield f"sampling.{given[0]}: in an environment a turn ends where the chat template says; remove it"
+    lasting = [name for name in ("stop", "regex", "json_schema") if getattr(sampling, name)]
+    if lasting and config.swap.mode == "adapter" and config.swap.on_swap == "continue":
+        yield (
+            f"sampling.{lasting[0]}: swap.in_flight=continue cuts completions, and what lies on both sides of a cut would not be "
+            "seen; set swap.in_flight=finish or restart"
+        )
+    if (
+        sampling.ignore_eos
+        and not (sampling.stop or sampling.stop_token_ids)
+        and config.trainer.get("mask_truncated_completions")
+    ):
+        yield (
+            "sampling.ignore_eos: nothing ends a completion before max_completion_length, and "
+            "trainer.mask_truncated_completions would mask all of them; give sampling.stop or stop_token_ids, or remove one"
+        )
+
+
+def _of_agents(config: RunConfig) -> Problems:
+    posted = ", ".join(config.posted_rewards)
+    if config.environment.is_played_outside and not config.serve.enabled:
+        yield "environment: its episodes are played through the endpoint, which is off; set serve.enabled=true"
+    if posted and not config.serve.enabled:
+        yield f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
+    if posted and config.environment.factory is not None:
+        yield f"environment: agents that post {posted} have their own; remove the section, or that reward"
+    if config.environment.nemo_gym is not None and config.serve.port == 0:
+        yield (
+            "environment.nemo_gym: its model server has to know where the policy is; set serve.port, and its base URL to "
+            "http://HOST:PORT/v1"
+        )
+    if posted and config.evaluation is not None:
+        yield f"evaluation: nobody would post {posted} for completions that producers generate; remove the section"
+
+
+def _of_atropos(config: RunConfig) -> Problems:
+    if not config.serve.enabled:
+        yield "serve.enabled: environments of Atropos generate through the endpoint, which is off; set it"
+    if config.rewards.functions:
+        yield "rewards.functions: environments of Atropos score their groups; remove them"
+    rows = {"path": ATROPOS_ITEMS, "chat_template_kwargs": config.dataset.chat_template_kwargs}
+    if config.dataset != DatasetSection.model_validate(rows):
+        yield "dataset: environments of Atropos have their own items; remove the section, but for chat_template_kwargs"
+    if config.evaluation is not None:
+        yield (
+            "evaluation: nobody would score completions that producers generate; remove the section, environments of Atropos "
+            "evaluate by themselves"
+        )
+    if config.reroll.max_attempts or config.reroll.solved_cooldown_epochs:
+        yield "reroll: environments of Atropos choose their items; remove the section"
+    steps = config.trainer.get("max_steps")
+    if not isinstance(steps, int) or steps < 1:
+        yield "trainer.max_steps: needed, because without a dataset there are no epochs"
+
+
+def _of_evaluation(config: RunConfig) -> Problems:
+    if config.evaluation is None:
+        return
+    known = (WEIGHTED_SUM, *config.reward_names)
+    if config.evaluation.metric not in known:
+        yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"
+    if config.evaluation.dataset.chat_template_kwargs not in ({}, config.dataset.chat_template_kwargs):
+        yield (
+            "evaluation.dataset.chat_template_kwargs: prompts of both datasets are rendered alike; give them in "
+            "dataset.chat_template_kwargs alone"
+        )
+
+
+def _of_engine_server(config: RunConfig) -> Problems:
+    """What vLLM's HTTP API cannot do, or does not prove."""
+    if config.engine:
+        yield (
+            "engine: these are arguments of an engine of the producer's own, and engine_server names one that is running; give "
+            "them to that server as flags, and remove one of the two sections (`--set engine={}`)"
+        )
+    if config.swap.mode == "merged":
+        yield "swap.mode: merged changes an engine's own weights, and a server can only be given adapters; use adapter"
+    if config.swap.on_swap != "finish":
+        yield (
+            f"swap.in_flight: {config.swap.on_swap} cuts requests, and a server does not return what a request that is cut has "
+            "sampled; use finish"
+        )
+    if config.swap.probe_every != 1:
+        yield (
+            f"swap.probe_every={config.swap.probe_every}: nothing but the probe proves the weights of a server, so every version "
+            "needs one; set it to 1"
+        )
+    if config.pipeline.gpu != "own":
+        yield (
+            f"pipeline.gpu: {config.pipeline.gpu} is for an engine of the producer's own, and a server takes what its flags say; "
+            "use own"
+        )
+    if config.serve.enabled:
+        yield (
+            "serve.enabled: the endpoint notes what an engine of the producer's own samples for clients, which a server does not "
+            "tell; remove engine_server, or serve and whatever needs it"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
-from protocol.wire.vision_language import is_of_text_model
+from protocol.wire.model_folder import is_of_text_model
 
 _LONGEST_HEADER = 100 * 2**20  # bytes, as safetensors itself has it
 _LENGTH = struct.Struct("<Q")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
 
 
 class AdapterBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

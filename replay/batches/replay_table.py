@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.config.sections.learning import ReplaySection
+from protocol.config.learning import ReplaySection
 from replay.groups import RolloutGroup
 
 

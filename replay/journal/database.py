@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import apsw
 
 from protocol.errors import ExitCode, JournalError
-from protocol.files.staged import sync
+from protocol.runtime.files import sync
 from replay.journal.tables import SCHEMA, TABLES
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from protocol.config.sections.learning import RerollSection
+from protocol.config.learning import RerollSection
 from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompts.epoch_order import EpochOrder
 from replay.prompts.failure_budgets import FailureClass, RetryBudget

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from protocol.config.sections.learning import RerollSection
+from protocol.config.learning import RerollSection
 from replay.groups import RolloutGroup
 from replay.lease_ids import Key
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from protocol.config.sections.transport import is_loopback
+from protocol.config.operation import is_loopback
 from protocol.errors import ConfigError, IncompatiblePeerError, NoAnswerError
-from protocol.files.staged import staged
-from protocol.processes.tree import descendants
+from protocol.runtime.files import staged
+from protocol.runtime.processes import descendants
 from slipstream.cluster.fleet.plan import namespace
 
 _START_S = 60.0

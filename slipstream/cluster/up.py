@@ -8,9 +8,9 @@ import argparse
 import os
 from pathlib import Path
 
+from protocol.command_line import add_config
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
-from protocol.service.command_line import add_config
 from slipstream.cluster import session
 from slipstream.cluster.fleet.plan import MOST_PRODUCERS
 from slipstream.cluster.gpu_use import check_gpu_use

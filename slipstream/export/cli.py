@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import NoReturn
 
+from protocol.command_line import leave, parser
+from protocol.command_line import main as run_command
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
-from protocol.import_guard import uncollected
-from protocol.service.command_line import leave, parser
-from protocol.service.command_line import main as run_command
+from protocol.runtime.processes import uncollected
 
 PROGRAM = "rl-export"
 

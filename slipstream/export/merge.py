@@ -16,10 +16,10 @@ from transformers.utils import logging as transformers_logging
 from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.checkpoints.folders import CONFIG_FILE
+from protocol.command_line import say_progress
+from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
-from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, ExitCode
-from protocol.service.command_line import say_progress
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 

@@ -15,8 +15,8 @@ from consumer.checkpoints import folders as checkpoints
 from consumer.evaluation.kept_answers import FOLDER as HELD_OUT
 from consumer.evaluation.kept_answers import kept_versions
 from protocol.errors import JournalError
-from protocol.files.rotated_lines import opened
-from protocol.files.staged import aside, staged
+from protocol.runtime.files import aside, staged
+from protocol.runtime.json_lines import opened
 from replay.journal.reader import JournalReader
 from slipstream.run_reader import EVALUATIONS, ROLLOUTS, STEPS
 from slipstream.tables import say, size

@@ -14,8 +14,8 @@ import numpy as np
 
 from protocol.errors import JournalError, SlipstreamError
 from protocol.wire.codec import CodecError, decode
-from protocol.wire.digests import tokenizer_digest
 from protocol.wire.messages import Group, MissingReward
+from protocol.wire.model_folder import tokenizer_digest
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow

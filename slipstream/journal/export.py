@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from protocol.errors import JournalError
-from protocol.files.json_lines import encode_line
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
+from protocol.runtime.json_lines import encode_line
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupFilter, GroupRow
 from slipstream.journal.content import Content, ContentReader

@@ -8,8 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from protocol.channel.keys import AUTHORIZED, TRAINER, check_identity, fingerprint, generate, read_public, write_public
 from protocol.errors import ConfigError, ExitCode
-from protocol.security.keys import AUTHORIZED, TRAINER, check_identity, fingerprint, generate, read_public, write_public
 from slipstream.command import run_tool, tool_parser
 
 PROGRAM = "rl-keys"

@@ -9,11 +9,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from protocol.command_line import add_config
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
-from protocol.files.json_lines import encode_line
-from protocol.service import logs
-from protocol.service.command_line import add_config, select_gpus
+from protocol.gpu.nvml import select_gpus
+from protocol.runtime import logs
+from protocol.runtime.json_lines import encode_line
 from slipstream.command import run_tool, tool_parser, whole
 
 PROGRAM = "rl-reward"

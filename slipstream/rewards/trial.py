@@ -22,7 +22,7 @@ from producer.rewards.pool import RewardPool
 from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
-from protocol.wire.prompts import is_conversational
+from protocol.wire.messages import is_conversational
 from slipstream.run_inputs import RunInputs
 
 

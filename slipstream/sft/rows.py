@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from protocol.errors import DatasetError
-from protocol.wire.prompts import is_conversational
+from protocol.wire.messages import is_conversational
 
 
 class Prompts(Protocol):

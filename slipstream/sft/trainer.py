@@ -19,14 +19,13 @@ from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.base_loading import check_base_fits, device_map, loading
 from consumer.training.trl_arguments import build_lora, former_names
 from consumer.training.vision_language import within_text_model
-from protocol.config.library_rules import for_library
-from protocol.config.library_section import build
+from protocol.command_line import say_progress
+from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode
-from protocol.gpu.needs import base_of
-from protocol.import_guard import hidden
-from protocol.service import logs
-from protocol.service.command_line import say_progress
+from protocol.gpu.memory import base_of
+from protocol.runtime import logs
+from protocol.runtime.processes import hidden
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 from slipstream.sft.rows import training_rows

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from protocol.errors import ConfigError, ExitCode
-from protocol.files.json_lines import encode_page
+from protocol.runtime.json_lines import encode_page
 from slipstream.command import add_run, run_place, run_tool, tool_parser
 from slipstream.run_reader import RunReader
 from slipstream.status.render import render

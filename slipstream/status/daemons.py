@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from protocol.service.status import PATH, Status
+from protocol.runtime.metrics import STATUS_PATH as PATH
+from protocol.runtime.metrics import Status
 from slipstream.run_reader import DaemonAddress, RunReader
 
 TIMEOUT_S = 3.0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from protocol.service.status import Status
+from protocol.runtime.metrics import Status
 from slipstream.status.daemons import Answer
 from slipstream.status.view import ProducerView, TrainerView, View
 

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 
 from benchmarks.acceptor import Acceptor
-from protocol.security.keys import trainer_keys
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.keys import trainer_keys
+from protocol.channel.server import ZmqServer
 
 DESCRIPTORS = 1024  # so that a flood is small; a trainer takes all that its host allows
 

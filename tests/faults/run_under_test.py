@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from protocol.config.loader import load_config
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
 from tests.integration.pair import Daemon
 from tests.integration.runs import eventually

@@ -16,8 +16,8 @@ from typing import Any
 
 from producer import assembly, cli
 from producer.interfaces import Completion
-from protocol.transport.channel import BadFrame
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.channel.channel import BadFrame
+from protocol.channel.client import ZmqClient
 from protocol.wire.messages import Ack, Lease, Sampling, TrainerMessage
 from tests.scripted_engine import EngineWithoutWeights, digests, put_in_place
 

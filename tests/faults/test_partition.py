@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.security.keys import AUTHORIZED, generate
+from protocol.channel.keys import AUTHORIZED, generate
 
 from .memory import memory_bounded
 from .namespace import network_namespace

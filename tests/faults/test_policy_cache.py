@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.files import shared_memory
+from protocol.runtime import scratch as shared_memory
 from tests.faults.mounts import tmpfs
 from tests.unit.producer.relays.scripted_relay import BLOB, POLICY, made_cache, neighbours
 from tests.unit.producer.relays.test_neighbours import find

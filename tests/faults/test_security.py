@@ -17,9 +17,9 @@ import zmq
 
 from benchmarks.terms import ENGINE_FACTS
 from campaigns.fuzz.zmtp import greeting
-from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
-from protocol.transport.watched_connection import limits
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.channel.client import ZmqClient
+from protocol.channel.connection_guard import limits
+from protocol.channel.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Reject, Welcome
 from tests.faults.door import DESCRIPTORS

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from protocol.errors import ExitCode
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from tests.integration.runs import eventually
 
 from .machine import Machine

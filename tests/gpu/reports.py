@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from campaigns.chaos.fleet import Zygote
-from protocol.service.command_line import leave
+from protocol.command_line import leave
 
 _OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-q")
 _INSIDE = "TEST_RUNS_INSIDE"

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from consumer.training.memory import random_state, set_random_state
-from protocol.config.sections.learning import FIRST_TOKENS
+from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from tests.integration.models import CHAT_TEMPLATE
 from tests.integration.pair import Daemon, end_well
 

@@ -19,11 +19,10 @@ from producer.relays.neighbours import Neighbours
 from producer.relays.place import RelayPlace
 from producer.relays.relay import Relay
 from producer.state import Counters, Workload
-from protocol.config.sections.transport import TransportSection
-from protocol.files.scratch import common_folder
-from protocol.files.shared_memory import ROOT
-from protocol.security.keys import producer_keys
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import producer_keys
+from protocol.config.operation import TransportSection
+from protocol.runtime.scratch import ROOT, common_folder
 from protocol.wire.messages import Hello
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from protocol.channel.client import ZmqClient
 from protocol.config.loader import load_config
-from protocol.files import rotated_lines
-from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.runtime import json_lines as rotated_lines
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import ScriptedProducer, facts
 
 from .pair import Daemon

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from protocol.files import rotated_lines
-from protocol.files.scratch import PREFIX
+from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.scratch import PREFIX
 from tests.integration.models import build_model
 from tests.integration.pair import Daemon, end_well
 from tests.unit.producer.joining.bundle_server import make_keys

@@ -22,7 +22,7 @@ from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from producer.state import Counters
-from protocol.config.sections.swap import TOLERANCES
+from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling

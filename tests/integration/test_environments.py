@@ -18,7 +18,7 @@ from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.state import Counters
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.wire.messages import PolicyInfo, Sampling
 from replay.groups import GroupShape, RolloutGroup

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ExitCode
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
 from slipstream.journal.cli import main as rl_journal
 from tests.integration.one_gpu import happened

@@ -11,7 +11,7 @@ from producer.calls.calls import Call
 from producer.calls.requests import check_request
 from producer.interfaces import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
-from protocol.config.sections.swap import TOLERANCES
+from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config

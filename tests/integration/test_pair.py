@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from protocol.files import rotated_lines
-from protocol.files.scratch import PREFIX
+from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.scratch import PREFIX
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.pair import Daemon, end_well, gone, run_pair
 

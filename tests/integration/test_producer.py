@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.server import ZmqServer
 from protocol.wire.handshake import TrainerNeeds, problems
 from protocol.wire.messages import Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.integration.models import build_model, random_adapter

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ExitCode
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
 from slipstream.journal.cli import main as rl_journal
 from tests.scripted import Answer, half_without_signal, made_up_episodes, made_up_group

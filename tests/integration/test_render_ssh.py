@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.security.authorized_keys import AuthorizedKeys
-from protocol.security.keys import producer_keys, trainer_keys
+from protocol.channel.authenticator import AuthorizedKeys
+from protocol.channel.keys import producer_keys, trainer_keys
 from tests.tools import require
 from tests.unit.slipstream.cluster.render.rendered import project, run_name
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2F
 
 from producer.interfaces import LeaseFailure
 from producer.rewards.pool import RewardPool
-from protocol.config.sections.rewards import RewardsSection
+from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError
 from tests.integration.models import byte_bpe_tokenizer
 from tests.unit.producer.rewards.test_rewards import Seen, section, with_pool

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from campaigns.chaos import run_folder
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import producer_keys
 from protocol.config.loader import load_config
-from protocol.files import rotated_lines
-from protocol.security.keys import producer_keys
-from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.runtime import json_lines as rotated_lines
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import ScriptedProducer, facts
 
 from .runs import eventually

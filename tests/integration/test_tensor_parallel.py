@@ -7,7 +7,7 @@ import pytest
 
 from producer.engine import arguments
 from producer.interfaces import Adapter
-from protocol.config.sections.swap import TOLERANCES
+from protocol.config.operation import TOLERANCES
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.half_swapped import INSTEAD
 from tests.integration.models import build_model

@@ -16,7 +16,7 @@ from tempfile import gettempdir
 import pytest
 import torch
 
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from tests.integration.models import build_model, reference_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]

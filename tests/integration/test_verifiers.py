@@ -15,7 +15,7 @@ import pytest
 from producer.environments.agent_program import AgentProgram, rows
 from producer.environments.agents import Agents
 from producer.groups import Episode
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from slipstream.environments import cli as environment_cli
 from tests.integration.pair import Daemon, end_well

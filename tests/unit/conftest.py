@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.service import logs
+from protocol.runtime import logs
 
 
 @pytest.fixture(scope="session")

@@ -93,8 +93,8 @@ MISTAKES = {
     ],
     "engines of others on the same host are killed by name": [
         ("integration/test_pair.py", "test_each_waits_for_the_other_and_training_goes_on"),
-        ("unit/protocol/processes/test_kept_process.py", "test_everything_ends_when_the_daemon_is_killed"),
-        ("unit/protocol/files/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
+        ("unit/protocol/runtime/test_kept_process.py", "test_everything_ends_when_the_daemon_is_killed"),
+        ("unit/protocol/runtime/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
     ],
     # The swap
     "a swap that failed is a warning, and generation goes on as if it had not": [

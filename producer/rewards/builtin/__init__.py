@@ -1,7 +1,7 @@
 """Rewards that come with Slipstream, by the name that `rewards.functions[].builtin` gives them.
 
 Guarantee: `make` returns a function with TRL's signature, or raises `ConfigError` with what is missing.
-`protocol.config.sections.builtin_rewards` has checked the options. For a completion that a function cannot score its list has an
+`protocol.config.rewards` has checked the options. For a completion that a function cannot score its list has an
 exception, so that the reward of that completion alone is missing.
 """
 
@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from producer.rewards.builtin import answers, models, programs
-from protocol.config.sections.builtin_rewards import SHIPPED
-from protocol.config.sections.rewards import RewardModel
+from protocol.config.rewards import SHIPPED, RewardModel
 
 
 def make(name: str, options: dict[str, Any]) -> Callable[..., Any]:

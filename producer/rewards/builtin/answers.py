@@ -14,14 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from protocol.config.sections.builtin_rewards import (
-    ExactMatch,
-    FormatRegex,
-    LengthPenalty,
-    MathVerify,
-    NumericMatch,
-    ReasoningLength,
-)
+from protocol.config.rewards import ExactMatch, FormatRegex, LengthPenalty, MathVerify, NumericMatch, ReasoningLength
 from protocol.errors import ConfigError
 
 Results = list[float | Exception | None]

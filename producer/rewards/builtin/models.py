@@ -7,7 +7,7 @@ lose their beginning. A folder that is no such model is a `ConfigError`.
 from collections.abc import Callable
 from typing import Any
 
-from protocol.config.sections.rewards import RewardModel
+from protocol.config.rewards import RewardModel
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from producer.rewards.builtin.answers import Results, column_of, text_of
 from producer.rewards.sandbox.isolation import Limits
 from producer.rewards.sandbox.run import Sandbox
-from protocol.config.sections.builtin_rewards import Code
+from protocol.config.rewards import Code
 
 _SCRIPT = """\
 import sys, types

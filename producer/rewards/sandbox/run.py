@@ -1,7 +1,7 @@
 """Running programs in the sandbox, from outside.
 
 Guarantee: `run` returns within `time_s` and a little, and nothing of the program is left then, because its keeper
-(`protocol.processes.kept`) has killed whatever there was. Output beyond `output_bytes` ends the program. `run` holds no lock and
+(`protocol.runtime.child`) has killed whatever there was. Output beyond `output_bytes` ends the program. `run` holds no lock and
 no thread.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 from producer.rewards.sandbox.isolation import ENVIRONMENT, Isolation, Limits, refusal
-from protocol.processes.kept import KeptProcess
+from protocol.runtime.child import KeptProcess
 
 _OWN_BYTES = 2**25  # resident: the keeper and bubblewrap
 _LOOK_EVERY_S = 0.05

@@ -1,6 +1,6 @@
 """The Ray actor of one command: it starts it, watches it, starts it again and stops it.
 
-Guarantee: the command ends with the actor, however that ends (`protocol.processes.kept`); what a new start cannot cure stays
+Guarantee: the command ends with the actor, however that ends (`protocol.runtime.child`); what a new start cannot cure stays
 down with its message (module `exits`). A trainer is started only when no other one holds the journal. Keys are in a
 scratch folder of the actor, readable by its owner alone, and are gone with it.
 """
@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import ExitCode
-from protocol.files.scratch import private, scratch_folder
-from protocol.processes.kept import KeptProcess
-from protocol.processes.tree import descendants, exit_text
-from protocol.service.status import Status
+from protocol.runtime.child import KeptProcess
+from protocol.runtime.metrics import Status
+from protocol.runtime.processes import descendants, exit_text
+from protocol.runtime.scratch import private, scratch_folder
 from slipstream.cluster.fleet.commands import daemon_command
 from slipstream.cluster.fleet.exits import restart
 from slipstream.cluster.fleet.output import Output

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from protocol.files.rotated_lines import RotatedLines, read_end
+from protocol.runtime.json_lines import RotatedLines, read_end
 from slipstream.tables import printable
 
 _MAX_BYTES = 4 * 2**20

@@ -6,8 +6,8 @@ Its secret is on the disk of the trainer's node only while it is made.
 
 from pathlib import Path
 
-from protocol.files.scratch import scratch_folder
-from protocol.security.keys import AUTHORIZED, TRAINER, generate, write_public
+from protocol.channel.keys import AUTHORIZED, TRAINER, generate, write_public
+from protocol.runtime.scratch import scratch_folder
 
 
 def prepare(folder: Path) -> None:

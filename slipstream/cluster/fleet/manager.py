@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
 from slipstream.cluster.fleet.events import Events
 from slipstream.cluster.fleet.keys import new_key, revoke
 from slipstream.cluster.fleet.loads import Looks, answers

@@ -9,8 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
-from protocol.files.rotated_lines import older, read_end
-from protocol.files.space import unless_full
+from protocol.runtime.files import unless_full
+from protocol.runtime.json_lines import older, read_end
 
 MAX_BYTES = 16 * 2**20
 _LONGEST_MESSAGE = 2000

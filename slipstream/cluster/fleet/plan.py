@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.service.status import Status
+from protocol.runtime.metrics import Status
 
 TRAINER, MANAGER = "trainer", "manager"
 MOST_PRODUCERS = 4096

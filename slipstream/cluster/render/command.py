@@ -7,9 +7,9 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from protocol.command_line import add_config
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, ExitCode
-from protocol.service.command_line import add_config
 from slipstream.cluster.gpu_use import check_gpu_use, producer_gpus
 from slipstream.cluster.probe import file_system, is_on_network
 from slipstream.cluster.render import kubernetes, slurm, ssh

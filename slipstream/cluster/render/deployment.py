@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.config.data import is_local
 from protocol.config.run import RunConfig
-from protocol.config.sections.model import is_local
 from protocol.errors import ConfigError
 from slipstream.cluster.server_files import ADAPTER_DIR, server_files
 

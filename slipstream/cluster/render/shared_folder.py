@@ -7,7 +7,7 @@ is nothing to share.
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from protocol.config.sections.transport import is_loopback
+from protocol.config.operation import is_loopback
 from protocol.errors import ConfigError
 from slipstream.cluster.probe import is_on_network, mount_of
 from slipstream.cluster.render.deployment import Deployment

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from protocol.errors import ConfigError
-from protocol.files.staged import staged
+from protocol.runtime.files import staged
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:

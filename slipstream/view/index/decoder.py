@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SlipstreamError
-from protocol.wire.digests import tokenizer_digest
+from protocol.wire.model_folder import tokenizer_digest
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

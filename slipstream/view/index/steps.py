@@ -11,8 +11,7 @@ from typing import Any
 import apsw
 from msgspec.json import decode
 
-from protocol.files.json_lines import encode_line
-from protocol.files.rotated_lines import opened
+from protocol.runtime.json_lines import encode_line, opened
 from slipstream.run_reader import STEPS, parsed_lines
 from slipstream.view.index.cache import answer
 

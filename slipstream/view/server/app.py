@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from protocol.errors import JournalError
-from protocol.service.http_server import ConnectionLimiter, Server, listen
+from protocol.runtime.http_server import ConnectionLimiter, Server, listen
 from slipstream.view.index.cache import DamagedIndexError, SlowQueryError
 from slipstream.view.pages.forms import FormError
 from slipstream.view.server.compare_pages import ComparePages

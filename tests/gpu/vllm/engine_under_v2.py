@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from producer.interfaces import Completion
-from protocol.config.sections.swap import TOLERANCES
+from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine
 from tests.integration.models import build_model, reference_logprobs

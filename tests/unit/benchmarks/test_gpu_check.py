@@ -11,7 +11,7 @@ from benchmarks.gpu_check.parity import distance
 from benchmarks.gpu_check.plan import PLAN, Part, obstacle, planned
 from benchmarks.gpu_check.report import table
 from benchmarks.gpu_check.runner import Outcome, judged, run_parts
-from protocol.gpu.device import Gpu
+from protocol.gpu.nvml import Gpu
 
 
 @pytest.mark.parametrize(

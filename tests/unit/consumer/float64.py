@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from transformers.models.qwen2 import modeling_qwen2
 
-from protocol.import_guard import hidden
+from protocol.runtime.processes import hidden
 
 with hidden("vllm"):
     from trl.kernels import chunked_logprob

@@ -18,7 +18,7 @@ from consumer.training.run_components import model_config
 from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
-from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from slipstream.export import merge as export
 from slipstream.journal.content import load_tokenizer as tokenizer_of_journal
 from slipstream.sft.trainer import build_sft_arguments, train

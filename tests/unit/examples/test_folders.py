@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from examples.folders import build_once, fresh_folder
-from protocol.transport.ipc import ipc_lock
+from protocol.channel.channel import ipc_lock
 
 
 def test_a_folder_of_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from protocol.processes.child import ChildEndedError
+from protocol.runtime.child import ChildEndedError
 
 Temper = Literal["answers", "hangs", "ends"]
 _TURNS = 3
@@ -29,7 +29,7 @@ class FakeChildren:
         self.when_starting: Temper = "answers"
         self.answer = answer
         self.started: list[FakeChild] = []
-        monkeypatch.setattr("protocol.processes.child.ChildProcess", self._start)
+        monkeypatch.setattr("protocol.runtime.child.ChildProcess", self._start)
 
     def _start(self, *_arguments: Any, **_settings: Any) -> "FakeChild":
         self.started.append(FakeChild(self))

@@ -18,15 +18,14 @@ from prometheus_client import CollectorRegistry
 from producer import assembly, daemon, supervision
 from producer.interfaces import Completion, EngineCapabilities
 from producer.startup import Launch
+from protocol.channel.server import ZmqServer
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
-from protocol.gpu import seat, tenants
-from protocol.gpu.device import Gpu
-from protocol.service.exposition import Watch
-from protocol.service.health import Health
-from protocol.service.systemd import Notifier
-from protocol.service.targets import Targets
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.exposition import Targets, Watch
+from protocol.gpu import reservation as seat
+from protocol.gpu import reservation as tenants
+from protocol.gpu.nvml import Gpu
+from protocol.runtime.health import Health, Notifier
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease

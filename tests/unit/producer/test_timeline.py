@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from producer.timeline import Timeline
-from protocol.files.rotated_lines import older, paths
+from protocol.runtime.json_lines import older, paths
 
 
 def test_a_full_disk_leaves_whole_lines_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

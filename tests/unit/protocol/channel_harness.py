@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
-from protocol.transport.zeromq_client import ZmqClient
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
+from protocol.channel.server import ZmqServer
 from protocol.wire.messages import BlobRequest, Bye, Nack, ProducerMessage
 from tests.loopback import LoopbackServer
 from tests.unit.protocol.samples import SHA

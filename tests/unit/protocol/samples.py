@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from protocol.wire import messages as m
-from protocol.wire import policy_messages as p
+from protocol.wire import messages as p
 
 SHA = "0123456789abcdef" * 4
 POLICY = m.PolicyInfo(version=3, digest=SHA, num_bytes=70_000)

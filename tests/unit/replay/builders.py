@@ -11,7 +11,7 @@ from typing import Any
 import apsw
 import numpy as np
 
-from protocol.config.sections.learning import ReplaySection, RerollSection
+from protocol.config.learning import ReplaySection, RerollSection
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group
 from replay.batches.cutting import BatchCutter, CutBatch

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from protocol.config.sections.learning import ReplaySection
+from protocol.config.learning import ReplaySection
 from replay.lease_ids import Key
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollRules

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from consumer.batches.advantages import advantages, centred
 from consumer.training.trl_loss import GRPOTrainer
-from protocol.import_guard import hidden
+from protocol.runtime.processes import hidden
 from replay.rewards import EPSILON, RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import trl_inputs, trl_trainer

@@ -7,7 +7,7 @@ import torch
 
 from consumer.batches.step_cuts import StepCutter, carry_over
 from consumer.ranks.exchange import ALONE
-from protocol.config.sections.learning import FIRST_TOKENS
+from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup

@@ -7,7 +7,7 @@ import pytest
 from consumer.checkpoints.run_facts import comparable, dataset_change, run_facts
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import SCHEMA_VERSION
-from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.unit.consumer.builders import run_config
 
 JOURNAL = Path("run/journal.sqlite")

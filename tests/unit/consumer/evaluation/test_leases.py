@@ -23,7 +23,7 @@ from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import WaitPolicy
 from protocol.errors import DatasetError
-from protocol.files.shared_memory import NO_MEMORY
+from protocol.runtime.scratch import NO_MEMORY
 from protocol.wire.messages import (
     Ack,
     BlobMissing,

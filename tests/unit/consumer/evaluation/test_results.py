@@ -10,7 +10,7 @@ import pytest
 
 from consumer.evaluation import results as results_module
 from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
-from protocol.config.sections.evaluation import EvaluationSection
+from protocol.config.data import EvaluationSection
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
 

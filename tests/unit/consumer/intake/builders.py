@@ -15,8 +15,8 @@ from consumer.publishing.published_policy import PublishedPolicy
 from consumer.turns.turns import GpuTurns
 from consumer.waiting import ThreadErrors
 from protocol.errors import DatasetError
-from protocol.files.shared_memory import NO_MEMORY, SharedMemory
-from protocol.throttle import Throttle
+from protocol.runtime.logs import Throttle
+from protocol.runtime.scratch import NO_MEMORY, SharedMemory
 from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Group, Heartbeat, Hello, Lease, Sampling
 from replay.buffer import RolloutBuffer

@@ -8,7 +8,7 @@ import pytest
 
 from consumer.intake import fleet
 from consumer.publishing.published_policy import MeasuredProbe
-from protocol.files.shared_memory import shared_memory
+from protocol.runtime.scratch import shared_memory
 from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,

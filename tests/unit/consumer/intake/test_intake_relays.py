@@ -3,8 +3,16 @@
 import pytest
 
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import BlobMissing, Heartbeat, Hello, Message, PolicyOffer, PolicyRequest
-from protocol.wire.policy_messages import RelayAddress, RelayPeers
+from protocol.wire.messages import (
+    BlobMissing,
+    Heartbeat,
+    Hello,
+    Message,
+    PolicyOffer,
+    PolicyRequest,
+    RelayAddress,
+    RelayPeers,
+)
 from tests.scripted import facts
 from tests.unit.consumer.intake.builders import DIGEST, Producer, Start, Trainer
 

@@ -1,6 +1,6 @@
 """Which producers the trainer names to Prometheus."""
 
-from protocol.service.targets import Target
+from protocol.exposition import Target
 from protocol.wire.messages import Bye, Hello
 from tests.scripted import facts
 from tests.unit.consumer.intake.builders import Producer, Start

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumer.loss.importance import PRESETS, Correction, Factors, importance_factors, resolve
-from protocol.config.sections.learning import CorrectionSection, Preset
+from protocol.config.learning import CorrectionSection, Preset
 
 NAN = math.nan
 

@@ -12,7 +12,7 @@ import pytest
 from consumer.prompts import filters as dataset_skipping
 from consumer.prompts.dataset import PromptDataset
 from protocol.config import functions
-from protocol.config.sections.dataset import DatasetSection
+from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
 from tests.integration.models import build_model
 

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from consumer.prompts.dataset import PromptDataset
-from protocol.config.sections.dataset import DatasetSection
+from protocol.config.data import DatasetSection
 from protocol.errors import ConfigError, DatasetError, ExitCode
 
 ROWS = [{"prompt": "1+1=", "answer": 2}, {"prompt": "2+3=", "answer": 5}]

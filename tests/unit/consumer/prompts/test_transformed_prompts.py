@@ -16,7 +16,7 @@ from datasets import Dataset
 from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.transform_worker import Job, Made, made, packed, unpacked
 from consumer.prompts.transformed import TransformedPrompts, read_aside
-from protocol.config.sections.dataset import DatasetSection
+from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
 from tests.unit.protocol.channel_harness import PATIENCE_S
 

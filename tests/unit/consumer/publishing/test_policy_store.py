@@ -6,7 +6,7 @@ from pathlib import Path
 
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
-from protocol.files.shared_memory import SharedMemory
+from protocol.runtime.scratch import SharedMemory
 from protocol.wire.messages import PolicyOffer, PolicyRequest
 
 

@@ -14,7 +14,7 @@ from consumer.intake.sessions import ProducerSession
 from consumer.reporting.metrics import by_attempt, commit_seconds, watch_evaluation, watch_trainer
 from docs.generate_metrics import producer_registry, trainer_registry
 from protocol import __version__
-from protocol.security.rejections import Refusals
+from protocol.channel.authenticator import Refusals
 from protocol.wire.messages import Heartbeat
 from tests.unit.consumer.builders import Growing
 

@@ -12,7 +12,7 @@ import pytest
 
 from consumer.reporting import step_report as progress
 from consumer.reporting.step_report import StepReport, batch_metrics, success_rates
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
 from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group

@@ -11,8 +11,8 @@ from consumer.assembly.rollouts import staleness_controller
 from consumer.intake.arrivals import RolloutStorage
 from consumer.training.pipeline import LivePipeline
 from consumer.waiting import ThreadErrors, WaitPolicy
+from protocol.config.learning import ReplaySection
 from protocol.config.run import RunConfig
-from protocol.config.sections.learning import ReplaySection
 from replay.journal.disk import DiskGuard
 from replay.prompts.adaptive_staleness import WINDOW
 from tests.unit.consumer.builders import live_buffer, run_config

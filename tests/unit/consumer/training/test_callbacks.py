@@ -26,7 +26,7 @@ from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeli
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.waiting import ThreadErrors, WaitPolicy
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget

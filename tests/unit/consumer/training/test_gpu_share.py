@@ -10,10 +10,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from consumer.ranks.placement import Nodes, Placement
 from consumer.training.gpu_share import gpu_share
 from protocol.errors import ConfigError, DeviceError
-from protocol.gpu import seat, tenants
-from protocol.gpu.device import Gpu
+from protocol.gpu import reservation as seat
+from protocol.gpu import reservation as tenants
+from protocol.gpu.memory import GIB, layer_bytes
 from protocol.gpu.model_files import ModelShape
-from protocol.gpu.needs import GIB, layer_bytes
+from protocol.gpu.nvml import Gpu
 from tests.unit.protocol.gpu.models import run_of, write_model
 
 GPU = Gpu(0, "GPU-a", 80 * GIB, 79 * GIB)

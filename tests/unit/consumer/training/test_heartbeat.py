@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 from consumer.training.callbacks import Heartbeat
 from consumer.waiting import StopRequested, ThreadErrors
-from tests.unit.protocol.service.test_health import World
+from tests.unit.protocol.runtime.test_health import World
 
 
 @pytest.mark.parametrize("moment", ["on_step_begin", "on_substep_end", "on_step_end", "on_save"])

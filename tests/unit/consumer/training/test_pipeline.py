@@ -16,7 +16,7 @@ from consumer.intake.arrivals import RolloutStorage
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.training.pipeline import LivePipeline
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
-from protocol.config.sections.learning import ReplaySection
+from protocol.config.learning import ReplaySection
 from protocol.errors import JournalError
 from replay.batches.replay_table import ReplayTable
 from replay.journal.disk import DiskGuard

@@ -17,8 +17,8 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_lora
 from producer.interfaces import Probe as ReceivedProbe
 from producer.policies.verification import SwapProof
+from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
-from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError
 from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import rollout_group, run_config

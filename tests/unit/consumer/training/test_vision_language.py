@@ -15,7 +15,7 @@ from consumer.training.trl_arguments import check_model
 from consumer.training.vision_language import within_text_model
 from protocol.errors import ConfigError
 from protocol.wire.adapter_blob import unpack
-from protocol.wire.vision_language import vision_language
+from protocol.wire.model_folder import vision_language
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import loss_and_gradients, slipstream_trainer

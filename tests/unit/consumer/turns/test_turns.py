@@ -13,8 +13,8 @@ from consumer.turns.metrics import watch_turns
 from consumer.turns.turns import GpuTurns
 from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import DeviceError
-from protocol.gpu import tenants
-from protocol.gpu.tenants import tenancy
+from protocol.gpu import reservation as tenants
+from protocol.gpu.reservation import tenancy
 from protocol.wire.messages import GpuTurn
 
 GIB = 2**30
@@ -114,7 +114,7 @@ def test_after_a_restart_producers_that_may_be_on_the_gpu_are_waited_for() -> No
 
 
 def test_memory_that_somebody_keeps_ends_the_trainer_and_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.gpu.occupancy.users", lambda gpus: {4711: 79 * GIB})
+    monkeypatch.setattr("protocol.gpu.nvml.users", lambda gpus: {4711: 79 * GIB})
     scene = Scene()
     scene.moves.free = 1 * GIB
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 
 from producer.environments import agent_program
 from producer.environments.agent_program import _Program
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import asynchronous, until

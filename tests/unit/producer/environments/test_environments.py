@@ -7,7 +7,7 @@ import pytest
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer, Call, Environment
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.fake_children import FakeChildren
 from tests.unit.producer.loop import asynchronous, until

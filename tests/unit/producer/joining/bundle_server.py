@@ -8,8 +8,8 @@ from typing import Any
 
 from consumer.publishing.offered_bundle import OfferedBundle
 from protocol.bundle.bundle import Bundle, BundledFile, digest_of, encode
-from protocol.security.keys import generate, trainer_keys, write_public
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.keys import generate, trainer_keys, write_public
+from protocol.channel.server import ZmqServer
 from protocol.wire.messages import BlobMissing, BlobRequest, BundleOffer, BundleRequest, Hello
 
 CONFIG = """\

@@ -11,7 +11,7 @@ from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
-from protocol.config.sections.transport import TransportSection
+from protocol.config.operation import TransportSection
 from protocol.wire.messages import Bye, Group, Hello, PolicyInfo
 from tests.loopback import LoopbackServer
 from tests.scripted import facts, made_up_group

@@ -3,8 +3,8 @@
 import pytest
 
 from producer.link.mailbox import TakeAgain
-from protocol.files import shared_memory as shared_memory_module
-from protocol.files.shared_memory import shared_memory
+from protocol.runtime import scratch as shared_memory_module
+from protocol.runtime.scratch import shared_memory
 from protocol.wire.messages import BlobRequest, Bye, Heartbeat, Hello, Policy, PolicyOffer
 from tests.unit.producer.link.linked import policy
 

@@ -14,7 +14,7 @@ from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
-from protocol.config.sections.transport import TransportSection
+from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
 from tests.scripted import facts

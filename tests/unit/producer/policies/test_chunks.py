@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.policies.chunks import Chunks
-from protocol.wire.policy_messages import LARGEST_POLICY_BYTES, BlobChunk
+from protocol.wire.messages import LARGEST_POLICY_BYTES, BlobChunk
 
 DIGEST, OTHER = "b" * 64, "a" * 64
 

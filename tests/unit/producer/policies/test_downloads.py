@@ -6,8 +6,7 @@ import pytest
 
 from producer.interfaces import DownloadedPolicy
 from producer.policies.downloads import Done, PolicyDownloads
-from protocol.wire.messages import PolicyInfo
-from protocol.wire.policy_messages import LARGEST_POLICY_BYTES
+from protocol.wire.messages import LARGEST_POLICY_BYTES, PolicyInfo
 from tests.unit.producer.link.linked import Events
 
 ROOM = 10**9

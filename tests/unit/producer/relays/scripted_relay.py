@@ -10,12 +10,12 @@ from producer.relays.host_cache import HostCache
 from producer.relays.neighbours import Neighbours
 from producer.relays.place import RelayPlace
 from producer.relays.relay import Relay
-from protocol.config.sections.transport import TransportSection
-from protocol.files.scratch import PREFIX
-from protocol.security.keys import SecretKey
-from protocol.transport.channel import BadFrame
-from protocol.transport.zeromq_server import ZmqRelay
-from protocol.wire.policy_messages import (
+from protocol.channel.channel import BadFrame
+from protocol.channel.keys import SecretKey
+from protocol.channel.server import ZmqRelay
+from protocol.config.operation import TransportSection
+from protocol.runtime.scratch import PREFIX
+from protocol.wire.messages import (
     BlobChunk,
     BlobRequest,
     PolicyInfo,

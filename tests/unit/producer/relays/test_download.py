@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from producer.relays.download import RelayDownload
 from producer.relays.pace import PATIENCE_S, allowed_s
-from protocol.transport.channel import BadFrame
-from protocol.wire.policy_messages import (
+from protocol.channel.channel import BadFrame
+from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     BlobProgress,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from producer.relays.host_cache import HostCache, host_cache
-from protocol.files import shared_memory
+from protocol.runtime import scratch as shared_memory
 
 A, B = "a" * 64, "b" * 64
 

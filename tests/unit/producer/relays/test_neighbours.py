@@ -15,10 +15,10 @@ from producer.relays.host_cache import HostCache
 from producer.relays.neighbours import Found, Neighbours
 from producer.relays.place import RelayPlace
 from producer.relays.relay import Downloads, Relay
+from protocol.channel.keys import SecretKey
 from protocol.errors import ConfigError
-from protocol.files import shared_memory
-from protocol.security.keys import SecretKey
-from protocol.wire.policy_messages import (
+from protocol.runtime import scratch as shared_memory
+from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     BlobProgress,

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from producer.relays.place import relay_place
-from protocol.config.sections.transport import TransportSection
+from protocol.config.operation import TransportSection
 from protocol.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.rewards.pool import RewardPool
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from tests.unit.producer.rewards.test_rewards import Seen, section
 
 MARK = "SLIPSTREAM_TEST_MARK"
@@ -189,7 +189,7 @@ def names(source: str) -> list[str]:
 def test_misbehaviour_costs_nothing_but_its_reward(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("protocol.processes.kept._KEEPER_S", 0.5)  # of one that was stopped
+    monkeypatch.setattr("protocol.runtime.child._KEEPER_S", 0.5)  # of one that was stopped
     good, bad = names(GOOD), names(BAD)
     hanging = {"hangs", "stops_itself", "stops_its_keeper"}
     functions: list[dict[str, Any]] = [{"function": f"good:{name}"} for name in good]

@@ -15,7 +15,7 @@ from producer.interfaces import LeaseFailure
 from producer.rewards.failures import MOST, RewardFailures
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Job, _score
-from protocol.config.sections.rewards import RewardsSection
+from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError
 from protocol.wire.messages import MissingReward
 from tests.unit.producer.loop import until

@@ -9,7 +9,7 @@ from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer as Played
 from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.fake_children import FakeChildren, Temper

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from producer.rewards.pool import RewardPool
 from producer.rewards.thinking import Reasoning, Thinking, scattered, segments, view
 from producer.rewards.worker import Job, Scores
-from protocol.config.sections.rewards import ThinkingSection
+from protocol.config.rewards import ThinkingSection
 from tests.unit.producer.rewards.test_rewards import section, with_pool
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A:{{ tail }}{% endif %}"

@@ -17,7 +17,7 @@ from producer.rollouts.chat import ChatFormat
 from producer.rollouts.engine_access import Progress
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.state import Counters
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import EngineError
 from tests.scripted_trainer import lease
 from tests.unit.producer.rollouts.test_chat import PLAIN, TOOLS, tokenizer

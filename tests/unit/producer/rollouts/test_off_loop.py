@@ -21,7 +21,7 @@ from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.prompts import PromptFormat
 from producer.rollouts.sources import PlainRollouts
 from producer.state import Counters
-from protocol.config.sections.environment import EnvironmentSection
+from protocol.config.rewards import EnvironmentSection
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import asynchronous, until
 

@@ -19,10 +19,10 @@ from producer.rollouts.in_flight import BusyClock
 from producer.serving.generation import ServedEngine
 from producer.serving.http_parts import check_access
 from producer.serving.serving import listening, read_keys
+from protocol.config.operation import ServeSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
-from protocol.service.http_server import ConnectionLimiter
+from protocol.runtime.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
 from tests.policies import Policies
 from tests.scripted_trainer import lease

@@ -16,7 +16,7 @@ from producer.serving.endpoint import Endpoint
 from producer.serving.generation import ClientGeneration, ServedEngine
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions
-from protocol.config.sections.serve import ServeSection
+from protocol.config.operation import ServeSection
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import settle
 from tests.unit.producer.policies.test_adapters import Setup, blob

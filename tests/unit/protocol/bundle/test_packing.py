@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from protocol.bundle.bundle import Requirement, decode, digest_of
+from protocol.bundle.bundle import Requirement, decode, differing, digest_of, missing, requirements
 from protocol.bundle.packing import pack
-from protocol.bundle.requirements import differing, missing, requirements
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from protocol.bundle.shared_config import ALL, SHARED, share
+from protocol.bundle.packing import ALL, SHARED, share
 from protocol.bundle.sources import RunSources
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
@@ -280,7 +280,7 @@ def _is_section(kind: Any) -> bool:
 def test_producers_read_no_key_that_is_left_out() -> None:
     """By the text of the packages that a producer runs."""
     text = "".join(
-        file.read_text() for room in ("producer", "protocol/service") for file in (REPOSITORY / room).rglob("*.py")
+        file.read_text() for room in ("producer", "protocol/runtime") for file in (REPOSITORY / room).rglob("*.py")
     )
     read = set(re.findall(r"config\.([a-z]+)\.([a-z_]+)", text))
     properties = {

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.bundle import sources
-from protocol.bundle.imports import imports_of
-from protocol.bundle.sources import RunSources
+from protocol.bundle.sources import RunSources, imports_of
 from protocol.errors import BundleError
 
 KEY = "rewards.functions.0"

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 import pytest
 
-from protocol.config.library_rules import for_library
-from protocol.config.library_section import build
+from protocol.config.library_section import build, for_library
 from protocol.errors import ConfigError, DeviceError, ExitCode
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.config import run as schema
-from protocol.config.type_names import is_compound, type_in_words
+from protocol.config.section import is_compound, type_in_words
 
 
 @pytest.mark.parametrize("annotation", [bytes, tuple[int, str], set[int]])

@@ -8,12 +8,11 @@ import pytest
 from producer.environments import agent_program
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.rewards.sources import WorkerReward, sources_of
-from protocol.config.sections.environment import EnvironmentSection
-from protocol.config.sections.rewards import RewardsSection
+from protocol.config.rewards import EnvironmentSection, RewardsSection
 from protocol.errors import ConfigError
-from protocol.processes import child
-from protocol.processes.child import ChildEndedError, ChildProcesses
-from protocol.throttle import Throttle
+from protocol.runtime import child
+from protocol.runtime.child import ChildEndedError, ChildProcesses
+from protocol.runtime.logs import Throttle
 from tests.unit.producer.loop import asynchronous
 
 with_and_without = pytest.mark.parametrize(("settings", "seen"), [({}, ""), ({"gpu": 1}, "1")])

@@ -9,9 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from protocol.errors import ConfigError
-from protocol.gpu import needs
-from protocol.gpu.model_files import ModelShape, model_shape, weights_of
-from protocol.gpu.needs import (
+from protocol.gpu import memory as needs
+from protocol.gpu.memory import (
     GIB,
     adapter_parameters,
     base_bytes,
@@ -21,6 +20,7 @@ from protocol.gpu.needs import (
     optimizer_bytes,
     pass_bytes,
 )
+from protocol.gpu.model_files import ModelShape, model_shape, weights_of
 from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
 
 

@@ -11,13 +11,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from producer.rewards.sources import WorkerReward, sources_of
-from protocol.config.sections.rewards import RewardsSection
+from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError, StalledError
-from protocol.gpu import device, preview, seat, tenants
-from protocol.gpu.device import Gpu, VisibleGpu, gpu_facts
-from protocol.gpu.mps import mps_in_words
-from protocol.gpu.needs import GIB
-from protocol.gpu.seat import seated
+from protocol.gpu import memory as preview
+from protocol.gpu import nvml as device
+from protocol.gpu import reservation as seat
+from protocol.gpu import reservation as tenants
+from protocol.gpu.memory import GIB
+from protocol.gpu.nvml import Gpu, VisibleGpu, gpu_facts, mps_in_words
+from protocol.gpu.reservation import seated
 from tests.unit.protocol.gpu.models import run_of, write_model
 from tests.unit.protocol.gpu.nvml import fake_nvml
 

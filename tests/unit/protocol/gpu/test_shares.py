@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ConfigError
-from protocol.gpu.needs import GIB, EngineNeeds, TrainerNeeds
-from protocol.gpu.shares import Shares, shares_of
+from protocol.gpu.memory import GIB, EngineNeeds, Shares, TrainerNeeds, shares_of
 from tests.unit.protocol.gpu.models import run_of
 
 TOTAL = 100 * GIB

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import StalledError
-from protocol.gpu import tenants
-from protocol.gpu.tenants import Neighbour, tenancy
+from protocol.gpu import reservation as tenants
+from protocol.gpu.reservation import Neighbour, tenancy
 
 
 @pytest.fixture(autouse=True)

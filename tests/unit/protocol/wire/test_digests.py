@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ConfigError
-from protocol.wire.digests import base_model_digest, resolve_model, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, resolve_model, tokenizer_digest
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ConfigError
-from protocol.wire.vision_language import is_of_text_model, vision_language
+from protocol.wire.model_folder import is_of_text_model, vision_language
 
 
 def folder_of(folder: Path, **config: Any) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.sections.learning import ReplaySection
+from protocol.config.learning import ReplaySection
 from replay.batches.replay_table import ReplayTable
 from tests.unit.replay.builders import group, names, replay_table
 

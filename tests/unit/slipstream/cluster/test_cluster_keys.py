@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from protocol.security.authorized_keys import AuthorizedKeys
-from protocol.security.keys import producer_keys, trainer_keys
+from protocol.channel.authenticator import AuthorizedKeys
+from protocol.channel.keys import producer_keys, trainer_keys
 from slipstream.cluster.fleet.keys import new_key, prepare, revoke
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from protocol.service.status import Status
+from protocol.runtime.metrics import Status
 from slipstream.cluster.fleet.loads import Looks, answers
 from slipstream.status.daemons import Answer
 from tests.unit.slipstream.cluster.builders import report

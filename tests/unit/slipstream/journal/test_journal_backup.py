@@ -12,7 +12,7 @@ import pytest
 
 from consumer.checkpoints import folders as checkpoints
 from protocol.errors import ExitCode, JournalError
-from protocol.files.staged import aside
+from protocol.runtime.files import aside
 from replay.journal.reader import JournalReader
 from replay.journal.rows import EVERY_GROUP
 from replay.journal.writer import Journal

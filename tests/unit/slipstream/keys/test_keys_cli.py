@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.security.keys import fingerprint, read_public
+from protocol.channel.keys import fingerprint, read_public
 from slipstream.keys.cli import main
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from protocol.service.status import Status
+from protocol.runtime.metrics import Status
 from slipstream.run_reader import DaemonAddress
 from slipstream.status.daemons import Answer
 from slipstream.status.view import ProducerView, TrainerView, View

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 from docs.generate_metrics import trainer_registry
+from protocol import exposition
 from protocol.errors import ExitCode
-from protocol.service import exposition
-from protocol.service.health import Health
-from protocol.service.systemd import Notifier
-from protocol.service.targets import Targets
+from protocol.exposition import Targets
+from protocol.runtime.health import Health, Notifier
 from replay.journal.reader import JournalReader
 from replay.journal.writer import Journal
 from slipstream.journal.backup import backup

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from docs.generate_metrics import producer_registry, trainer_registry
-from protocol.service import exposition
-from protocol.service.health import Health
-from protocol.service.systemd import Notifier
-from protocol.service.targets import Targets
+from protocol import exposition
+from protocol.exposition import Targets
+from protocol.runtime.health import Health, Notifier
 from slipstream.run_reader import DaemonAddress, RunReader
 from slipstream.status import daemons
 from slipstream.status.daemons import ask, find_daemons

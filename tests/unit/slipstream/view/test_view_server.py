@@ -18,7 +18,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from protocol.service.http_server import ConnectionLimiter, Server, listen
+from protocol.runtime.http_server import ConnectionLimiter, Server, listen
 from replay.journal.writer import Journal
 from slipstream.view.cli import main
 from slipstream.view.index import steps

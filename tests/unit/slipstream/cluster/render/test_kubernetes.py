@@ -11,10 +11,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from protocol.channel.authenticator import AuthorizedKeys
+from protocol.channel.keys import generate, producer_keys, trainer_keys, write_public
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
-from protocol.security.authorized_keys import AuthorizedKeys
-from protocol.security.keys import generate, producer_keys, trainer_keys, write_public
 from slipstream.cluster.fleet.exits import STAYS_DOWN
 from tests.unit.slipstream.cluster.render.rendered import KEYS, bash, calls, project, render, run_name, stand_in
 

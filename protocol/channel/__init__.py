@@ -1,0 +1,5 @@
+"""How messages travel: ZeroMQ sockets, the keys that may connect, and bounds on what peers can make a process keep.
+
+Guarantee: Nothing that a peer sends, or does not send, ends a socket's owner or lets it grow without a bound. With keys, only the
+owner of an authorized key is heard. Both daemons enter through `channel`, `server` and `client`.
+"""

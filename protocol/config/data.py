@@ -1,0 +1,256 @@
+"""The sections that name a run's inputs: model and sampling, prompts, the held-out prompts.
+
+Guarantee: a section that exists is complete; an inconsistent one is refused with its key and the fix.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from protocol.config.section import (
+    Count,
+    PlaceAndName,
+    Positive,
+    PositiveFloat,
+    PositiveSeconds,
+    Problems,
+    Section,
+    Share,
+)
+from protocol.wire.messages import Sampling
+
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def is_local(model: str, folder: Path) -> bool:
+    """Whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in `folder`."""
+    return model.startswith((".", "~", "/")) or (folder / model).is_dir()
+
+
+class ModelSection(Section):
+    path: str = Field(
+        description="Base model: a local folder or a hub name, in transformers format. Of a vision-language checkpoint the text "
+        "model is trained; see docs/operations.md."
+    )
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the Python files that come with the model, where its classes or its tokenizer are not part of "
+        "transformers. Both daemons do, as the user that runs them; see docs/security.md.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16",
+        description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32. On a GPU "
+        "`swap.mode: adapter` needs 16 bits.",
+    )
+    quantization: Literal["nf4", "int8"] | None = Field(
+        None,
+        description="Format in which the trainer keeps the frozen base on its device (bitsandbytes): 4 or 8 bits per weight of "
+        "every linear layer. The engine's is engine.quantization. Swaps are proved with the base in model.dtype, in host memory.",
+    )
+
+
+class SamplingSection(Section):
+    num_generations: Annotated[int, Field(ge=2, le=4096)] = Field(8, description="Completions per prompt (the group).")
+    max_completion_length: Annotated[int, Field(ge=1, le=2**24)] = Field(
+        256, description="Longest completion, in tokens."
+    )
+    temperature: Annotated[float, Field(gt=0, le=100)] = Field(1.0, description="Applied on both sides.")
+    top_p: Share = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
+    top_k: Count = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Min-p sampling; see accept_biased_ratios.")
+    stop: Annotated[list[StopText], Field(max_length=16)] = Field(
+        [],
+        description="Texts that end a completion. It keeps the text, and rewards and trainer see it: its tokens were sampled.",
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
+        [], description="Tokens that end a completion, beside those of the model. It keeps them."
+    )
+    ignore_eos: bool = Field(
+        False, description="Go on after the model's own end of a text, until something else ends the completion."
+    )
+    regex: Annotated[str, Field(min_length=1, max_length=65_536)] | None = Field(
+        None, description="Guided decoding: only what the expression matches is sampled; see accept_biased_ratios."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        None, description="Guided decoding: only JSON of this JSON schema is sampled; see accept_biased_ratios."
+    )
+    accept_biased_ratios: bool = Field(
+        False,
+        description="Accept top_p, top_k, min_p or guided decoding (regex, json_schema) although the trainer cannot reproduce "
+        "their renormalized distribution, which biases every importance ratio.",
+    )
+
+    def problems(self) -> Problems:
+        if self.regex is not None and self.json_schema is not None:
+            yield "regex and json_schema exclude each other; remove one"
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "regex": None, "json_schema": None}
+        changed = [f"{key}={getattr(self, key)}" for key in off if getattr(self, key) != off[key]]
+        if changed and not self.accept_biased_ratios:
+            yield (
+                f"{', '.join(changed)} changes the sampling distribution in a way the trainer does not reproduce, so "
+                "importance ratios would be biased. Remove it, or set sampling.accept_biased_ratios=true"
+            )
+
+    @property
+    def message(self) -> Sampling:
+        """As leases say it."""
+        values = {name: getattr(self, name) for name in Sampling.__struct_fields__}
+        values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        schema = "" if self.json_schema is None else json.dumps(self.json_schema)
+        return Sampling(**values | {"regex": self.regex or "", "json_schema": schema})
+
+
+class _RowsSection(Section):
+    path: str = Field(
+        description="Anything `datasets.load_dataset` takes: a hub name, or a local .jsonl, .json, .csv or .parquet file, "
+        "or a folder written by `save_to_disk`."
+    )
+    name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
+    revision: str | None = Field(
+        None, description="Hub revision (branch, tag or commit). A commit keeps the rows the same at every start."
+    )
+    split: str = Field("train", description="Split to train on, or a part of one: `train[:1000]`, `train[10%:]`.")
+    streaming: bool = Field(
+        False,
+        description="Read only the first `max_rows` rows, without downloading the rest. They are read at every start and kept "
+        "in memory, because every prompt has a number that stays the same when the run goes on.",
+    )
+    max_rows: Positive | None = Field(None, description="Take only the first so many rows. Needed with `streaming`.")
+    prompt_column: str = Field(
+        "prompt",
+        description="Column with the prompt: a string, or a list of chat messages. All other columns reach the "
+        "reward functions.",
+    )
+    filter: PlaceAndName | None = Field(
+        None,
+        description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows for which it "
+        "returns False are skipped and counted.",
+    )
+    transform: PlaceAndName | None = Field(
+        None,
+        description="`module:function` or `file.py:function` applied to every row (dict -> dict) before the prompt "
+        "column is looked up. A row for which it returns None is skipped and counted. While the run trains it runs in a "
+        "process of its own; a row that takes it a minute is given up, and the run goes on.",
+    )
+
+    def problems(self) -> Problems:
+        if self.streaming and self.max_rows is None:
+            yield "`streaming` needs `max_rows`, the number of rows to take from the stream"
+
+
+class SourceSection(_RowsSection):
+    weight: PositiveFloat | None = Field(
+        None,
+        description="Share of the prompts of an epoch, in relation to the other sources' weights. An epoch has every row of "
+        "every source at least once; rows of a source that has too few for its share come more than once. Without weights "
+        "every row comes once.",
+    )
+
+
+class DatasetSection(_RowsSection):
+    path: str | None = Field(  # type: ignore[assignment]  # a dataset is a source, or it has some
+        None, description=f"{_RowsSection.model_fields['path'].description} Or give `sources`."
+    )
+    sources: list[SourceSection] = Field(
+        default_factory=list,
+        description="Several datasets in place of one. Each has keys of its own, those above; of them none may then be given "
+        "beside `sources`.",
+    )
+    shuffle: bool = Field(
+        True,
+        description="Shuffle the prompts anew every epoch, from `seed`. Without, sources come one after the other.",
+    )
+    max_prompt_tokens: Positive | None = Field(
+        None,
+        description="Rows whose prompt, rendered with the chat template and tokenized by the model's tokenizer, is longer are "
+        "skipped and counted.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
+    )
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if not self.sources and self.path is None:
+            yield "`path`: required, unless `sources` are given"
+        for key in _RowsSection.model_fields if self.sources else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"`{key}` cannot be given beside `sources`; give it in each source that needs it"
+        if len({source.weight is None for source in self.sources}) > 1:
+            yield "`sources`: give every one a weight, or none"
+
+    @property
+    def all_sources(self) -> dict[str, SourceSection]:
+        """By their keys in the file."""
+        if self.sources:
+            return {f"dataset.sources[{number}]": source for number, source in enumerate(self.sources)}
+        values = {key: getattr(self, key) for key in _RowsSection.model_fields}
+        return {"dataset": SourceSection.model_construct(**values, weight=None)}
+
+
+WEIGHTED_SUM = "reward"
+"""The metric that is the weighted sum of all reward functions."""
+
+
+class EvaluationSection(Section):
+    dataset: DatasetSection = Field(
+        description="The held-out prompts, with the keys of `dataset`. They are asked in order; their prompts are rendered with "
+        "the training dataset's `chat_template_kwargs`."
+    )
+    every_versions: Positive = Field(
+        50, description="Evaluate every so many policy versions, and the last one of the run."
+    )
+    before_training: bool = Field(True, description="Evaluate version 0, which is where training starts.")
+    max_prompts: Positive | None = Field(None, description="Ask the first so many prompts only. null: all.")
+    num_completions: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Completions per prompt.")
+    temperature: Annotated[float, Field(ge=0, le=100)] = Field(
+        0.0, description="0 is greedy, and takes one completion per prompt."
+    )
+    metric: str = Field(
+        WEIGHTED_SUM,
+        description="What a completion is worth: the name of a reward function, or `reward`, the weighted sum of all.",
+    )
+    threshold: float | None = Field(
+        None,
+        description="A completion worth at least this much passes, and the score is pass@k. null: the score is the mean worth.",
+    )
+    pass_k: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, description="The k of pass@k, at most `num_completions`. docs/algorithms.md has the estimator."
+    )
+    keep_best: bool = Field(True, description="Keep the adapter with the best score in `checkpoints/best`.")
+    patience: Positive | None = Field(
+        None,
+        description="The run ends, as finished, after so many evaluations in a row without improvement. null: never.",
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="A score counts as improvement, for `patience`, when it is more than this above the best one."
+    )
+    wait_s: PositiveSeconds = Field(
+        600.0,
+        description="How long the end of the run waits for the last evaluation without an answer coming in.",
+    )
+    hold_swap_s: PositiveSeconds = Field(
+        60.0,
+        description="With `swap.mode: merged`: how long a producer keeps the weights that are evaluated when newer ones have "
+        "arrived. What is not answered by then is not scored.",
+    )
+
+    def problems(self) -> Problems:
+        if self.temperature == 0 and self.num_completions > 1:
+            same = f"num_completions={self.num_completions} at temperature 0 would all be the same"
+            yield f"{same}; set num_completions: 1, or a temperature"
+        if self.pass_k > self.num_completions:
+            yield f"pass_k={self.pass_k} needs at least so many num_completions, not {self.num_completions}"
+        if self.pass_k > 1 and self.threshold is None:
+            yield f"pass_k={self.pass_k} needs a threshold, above which a completion passes"
+
+    @property
+    def score_name(self) -> str:
+        """What the score is, in words: scores of the same name can be compared."""
+        return (
+            f"mean {self.metric}" if self.threshold is None else f"pass@{self.pass_k} {self.metric}>={self.threshold:g}"
+        )

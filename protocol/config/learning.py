@@ -1,0 +1,253 @@
+"""The sections that decide what is learned from: leases and batches, replay, rerolls, advantages, importance correction;
+and when nothing is, and the run ends (`guards`).
+
+docs/algorithms.md has the formulas behind them.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from protocol.config.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
+
+ShardBase = Literal["auto", "none", "layers"]
+GpuSharing = Literal["own", "shared", "turns"]
+FIRST_TOKENS = 16_384  # of a pass under `trainer_tokens_per_micro_batch: auto`, before anything was measured
+
+
+class PipelineSection(Section):
+    groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
+    trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = Field(
+        "auto",
+        description="Tokens, prompts and padding included, of one forward and backward pass of the trainer: what bounds its "
+        "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone. "
+        "`auto` begins with 16384, takes what the GPU has room for once a step has shown what a pass takes, and halves it when "
+        "the device is out of memory; the journal keeps it, step by step.",
+    )
+    gpu: GpuSharing = Field(
+        "own",
+        description="How trainer and producer come by a GPU. `own`: each has one, and takes what it needs of it; `shared`: both "
+        "name the same one with `--gpu`, work at the same time and take a part of its memory each, computed from the model; "
+        "`turns`: both name the same one and have it in turns, for models of which only one side fits. See docs/one-gpu.md.",
+    )
+    gpu_handover_s: PositiveSeconds = Field(
+        60.0,
+        description="`gpu: turns`: how long producers finish what runs when it is the trainer's turn, before it is cut. A side "
+        "that has not left the GPU after as long again is given up.",
+    )
+    shard_base: ShardBase = Field(
+        "auto",
+        description="Whether the ranks of a trainer on several GPUs share the frozen base. `layers`: each rank keeps a part of "
+        "every decoder layer, and layers are gathered for each pass; `none`: each keeps all of it; `auto`: `layers` where the "
+        "base would take more than 60 % of a GPU's memory (on a CPU: of the host's, divided by the ranks). A trainer of one "
+        "rank keeps all of it.",
+    )
+    rank_silence_s: Annotated[float, Field(ge=2, le=1e9)] | None = Field(
+        None,
+        description="A rank or host of a trainer on several GPUs that gives no sign of life for so long counts as lost, and the "
+        "run ends with exit code 77. Default: 6 on one host; 60 on several, whose network may need half a minute to find "
+        "another way.",
+    )
+    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
+        1,
+        description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy; `auto` "
+        "moves it within `auto_staleness`.",
+    )
+    auto_staleness: tuple[Annotated[int, Field(ge=0, le=64)], Annotated[int, Field(ge=0, le=64)]] = Field(
+        (1, 4),
+        description="Least and greatest staleness of `max_staleness: auto`. The greatest bounds what is trained, and the "
+        "LoRA slots of the engine follow from it.",
+    )
+    auto_min_effective_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5,
+        description="`max_staleness: auto` narrows when the effective sample size falls below this share of the tokens.",
+    )
+    fill: Literal["full", "partial"] = Field(
+        "full",
+        description="Batches have `groups_per_step` groups with signal, always; or (`partial`) what there is once the "
+        "trainer has waited `fill_timeout_s`.",
+    )
+    fill_timeout_s: PositiveSeconds = Field(60.0, description="See fill.")
+    sync_interval: Positive = Field(1, description="Optimizer steps per published policy version.")
+    lease_timeout_s: PositiveSeconds = Field(
+        600.0, description="A prompt whose group has not come back by then is leased again."
+    )
+    max_data_attempts: Positive = Field(
+        3,
+        description="Failures of a prompt's own making (its reward raises or times out) before it becomes a dead letter "
+        "for this epoch. A malformed or too long prompt becomes one at once.",
+    )
+    max_infra_attempts: Positive = Field(
+        10,
+        description="Failures that are not the prompt's (a lease expired, a producer died, the engine failed) before it "
+        "becomes a dead letter for this epoch.",
+    )
+    data_backoff_s: PositiveSeconds = Field(
+        1.0, description="Wait before a prompt goes out again after a data failure; doubles each time, up to 60 s."
+    )
+    infra_backoff_s: PositiveSeconds = Field(0.25, description="The same after an infrastructure failure.")
+    max_failed_share: Share = Field(
+        0.5, description="The run stops when more than this share of the last 64 finished prompts are dead letters."
+    )
+    stall_timeout_s: PositiveSeconds = Field(
+        1800.0, description="Either daemon stops when it had work to wait for and saw no progress for so long."
+    )
+
+    @field_validator("auto_staleness", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(isinstance(one, bool) for one in value):
+            raise ValueError("expected two numbers, not booleans")
+        return value
+
+    @field_validator("auto_staleness")
+    @classmethod
+    def _in_order(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if value[0] > value[1]:
+            raise ValueError("the least staleness comes first")
+        return value
+
+    @property
+    def partial_after_s(self) -> float | None:
+        """How long the trainer waits for a full batch before a partial one will do; None: for ever."""
+        return self.fill_timeout_s if self.fill == "partial" else None
+
+    @property
+    def staleness_limit(self) -> int:
+        """The staleness that nothing trained for the first time ever exceeds."""
+        return self.auto_staleness[1] if self.max_staleness == "auto" else self.max_staleness
+
+
+class ReplaySection(Section):
+    mode: Literal["fifo", "signal"] = Field(
+        "fifo",
+        description="`fifo`: groups are trained in the order they came, each once. `signal`: beside that, groups whose "
+        "rewards differed are replayed in place of groups whose rewards did not, so that batches fill sooner.",
+    )
+    sampler: Literal["fifo", "freshest", "prioritized"] = Field(
+        "prioritized",
+        description="Which group is replayed: the first that came, the newest policy's, or at random in proportion to its "
+        "score (the sum of its rewards' distances from their mean, halved every `half_life_versions`).",
+    )
+    remover: Literal["oldest", "lowest_score"] = Field(
+        "lowest_score", description="Which group makes room when `max_size` are kept."
+    )
+    max_size: Positive = Field(256, description="Groups kept for replay.")
+    min_size: Positive = Field(16, description="Groups kept before the first one is replayed.")
+    samples_per_insert: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        1.0,
+        description="Groups trained per group generated, at most, counting every time. 1 lets a group be replayed for "
+        "every one without signal.",
+    )
+    max_times_sampled: Annotated[int, Field(ge=2)] = Field(
+        4, description="Times that one group is trained, the first one included."
+    )
+    max_age_versions: Positive = Field(16, description="Versions after which a group is not replayed any more.")
+    half_life_versions: Annotated[float, Field(ge=1e-3)] = Field(4.0, description="Age at which a score counts half.")
+    max_share: Share = Field(
+        0.5, description="Share of a batch that may be replayed; the rest is trained for the first time."
+    )
+    keep_all: bool = Field(
+        False,
+        description="Never delete a group from the journal, so that `rl-trainer --from-journal` can retrain the run.",
+    )
+    keep_bytes: Count = Field(
+        2**30,
+        description="Groups that no checkpoint needs any more are kept for inspection up to so many bytes, newest first.",
+    )
+    keep_age_s: PositiveSeconds = Field(
+        7 * 86_400.0, description="Groups that no checkpoint needs any more are kept for inspection for so long."
+    )
+    max_disk_used: Share = Field(
+        0.9,
+        description="No leases are given while the disk of run_dir is fuller than this share; they resume by themselves.",
+    )
+
+    def problems(self) -> Problems:
+        if self.min_size > self.max_size:
+            yield (
+                f"min_size={self.min_size} is above max_size={self.max_size}, so no group could ever be replayed: lower "
+                "min_size or raise max_size"
+            )
+
+
+class RerollSection(Section):
+    max_attempts: Annotated[int, Field(ge=0, le=1000)] = Field(
+        2,
+        description="Times that a prompt comes back in an epoch after a group in which every completion failed. 0: never.",
+    )
+    reward: str | None = Field(
+        None, description="Reward function that says what failed, by name. Default: the first one."
+    )
+    fail_threshold: float = Field(
+        0.0, description="A completion failed when that reward, unweighted, is at or below this."
+    )
+    solved_threshold: float = Field(1.0, description="A completion solved its prompt when it is at or above this.")
+    delay_versions: Positive = Field(
+        4, description="A failed prompt returns when the policy is so many versions newer than the one that failed."
+    )
+    max_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.25, description="Share of the leases that are rerolls.")
+    max_pending: Positive = Field(4096, description="Prompts that wait to return; the longest waiting give way.")
+    solved_cooldown_epochs: Count = Field(
+        0, description="Epochs that a prompt sits out after a group in which every completion solved it."
+    )
+
+    def problems(self) -> Problems:
+        if self.fail_threshold >= self.solved_threshold:
+            yield "fail_threshold must be below solved_threshold"
+
+
+class AdvantageSection(Section):
+    baseline: Literal["group", "leave_one_out"] = Field(
+        "group", description="What a reward is compared with: the mean of its group, or of the others in it (RLOO)."
+    )
+    overlong_buffer_tokens: Count = Field(
+        0,
+        description="Soft overlong punishment (DAPO): the penalty grows from 0 to `overlong_penalty` over the last so many "
+        "tokens before max_completion_length. 0: none.",
+    )
+    overlong_penalty: PositiveFloat = Field(
+        1.0, description="Penalty of a completion of full length, taken from its reward."
+    )
+
+
+Preset = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+    "icepop",
+]
+
+
+class CorrectionSection(Section):
+    preset: Preset = Field(
+        "token_truncate",
+        description="Importance correction from sampling log-probs: level of the ratio and what happens outside its "
+        "bounds. docs/algorithms.md has the formulas and says which to take when.",
+    )
+    ratio_min: Annotated[float, Field(ge=0)] | None = Field(None, description="Lower bound. Default: the preset's.")
+    ratio_max: PositiveFloat | None = Field(None, description="Upper bound. Default: the preset's.")
+    token_veto: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="A completion is masked when the ratio of any of its tokens is below this."
+    )
+    probability_difference_max: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="DPPO: a token is masked when its probability has moved by more than this from the sampler's in the "
+        "direction of its advantage.",
+    )
+
+    def problems(self) -> Problems:
+        if self.ratio_min is not None and self.ratio_max is not None and self.ratio_min >= self.ratio_max:
+            yield "ratio_min must be below ratio_max"
+
+
+class GuardsSection(Section):
+    max_groups_without_signal: Positive | None = Field(
+        1024,
+        description="The run ends with exit code 67 when so many groups in a row had no signal (all rewards equal, or none) "
+        "while the trainer waits for a batch. null: only the stall timeout ends it.",
+    )

@@ -1,0 +1,320 @@
+"""The sections that say how the daemons work: endpoint, engine server, policy swaps, channels, logs, number of producers.
+
+Guarantee: a section that exists is complete; an inconsistent one is refused with its key and the fix.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from protocol.config.section import Count, HttpUrl, Positive, PositiveFloat, PositiveSeconds, Problems, Section
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class ServeSection(Section):
+    enabled: bool = Field(
+        False, description="Each producer serves the policy to OpenAI clients while it trains. See docs/serving.md."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen at. Any but loopback needs a key.")
+    port: Annotated[int, Field(ge=0, le=65_000)] = Field(
+        0,
+        description="0: a free one, written to `RUN_DIR/serve/`. A producer adds the index of its first GPU to any other.",
+    )
+    api_key_file: str | None = Field(
+        None,
+        description="File of the keys that clients may send as `Authorization: Bearer`, one per line, readable by the "
+        "daemon's user alone.",
+    )
+    max_requests: Positive | None = Field(
+        None,
+        description="Completions for clients in the engine at once; others wait. Default: a quarter of `engine.max_num_seqs`.",
+    )
+    max_waiting: Count = Field(256, description="Requests that wait for room in the engine; more are refused with 429.")
+    max_request_bytes: Annotated[int, Field(ge=1024, le=2**28)] = Field(2**20, description="Largest body of a request.")
+    request_timeout_s: PositiveSeconds = Field(
+        300.0, description="Longest time of a request, from its first byte to the last one of its answer."
+    )
+    receive_timeout_s: PositiveSeconds = Field(
+        5.0, description="Longest time that a client may take to send a request; its connection is then closed."
+    )
+    max_connections: Positive = Field(
+        256, description="Connections at once; with more, those that have waited longest without a request are closed."
+    )
+    max_versions: Annotated[int, Field(ge=0, le=64)] = Field(
+        2,
+        description="Superseded versions that stay loaded because clients ask for them by name. The engine has as many more "
+        "LoRA slots, and two for requests that outlive their version.",
+    )
+    version_ttl_s: PositiveSeconds = Field(
+        60.0,
+        description="How long a superseded version can still be asked for after the last request that it answered.",
+    )
+    tool_call_parser: str | None = Field(
+        None, description="vLLM's parser of the model's tool calls, such as `hermes`; needed for `tools` in requests."
+    )
+
+    @property
+    def num_lora_slots(self) -> int:
+        """The slots that requests of clients may need beside the slots of training."""
+        return self.max_versions + 2 if self.enabled else 0
+
+    def problems(self) -> Problems:
+        if self.enabled and self.host not in LOOPBACK_HOSTS and self.api_key_file is None:
+            yield (
+                f"host: {self.host} can be reached from other hosts, so it needs a key: write one to a file "
+                "(`umask 077; openssl rand -hex 32 > serve.key`) and set serve.api_key_file, or use 127.0.0.1"
+            )
+
+
+class EngineServerSection(Section):
+    url: list[HttpUrl] = Field(
+        min_length=1,
+        max_length=64,
+        description="Address of the server, `http://HOST:PORT` or `https://...`, without the `/v1`. One, or a list of servers of "
+        "the same model, among which groups are spread.",
+    )
+    adapter_dir: str = Field(
+        min_length=1,
+        description="Folder through which policies reach the server: the producer writes to it, the server reads from it. Each "
+        "producer makes a folder of its own in it.",
+    )
+    server_adapter_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="The same folder by the path that it has for the server. Default: `adapter_dir`, as an absolute path.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="What the server was started with as its model, where that is another path or name for `model.path`.",
+    )
+    key_file: str | None = Field(
+        None,
+        description="File with the server's `--api-key`, readable by the daemon's user alone. It is sent as `Authorization: "
+        "Bearer`.",
+    )
+    ca_file: str | None = Field(
+        None,
+        description="Certificates (PEM) that an `https` server's is checked against. Default: those that the system trusts.",
+    )
+    max_requests: Positive = Field(
+        256,
+        description="Completions of this producer in a server at once, about the server's `--max-num-seqs`, or a share of it "
+        "where producers share a server.",
+    )
+    answer_timeout_s: PositiveSeconds = Field(
+        60.0,
+        description="Longest time for the server to say that it is there, to take up an adapter, or to compute a probe; then it "
+        "counts as gone until it answers again. Generation may take as long as a lease.",
+    )
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    def problems(self) -> Problems:
+        for url in self.url:
+            place = urlsplit(url)
+            if place.username or place.password or place.query or place.fragment:
+                yield "url: expected `http://HOST:PORT` and no more; a key belongs into a file, see engine_server.key_file"
+            elif place.path.rstrip("/").endswith("/v1"):
+                yield "url: leave the `/v1` out, it is added to the address"
+        if len({url.rstrip("/") for url in self.url}) != len(self.url):
+            yield "url: the same server is named twice"
+        if self.ca_file and not any(url.startswith("https:") for url in self.url):
+            yield "ca_file: it is for servers that are reached by https; use such a url, or leave it out"
+
+
+TOLERANCES = {"float32": 2e-3, "float16": 0.2, "bfloat16": 1.0}
+"""Largest difference of a log-prob, in nats, between two right computations of one policy, by `model.dtype`. Right swaps showed
+up to 1.6e-5, 0.027 and 0.35 on the CPU."""
+
+
+class SwapSection(Section):
+    mode: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="`adapter`: vLLM serves each policy as a LoRA beside its base weights. `merged`: the engine's own weights "
+        "become those of the policy, between two decode steps, so that decoding pays nothing for the LoRA.",
+    )
+    in_flight: Literal["finish", "continue", "restart"] | None = Field(
+        None,
+        description="Requests that are being generated when a policy arrives: `finish` on their own, `continue` from their "
+        "tokens under the new one, or `restart` from the prompt. Default: `finish`, and `continue` with `mode: merged`, where "
+        "the old weights are gone.",
+    )
+    probe_every: Count = Field(
+        1,
+        description="Every so many versions the engine's log-probs of a fixed probe are compared with the trainer's before the "
+        "version is served. 0: never.",
+    )
+    probe_tolerance: PositiveFloat | None = Field(
+        None,
+        description="Largest difference of a log-prob of the probe between trainer and engine. Default: by `model.dtype`; "
+        "with `engine.quantization` there is none.",
+    )
+
+    def problems(self) -> Problems:
+        if self.mode == "merged" and self.in_flight == "finish":
+            old = "in_flight: finish needs the old weights, which mode: merged has replaced"
+            yield f"{old}; use continue or restart, or mode: adapter"
+
+    @property
+    def on_swap(self) -> Literal["finish", "continue", "restart"]:
+        return self.in_flight or ("continue" if self.mode == "merged" else "finish")
+
+    @property
+    def spans_versions(self) -> bool:
+        """Whether tokens of one completion may come from several policies."""
+        return self.on_swap == "continue"
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise ValueError("expected a name, or nothing at all")
+    return value
+
+
+_Name = Annotated[str, AfterValidator(_not_empty)]
+
+
+def _of_place(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}|\[[0-9A-Fa-f:.]{2,45}\]", value):
+        raise ValueError("expected a name or an address, of letters, digits, `.`, `_` and `-`; IPv6 in brackets")
+    return value
+
+
+_PlaceName = Annotated[str, AfterValidator(_of_place)]
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Of `tcp://HOST:PORT`, or HOST:PORT: whether only this host reaches it."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0] in _LOOPBACK
+
+
+def is_trusted(endpoint: str, *, has_keys: bool) -> bool:
+    """Whether who talks there is known, so that it may give or get code: by keys, or by the rights of a socket's file."""
+    return has_keys or (endpoint.startswith("ipc://") and not endpoint.startswith("ipc://@"))
+
+
+def next_endpoint(control: str) -> str:
+    """Where blobs travel unless the configuration says otherwise."""
+    if control.startswith("ipc://"):
+        return f"{control}.blobs"
+    host, _, port = control.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+class TransportSection(Section):
+    keys: _Name | None = Field(
+        None,
+        description="Folder of keys, made by `rl-keys`: only authorized producers connect, and everything is encrypted. "
+        "Needed for an endpoint that other hosts can reach. See docs/security.md.",
+    )
+    identity: _Name | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
+    endpoint: str | None = Field(
+        None,
+        description="Control channel, `ipc:///path` or `tcp://HOST:PORT`. Default: `ipc://RUN_DIR/control.ipc`.",
+    )
+    blob_endpoint: str | None = Field(
+        None, description="Channel for adapters. Default: the ipc path with `.blobs`, or the next tcp port."
+    )
+    heartbeat_interval_s: PositiveSeconds = Field(1.0, description="How often a producer reports.")
+    heartbeat_timeout_s: PositiveSeconds = Field(6.0, description="Silence after which the other side counts as gone.")
+    max_message_bytes: Annotated[int, Field(ge=65_536, le=2**31 - 1)] = Field(
+        64 * 2**20, description="Largest frame accepted or sent."
+    )
+    blob_chunk_bytes: Annotated[int, Field(ge=1024, le=2**26)] = Field(2**20, description="Adapter bytes per message.")
+    max_unacked_bytes: Count = Field(
+        256 * 2**20,
+        description="A producer begins no new generation while it holds more bytes of groups that the trainer has not "
+        "acknowledged.",
+    )
+
+    region: _PlaceName | None = Field(
+        None,
+        description="Where this daemon runs, for example a data center. Hosts of one region reach each other fast, and take "
+        "policies from each other where they relay. Default: the name of its host.",
+    )
+    relay_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
+        None,
+        description="Port at which one producer of each host hands policies on to producers of other hosts, so that the trainer "
+        "does not send each a copy. Default: none does.",
+    )
+    relay_host: _PlaceName | None = Field(
+        None,
+        description="Address of this host for those producers. Default: that of the interface that leads to the trainer.",
+    )
+
+    @field_validator("endpoint", "blob_endpoint")
+    @classmethod
+    def _private(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or (value.startswith("ipc://") and value != "ipc://"):
+            return value
+        host, separator, port = value.removeprefix("tcp://").rpartition(":")
+        if not value.startswith("tcp://") or not separator or not port.isdigit() or not 0 < int(port) < 65_535:
+            raise ValueError("expected `ipc:///path` or `tcp://HOST:PORT`")
+        if host not in _LOOPBACK and not info.data.get("keys"):
+            raise ValueError(
+                f"{host} can be reached from other hosts, so it needs keys. Set transport.keys=keys after `rl-keys generate "
+                "trainer`, `rl-keys generate PRODUCER` and `rl-keys authorize PRODUCER` (docs/security.md), or use 127.0.0.1"
+            )
+        return value
+
+    def problems(self) -> Problems:
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            yield "heartbeat_timeout_s must be at least twice heartbeat_interval_s"
+        if self.max_message_bytes < 2 * self.blob_chunk_bytes:
+            yield "max_message_bytes must be at least twice blob_chunk_bytes"
+        if self.relay_host is not None and self.relay_host not in _LOOPBACK and not self.keys:
+            yield "relay_host: a relay that other hosts can reach needs keys; set keys, or leave relay_host out"
+
+
+class ObservabilitySection(Section):
+    progress: bool = Field(True, description="Progress bar on a terminal; one line per step elsewhere.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the daemons' logs.")
+    log_format: Literal["auto", "text", "json"] = Field(
+        "auto", description="`auto`: one JSON object per line under systemd, text elsewhere."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address at which each daemon serves `/metrics`, `/targets`, `/status`, `/healthz` and `/readyz`. They show "
+        "numbers and addresses, no prompts and no keys, to everybody who can reach it.",
+    )
+    trainer_metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
+        0,
+        description="0: a free one. The port in use is in `RUN_DIR/metrics/`, where Prometheus and rl-status find it.",
+    )
+    producer_metrics_port: Annotated[int, Field(ge=0, le=65_000)] = Field(
+        0, description="The same for a producer, which adds the index of its first GPU to a port other than 0."
+    )
+    unresponsive_after_s: PositiveSeconds = Field(
+        120.0, description="`/healthz` turns red when the working loop of a daemon has not come round for so long."
+    )
+    rollout_samples: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="Completions per step that the trainer writes to `RUN_DIR/rollouts.jsonl`; 0: none."
+    )
+    rollouts_max_bytes: Annotated[int, Field(ge=65_536)] = Field(
+        64 * 2**20,
+        description="Size of `rollouts.jsonl` at which it becomes `rollouts.1.jsonl`, in place of the one before.",
+    )
+
+
+_Number = Annotated[int, Field(ge=1, le=4096)]
+
+
+class ProducersSection(Section):
+    min: _Number = Field(1, description="Producers that stay, however idle they are.")
+    max: _Number = Field(
+        description="Producers that are started at most, one after the other while the trainer waits for rollouts and there is "
+        "room."
+    )
+
+    def problems(self) -> Problems:
+        if self.min > self.max:
+            yield f"min={self.min} is more than max={self.max}"

@@ -1,0 +1,463 @@
+"""The sections that say what a completion is worth: reward functions, with the options of the built-in ones, and environments.
+
+Guarantee: a section that exists is complete; an inconsistent one is refused with its key and the fix.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+
+from protocol.config.section import (
+    Count,
+    HttpUrl,
+    PlaceAndName,
+    Positive,
+    PositiveFloat,
+    PositiveSeconds,
+    Problems,
+    Section,
+)
+
+
+def compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+_Pattern = Annotated[str, AfterValidator(compiled)]
+
+
+class _Answer(Section):
+    column: str = Field("answer", description="Dataset column with the right answer.")
+    pattern: _Pattern | None = Field(
+        None,
+        description="Regular expression: only what its last match says (its first group, if it has one) is looked at. A "
+        "completion without a match scores 0.",
+    )
+    time_s: PositiveSeconds = Field(
+        1.0, description="Limit of the pattern per completion; beyond it the reward is missing."
+    )
+
+
+class ExactMatch(_Answer):
+    """1 if the text is the answer, white space at both ends aside, else 0."""
+
+    ignore_case: bool = Field(False, description="Whether `Paris` is `paris`.")
+
+
+class NumericMatch(_Answer):
+    """1 if the last number of the text is the last number of the answer, else 0."""
+
+    tolerance: Annotated[float, Field(ge=0)] = Field(
+        1e-6, description="Difference that still counts as equal, absolute and relative to the answer."
+    )
+
+
+class MathVerify(Section):
+    """1 if math-verify finds the text equivalent to the answer, else 0. Needs the extra `math`: `pip install '.[math]'`."""
+
+    column: str = Field("answer", description="Dataset column with the right answer, as LaTeX or a number.")
+    time_s: Annotated[int, Field(ge=1)] = Field(
+        5, description="Limit of parsing and of comparing per completion; beyond it the reward is missing."
+    )
+
+
+class FormatRegex(Section):
+    """1 if the text matches the pattern, else 0."""
+
+    pattern: _Pattern = Field(description="Regular expression; `.` matches line breaks too.")
+    whole: bool = Field(True, description="Whether the whole text has to match, or some part of it.")
+    time_s: PositiveSeconds = Field(1.0, description="Limit per completion; beyond it the reward is missing.")
+
+
+class LengthPenalty(Section):
+    """-`per_token` for each token of the completion beyond `free_tokens`."""
+
+    per_token: PositiveFloat = Field(0.001, description="Penalty per token.")
+    free_tokens: Annotated[int, Field(ge=0, le=2**31)] = Field(0, description="Tokens that cost nothing.")
+    at_most: PositiveFloat = Field(1.0, description="Largest penalty of a completion.")
+
+
+class ReasoningLength(LengthPenalty):
+    """The same of the tokens of reasoning alone, tags included (`rewards.thinking`)."""
+
+
+class Code(Section):
+    """Runs the Python in a completion (its last fenced block, or all of it) with tests, in a sandbox."""
+
+    column: str = Field(
+        "tests",
+        description="Dataset column with the tests: Python that calls the code's functions and raises where they are wrong, a "
+        "list of such texts, or a list of mappings `{input: ..., output: ...}` for programs that read standard input. "
+        "docs/security.md, Tests, says what such Python can do.",
+    )
+    score: Literal["all", "share"] = Field(
+        "all", description="`all`: 1 if every test passes, else 0. `share`: the share of the tests that pass."
+    )
+    python: str | None = Field(
+        None,
+        description="Interpreter to run, e.g. that of a virtual environment with packages. Its environment is what the code "
+        "can read. Default: this one, without packages.",
+    )
+    time_s: PositiveSeconds = Field(5.0, description="Time of one test, on the clock.")
+    memory_bytes: Annotated[int, Field(ge=2**24)] = Field(
+        256 * 2**20,
+        description="Memory of all processes of a test together; files in its /tmp count extra, up to a quarter. A test in "
+        "Python has as much beside it.",
+    )
+    processes: Annotated[int, Field(ge=1, le=4096)] = Field(8, description="Processes and threads of a test at once.")
+    parallel: Positive = Field(4, description="Tests that run at once, in each reward worker.")
+
+
+SHIPPED: dict[str, type[Section]] = {
+    "exact_match": ExactMatch,
+    "numeric_match": NumericMatch,
+    "math_verify": MathVerify,
+    "format_regex": FormatRegex,
+    "length_penalty": LengthPenalty,
+    "reasoning_length": ReasoningLength,
+    "code": Code,
+}
+
+
+_KINDS = ("function", "builtin", "model", "url", "posted")
+_SERVICE_RETRIES = 3
+
+
+class RewardModel(Section):
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    gpu: Count | None = Field(
+        None, description="GPU to run on, counted as for --gpu. Leave room for it there. Default: the CPU."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of its weights.")
+    max_length: Positive = Field(4096, description="Longest text in tokens; of a longer one the beginning is dropped.")
+    batch_size: Positive = Field(8, description="Texts per forward pass.")
+
+
+class RewardService(Section):
+    headers_env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Headers of every request, by the environment variable that holds the value: `{Authorization: MY_TOKEN}`.",
+    )
+    max_answer_bytes: Annotated[int, Field(ge=1024)] = Field(2**20, description="Largest answer that is read.")
+
+    @field_validator("headers_env")
+    @classmethod
+    def _are_headers(cls, values: dict[str, str]) -> dict[str, str]:
+        for name in values:
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+                raise ValueError(f"{name!r} is no name of a header, such as Authorization")
+        return values
+
+
+class RewardFunction(Section):
+    function: PlaceAndName | None = Field(
+        None,
+        description="`module:function` or `file.py:function` with TRL's signature: "
+        "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`; may be `async`.",
+    )
+    builtin: str | None = Field(None, description="One of those that come with Slipstream, by name. See below.")
+    model: str | None = Field(
+        None,
+        description="Sequence-classification model with one label, a local folder or a hub name: its logit is the reward.",
+    )
+    url: HttpUrl | None = Field(None, description="HTTP service that is asked for rewards. See below.")
+    posted: str | None = Field(
+        None,
+        description="What outside agents post under this name, for completions that they generate through `serve:`. With one, "
+        "all completions of the run come from agents. See docs/serving.md.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of a builtin, model or url. See below.")
+    name: str = Field("", description="Name in metrics, logs and journal. Default: derived from what it is.")
+    weight: float = Field(1.0, description="Weight in the sum of rewards.")
+    timeout_s: PositiveSeconds | None = Field(None, description="Limit of one call. Default: `rewards.timeout_s`.")
+    retries: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None,
+        description="Further tries after a call that failed, with growing pauses. After the last one the reward is missing. "
+        f"Default: {_SERVICE_RETRIES} for a url, else 0.",
+    )
+    concurrency: Positive | None = Field(
+        None,
+        description="Calls at once, per producer. Default: 8 for a url, 1 for a model (each further one is another process with "
+        "the model in it), else `rewards.num_workers`.",
+    )
+    strip_thinking: bool | None = Field(
+        None, description="Whether it sees completions without their reasoning. Default: `rewards.thinking.strip`."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_it(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("name"):
+            return values
+        given = next((str(values[kind]) for kind in _KINDS if values.get(kind)), "")
+        place = urlsplit(given) if values.get("url") else None
+        last = (place.path.strip("/") or place.hostname or "url") if place else given.rstrip("/")
+        return values | {"name": re.sub(r"[^\w.-]", "_", re.split("[/:]", last)[-1])[:64]}
+
+    @field_validator("builtin")
+    @classmethod
+    def _is_shipped(cls, value: str | None) -> str | None:
+        if value is not None and value not in SHIPPED:
+            raise ValueError(f"there is no {value!r}; there are {', '.join(SHIPPED)}")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_label(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[\w.-]{1,64}", value):
+            raise ValueError("expected at most 64 letters, digits, `_`, `.` or `-`")
+        return value
+
+    def problems(self) -> Problems:
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            yield f"give one of {', '.join(_KINDS)}; got {' and '.join(given) or 'none of them'}"
+        if self.kind in ("function", "posted"):
+            if self.options:
+                yield "options are for builtin, model and url; a function takes columns of the dataset"
+            return
+        try:
+            self.settings  # noqa: B018 - validates
+        except ValidationError as error:
+            problems = "; ".join(
+                f"options.{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            )
+            yield f"{problems}. {self.builtin or self.kind} takes {', '.join(self._schema.model_fields)}"
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+    @property
+    def place(self) -> str:
+        return self.function or self.builtin or self.model or self.posted or str(self.url)
+
+    @property
+    def settings(self) -> Section:
+        return self._schema.model_validate(self.options)
+
+    @property
+    def _schema(self) -> type[Section]:
+        if self.builtin is not None:
+            return SHIPPED[self.builtin]
+        return RewardModel if self.model is not None else RewardService
+
+    @property
+    def counts_reasoning(self) -> bool:
+        return self.builtin == "reasoning_length"
+
+    @property
+    def attempts(self) -> int:
+        if self.retries is None:
+            return 1 + _SERVICE_RETRIES if self.url is not None else 1
+        return 1 + self.retries
+
+
+class ThinkingSection(Section):
+    strip: bool = Field(
+        False,
+        description="Whether rewards see completions without their reasoning; `strip_thinking` decides for one of them.",
+    )
+    open: str = Field(
+        "<think>", min_length=1, description="Tag that opens it. The chat template may have written it already."
+    )
+    close: str = Field("</think>", min_length=1, description="Tag that closes it.")
+    unclosed: Literal["missing", "as_is"] | float = Field(
+        0.0,
+        description="Reward of a completion whose reasoning never ends, from the functions that see none: a number; `as_is`: "
+        "that of the whole text; `missing`: none, and the completion is left out of its group.",
+    )
+
+
+class RewardsSection(Section):
+    functions: list[RewardFunction] = Field(
+        [], description="The reward functions; at least one, unless the environment has `get_reward`."
+    )
+    timeout_s: PositiveSeconds = Field(
+        30.0, description="Hard limit of one call of one function on one group; the worker is then killed and replaced."
+    )
+    num_workers: Positive = Field(2, description="Reward worker processes of a producer, for functions and builtins.")
+    max_memory_bytes: Annotated[int, Field(ge=2**26)] | None = Field(
+        4 * 2**30,
+        description="Resident memory of one such worker with its children; beyond it the worker is killed and replaced.",
+    )
+    gpu: Count | None = Field(
+        None,
+        description="GPU that functions may use, counted as for --gpu. Each worker takes memory of it. Default: none, "
+        "also not the engine's.",
+    )
+    thinking: ThinkingSection = Field(default_factory=lambda: ThinkingSection(), description="Models that think aloud.")
+
+    @field_validator("functions")
+    @classmethod
+    def _names_differ(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
+        names = [function.name for function in functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"two reward functions are called {name!r}: metrics need different names; give one a `name`"
+                )
+        return functions
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the functions in order, which are the columns of every reward array."""
+        return tuple(function.name for function in self.functions)
+
+    @property
+    def posted(self) -> tuple[str, ...]:
+        return tuple(function.name for function in self.functions if function.posted is not None)
+
+    @property
+    def computed(self) -> "RewardsSection":
+        functions = [function for function in self.functions if function.posted is None]
+        return self.model_copy(update={"functions": functions})
+
+    def strips(self, function: RewardFunction) -> bool:
+        return self.thinking.strip if function.strip_thinking is None else function.strip_thinking
+
+    @property
+    def counts_reasoning(self) -> bool:
+        return any(function.counts_reasoning for function in self.functions)
+
+    @property
+    def reads_thinking(self) -> bool:
+        """Whether completions have to be told apart into reasoning and answer."""
+        return self.counts_reasoning or any(self.strips(function) for function in self.functions)
+
+    def limit_s(self, function: RewardFunction) -> float:
+        return function.timeout_s or self.timeout_s
+
+
+REWARD_NAME = "environment"
+"""The column of the environment's own reward beside those of the reward functions."""
+ATROPOS_ITEMS = "atropos"
+"""`dataset.path` of a run whose prompts are the items of environments of Atropos."""
+
+_ENVIRONMENT_KINDS = ("factory", "atropos", "verifiers", "nemo_gym")
+_OF_A_FACTORY = ("tool_parser", "max_turns", "max_turn_tokens", "call_timeout_s")
+
+
+class VerifiersSection(Section):
+    id: str = Field(
+        min_length=1,
+        description="An environment of the verifiers library: the name of an installed package, or of a module in the directory "
+        "that the producer is started in.",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="For the environment: what its `[env]` block may hold, such as `taskset` and `agent`.",
+    )
+    python: str | None = Field(
+        None,
+        min_length=1,
+        description="The Python that verifiers and the environment are installed in, such as that of a virtual environment. "
+        "Default: the producer's own.",
+    )
+
+
+class NemoGymSection(Section):
+    url: HttpUrl = Field(description="Agent server of NeMo Gym, whose `/run` does an episode.")
+
+    @field_validator("url")
+    @classmethod
+    def _without_run(cls, value: str) -> str:
+        return value.rstrip("/").removesuffix("/run")
+
+
+class EnvironmentSection(Section):
+    factory: PlaceAndName | None = Field(
+        None,
+        description="`module:Class` or `file.py:Class` (or a function that makes one) by the conventions of TRL's "
+        "`environment_factory`: `reset`, public methods as tools, optionally `get_reward`. `environment: module:Class` is "
+        "short for this key alone. Default: none, completions have one turn.",
+    )
+    atropos: bool = Field(
+        False,
+        description="Environments of Atropos generate through `serve:`, and post scored groups, which are what is trained. Their "
+        "items take the place of `dataset:`, their scores that of `rewards:`. See docs/environments.md.",
+    )
+    verifiers: VerifiersSection | None = Field(
+        None, description="An environment of the verifiers library instead; needs `serve.enabled`."
+    )
+    nemo_gym: NemoGymSection | None = Field(
+        None,
+        description="An agent of NeMo Gym instead; needs `serve.enabled`, and a `serve.port` that its model server knows.",
+    )
+    tool_parser: str | None = Field(
+        None, description="vLLM's tool-call parser for this model, e.g. `hermes`; needed if the environment has tools."
+    )
+    reward_weight: float | None = Field(
+        None,
+        description="Weight of the environment's own reward, which becomes one more reward called `environment`. With a factory "
+        "needed exactly if it has `get_reward`; with `verifiers` and `nemo_gym` 1 unless set.",
+    )
+    max_turns: Positive = Field(
+        8, description="Turns of the model in one episode; the tools it asks for in the last are not run."
+    )
+    max_turn_tokens: Positive | None = Field(
+        None, description="Longest turn, in tokens. Default: what sampling.max_completion_length leaves."
+    )
+    call_timeout_s: PositiveSeconds = Field(
+        30.0, description="Hard limit of one call of `reset`, a tool or `get_reward`; its process is then killed."
+    )
+    episode_timeout_s: PositiveSeconds = Field(
+        300.0, description="Hard limit of one episode, generation included, from its `reset` on."
+    )
+    gpu: Count | None = Field(
+        None,
+        description="GPU that the environment may use, counted as for --gpu. Each process takes memory of it. Default: "
+        "none, also not the engine's.",
+    )
+    max_concurrent: Positive = Field(
+        32,
+        description="Episodes that a producer has played at once. With a factory each has a process of its own, started when "
+        "needed.",
+    )
+
+    def problems(self) -> Problems:
+        given = [kind for kind in _ENVIRONMENT_KINDS if getattr(self, kind)]
+        if len(given) > 1:
+            yield f"give one of {', '.join(_ENVIRONMENT_KINDS)}; got {' and '.join(given)}"
+        for key in _OF_A_FACTORY if self.is_played_outside else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                hint = "; set serve.tool_call_parser" if key == "tool_parser" else ""
+                yield f"{key} is for a factory, and {given[0]} has its own ways{hint}; remove it"
+
+    @property
+    def is_given(self) -> bool:
+        return any(getattr(self, kind) for kind in _ENVIRONMENT_KINDS)
+
+    @property
+    def is_played_outside(self) -> bool:
+        """Whether an agent program plays the episodes through the endpoint (docs/serving.md, "Rollouts from agents")."""
+        return self.verifiers is not None or self.nemo_gym is not None
+
+    @property
+    def own_weight(self) -> float | None:
+        """The weight of the reward called `environment`, or None if there is no such reward."""
+        return 1.0 if self.reward_weight is None and self.is_played_outside else self.reward_weight
+
+
+def with_atropos(values: Any) -> Any:
+    """What follows from `environment.atropos`: no dataset, the scores as the one reward, no rerolls of placeholders."""
+    environment = values.get("environment") if isinstance(values, dict) else None
+    if not isinstance(environment, dict) or environment.get("atropos") is not True:
+        return values
+    derived: dict[str, dict[str, Any]] = {
+        "environment": {"reward_weight": 1.0},
+        "dataset": {"path": ATROPOS_ITEMS},
+        "reroll": {"max_attempts": 0},
+    }
+    given = {name: values.get(name) or {} for name in derived}
+    return values | {
+        name: defaults | given[name] if isinstance(given[name], dict) else given[name]
+        for name, defaults in derived.items()
+    }

@@ -1,0 +1,132 @@
+"""What every section of the configuration has in common, and the types of the schema in words.
+
+Guarantee: unknown keys are refused, a section never changes after it was made, and a boolean is no number. Refusals and
+docs/configuration.md have the same words for a type; a type without words raises.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Problems = Iterator[str]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+def _place_and_name(value: str) -> str:
+    """Checks the form of a user function's name, not that the function exists."""
+    place, _, name = value.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError("expected `module:function` or `path/to/file.py:function`")
+    return value
+
+
+PlaceAndName = Annotated[str, AfterValidator(_place_and_name)]
+
+
+def _http(value: str) -> str:
+    place = urlsplit(value)
+    if place.scheme not in ("http", "https") or not place.hostname:
+        raise ValueError("expected `http://HOST:PORT/PATH` or `https://...`")
+    return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        defer_build=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_boolean_for_number(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        result = validate(value)
+        if isinstance(value, bool) and not isinstance(result, bool):
+            raise ValueError("expected a number, not a boolean")
+        return result
+
+    def problems(self) -> Problems:
+        """What cannot be between its values. The first one is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
+
+
+_NO_BOUND = 1e9  # bounds from here on only keep values representable on the wire
+_WORDS = {str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
+_ARTICLES = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a "}
+_COUNTS = {2: "two", 3: "three", 4: "four"}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
+    """A description such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64". `constraints` are those
+    of pydantic or annotated_types. A type that has no words yet raises `KeyError` or `ValueError`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [constraint for field in arguments[1:] for constraint in getattr(field, "metadata", ())]
+        return type_in_words(arguments[0], [*inner, *constraints])
+    if origin in (Union, UnionType):
+        first, *others = ("none" if part is NoneType else type_in_words(part, constraints) for part in arguments)
+        return (", or " if " " in first else " or ").join((first, *others))
+    if origin is Literal:
+        *others, last = (f"`{value}`" for value in arguments)
+        return " or ".join(part for part in (", ".join(others), last) if part)
+    if origin is list:
+        return "list of " + ("mappings" if is_section(arguments[0]) else type_in_words(arguments[0]))
+    if origin is tuple:
+        (words,) = {type_in_words(part) for part in arguments}
+        noun, _, bounds = words.partition(" ")
+        return f"{_COUNTS[len(arguments)]} {noun}s {bounds}".strip()
+    if origin is dict or is_section(annotation):
+        return "mapping"
+    return f"{_WORDS[annotation]} {_bounds_in_words(constraints)}".strip()
+
+
+def expected(annotation: Any, constraints: Iterable[Any] = ()) -> str:
+    """The type as a refusal says it: "expected an integer from 0 to 64, or `auto`"."""
+    words = type_in_words(annotation, constraints)
+    return f"expected {_ARTICLES.get(words.partition(' ')[0], '')}{words}"
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def is_compound(annotation: Any) -> bool:
+    """Whether it takes values of several types, or several values: pydantic then reports each part by itself."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return len([part for part in arguments if part is not NoneType]) > 1
+    return origin is tuple
+
+
+def nearest(name: str, names: Sequence[str], otherwise: str) -> str:
+    """A hint for an unknown `name`: the nearest of `names`, or `otherwise`."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean `{close[0]}`?" if close else otherwise
+
+
+def _bounds_in_words(constraints: Iterable[Any]) -> str:
+    bounds = {
+        name: getattr(constraint, name)
+        for constraint in constraints
+        for name in _SIGNS
+        if getattr(constraint, name, None) is not None and getattr(constraint, name) < _NO_BOUND
+    }
+    if set(bounds) == {"ge", "le"}:
+        return f"from {bounds['ge']:,} to {bounds['le']:,}"
+    return " and ".join(f"{_SIGNS[name]} {bound:,}" for name, bound in bounds.items())

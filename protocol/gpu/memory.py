@@ -1,0 +1,336 @@
+"""The memory that a run takes of a GPU, in bytes, and how trainer and producer divide one GPU (`pipeline.gpu: shared`).
+
+Guarantee: the same numbers wherever they are computed, without torch. They are estimates: what the trainer keeps (base, adapter,
+optimizer) is exact to some per cent; a pass follows from the layers of a decoder with SwiGLU and RMSNorm as transformers and PEFT
+compute them, and the engine's least is a lower bound. Both shares, two CUDA contexts and a rest fit into the GPU together, or a
+`ConfigError` says what to change. A share that the user sets (`engine.gpu_memory_utilization`) is kept, and the trainer gets the
+rest.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.config.learning import FIRST_TOKENS
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DeviceError
+from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
+from protocol.gpu.nvml import Gpu, given_gpu, gpu_facts
+
+GIB = 2**30
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_HEAD_TILE = 4096 * 32768  # logits that TRL's chunked LM head computes at a time, tokens times vocabulary
+_MARGIN = 1.15  # of a pass: what fragmentation and kernels take beside its tensors
+_KERNELS = 3 * GIB // 2  # of vLLM: CUDA graphs, sampler, the largest prefill
+_PROMPT_TOKENS = 1024  # of the longest prompt, where nothing says it
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # of vLLM
+_QUANTIZED_AT_LEAST = 0.5  # bytes per weight of the smallest of vLLM's formats
+
+
+@dataclass(frozen=True)
+class TrainerNeeds:
+    """Bytes. `passes` are those that `tokens` take, `least_passes` those of the longest row alone, which is the smallest pass."""
+
+    base: int
+    adapter: int  # with gradients and optimizer
+    tokens: int
+    passes: int
+    least_tokens: int
+    least_passes: int
+
+    @property
+    def wanted(self) -> int:
+        return self.base + self.adapter + self.passes
+
+    @property
+    def least(self) -> int:
+        return self.base + self.adapter + self.least_passes
+
+
+@dataclass(frozen=True)
+class EngineNeeds:
+    """Bytes. `cache` is the KV cache of one group, or of one row of the longest context if that is more."""
+
+    weights: int
+    adapters: int
+    cache: int
+
+    @property
+    def least(self) -> int:
+        return self.weights + self.adapters + self.cache + _KERNELS
+
+
+def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds]:
+    """
+    Args:
+        folder: of the model's files.
+
+    Raises:
+        ConfigError: they do not say how large the model is.
+    """
+    model = model_shape(folder)
+    return trainer_needs(config, model), engine_needs(config, model)
+
+
+def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
+    """Of a trainer of one rank."""
+    dtype_bytes, longest = _DTYPE_BYTES[config.model.dtype], longest_row(config, model)
+    setting = config.pipeline.trainer_tokens_per_micro_batch
+    least, wanted = (longest, max(longest, FIRST_TOKENS)) if setting == "auto" else [max(longest, setting)] * 2
+    recomputes, drops = bool(config.trainer.get("gradient_checkpointing", True)), bool(config.lora.get("lora_dropout"))
+    return TrainerNeeds(
+        base=base_bytes(model.weights, dtype_bytes, config.model.quantization),
+        adapter=_num_trained(config, model) * (8 + optimizer_bytes(str(config.trainer.get("optim", "")))),
+        tokens=wanted,
+        passes=pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops),
+        least_tokens=least,
+        least_passes=pass_bytes(model, least, dtype_bytes, recomputes=recomputes, drops=drops),
+    )
+
+
+def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
+    """Of an engine with one GPU."""
+    engine, dtype_bytes = config.engine, _DTYPE_BYTES[config.model.dtype]
+    num_elements = sum(weight.num_elements for weight in model.weights)
+    weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
+    adapters = config.lora_slots * _num_served(config, model) * dtype_bytes if config.swap.mode == "adapter" else 0
+    element = 1 if str(engine.get("kv_cache_dtype", "")).startswith("fp8") else dtype_bytes
+    of_token = 2 * model.num_layers * model.kv_size * element
+    tokens = max(_longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
+    return EngineNeeds(weights, adapters, tokens * of_token)
+
+
+def longest_row(config: RunConfig, model: ModelShape) -> int:
+    """Tokens of a prompt with its completion, at most."""
+    prompt = config.dataset.max_prompt_tokens or _PROMPT_TOKENS
+    longest = prompt + config.sampling.max_completion_length
+    return min(_longest_context(config, model) or longest, longest)
+
+
+def base_bytes(weights: Iterable[Weight], dtype_bytes: int, quantization: str | None) -> int:
+    """Of the frozen base: with `quantization` the linear layers have the format of bitsandbytes, and the rest `dtype_bytes` per
+    element. What is not floating-point in the files stays as it is."""
+    total = 0.0
+    for weight in weights:
+        if not weight.is_float:
+            total += weight.num_elements * weight.bits / 8
+        elif quantization == "nf4" and weight.is_linear:
+            total += weight.num_elements * (0.5 + 4 / 64)  # a float32 for every block of 64
+        elif quantization == "int8" and weight.is_linear:
+            total += weight.num_elements + 4 * weight.shape[0]  # a float32 for every row
+        else:
+            total += weight.num_elements * dtype_bytes
+    return int(total)
+
+
+def base_of(folder: Path, dtype: str, quantization: str | None) -> int:
+    """Compute the bytes of the base in this folder; 0 where its files do not say the shapes of its weights.
+
+    Args:
+        dtype: `model.dtype`.
+    """
+    return base_bytes(weights_of(folder), _DTYPE_BYTES[dtype], quantization)
+
+
+def adapter_parameters(weights: Iterable[Weight], rank: int, targets: str | Sequence[str]) -> int:
+    """Of the LoRA matrices, (rank, in) and (out, rank) for each layer that PEFT would find: by the end of its name, by a regular
+    expression that is all of it, or `all-linear`."""
+    return sum(
+        rank * sum(weight.shape) for weight in weights if weight.is_linear and _is_target(weight.module, targets)
+    )
+
+
+def optimizer_bytes(name: str) -> int:
+    """State per parameter of an optimizer of transformers; those of Adam, where the name says nothing."""
+    if "8bit" in name:
+        return 2
+    return 4 if any(kind in name for kind in ("sgd", "lion", "adafactor", "rmsprop", "adagrad")) else 8
+
+
+def pass_bytes(model: ModelShape, tokens: int, dtype_bytes: int, *, recomputes: bool, drops: bool = False) -> int:
+    """The most that a forward and backward pass over so many tokens takes beside the weights: what autograd keeps of the layers,
+    hidden states before and after the last norm with a gradient in float32, and two tiles of logits.
+
+    Args:
+        recomputes: gradient checkpointing keeps the input of each layer, and all of one.
+        drops: there is LoRA dropout.
+    """
+    hidden, layer = _width(model), layer_bytes(model, dtype_bytes, drops=drops)
+    layers = model.num_layers * dtype_bytes * hidden + layer if recomputes else model.num_layers * layer
+    head = (4 + 2 * dtype_bytes) * hidden
+    tile = 2 * dtype_bytes * min(_HEAD_TILE, tokens * model.vocab_size)
+    return round(_MARGIN * (tokens * (layers + head) + tile))
+
+
+def layer_bytes(model: ModelShape, dtype_bytes: int, *, drops: bool) -> int:
+    """What autograd keeps of a token in one layer of h hidden and i inner values: of two norms the result (2 h) and a float32
+    copy of the input (8 h bytes), the inputs that LoRA casts for seven linear layers (6 h + i), queries, keys, values and what
+    attention makes of them (4 h), and three tensors inside the MLP (3 i). Dropout keeps result and mask for each of the seven.
+    """
+    hidden, inner = _width(model), model.intermediate_size
+    kept = 8 * hidden + dtype_bytes * (12 * hidden + 4 * inner)
+    return kept + (2 + dtype_bytes) * (6 * hidden + inner) if drops else kept
+
+
+def _width(model: ModelShape) -> int:
+    return max(model.hidden_size, model.query_size)
+
+
+def _longest_context(config: RunConfig, model: ModelShape) -> int | None:
+    """None: nothing says it."""
+    chosen = config.engine.get("max_model_len")
+    return chosen if isinstance(chosen, int) and chosen > 0 else model.max_length
+
+
+def _num_trained(config: RunConfig, model: ModelShape) -> int:
+    return adapter_parameters(model.weights, config.lora["r"], config.lora["target_modules"] or "all-linear")
+
+
+def _num_served(config: RunConfig, model: ModelShape) -> int:
+    """Parameters of one LoRA slot of vLLM: of each layer that it serves, fused ones as a whole, at the rank that it has."""
+    targets = config.lora["target_modules"]
+    if targets is None or isinstance(targets, str):
+        return adapter_parameters(model.weights, config.max_lora_rank, "all-linear")
+    leaves = {target.rpartition(".")[2] for target in targets}
+    served = leaves.union(*(fused for fused in _FUSED if leaves & fused))
+    return adapter_parameters(model.weights, config.max_lora_rank, sorted(served))
+
+
+def _is_target(module: str, targets: Any) -> bool:
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+CONTEXT = 3 * GIB // 4  # of a process, before its first tensor: CUDA itself and its kernels
+_MOST = 0.9  # of the GPU: what an engine takes that has it for itself
+_UNCOUNTED = 0.03  # of the GPU: what the driver keeps, and what NVML counts and CUDA does not
+_KEY = "engine.gpu_memory_utilization"
+_SMALLER = (
+    "model.quantization: nf4, engine.quantization, a shorter engine.max_model_len or sampling.max_completion_length, "
+    "pipeline.gpu: turns, in which only one of them has to fit, or a GPU each (pipeline.gpu: own)"
+)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the memory of one GPU, in bytes. A CUDA context comes to each."""
+
+    total: int
+    trainer: int
+    utilization: float  # of `total`: what vLLM is told
+    is_chosen: bool  # by the user
+    needs: TrainerNeeds
+    engine: EngineNeeds
+
+    @property
+    def producer(self) -> int:
+        return int(self.utilization * self.total)
+
+    def in_words(self) -> str:
+        needs, why = self.needs, f"as {_KEY} says" if self.is_chosen else f"{_KEY}, computed"
+        smaller = " and will be cut smaller" if needs.wanted > self.trainer else ""
+        return (
+            f"of {gib(self.total)} the trainer may take {gib(self.trainer)} ({_kept(needs)}; a pass of {needs.tokens} tokens "
+            f"takes {gib(needs.passes)}{smaller}) and the producer {gib(self.producer)} ({self.utilization:g}, {why})"
+        )
+
+
+def shares_of(config: RunConfig, total: int, needs: TrainerNeeds, engine: EngineNeeds) -> Shares:
+    """
+    Args:
+        total: bytes of the GPU.
+
+    Raises:
+        ConfigError: the two do not fit.
+    """
+    room = int(total * (1 - _UNCOUNTED)) - 2 * CONTEXT
+    chosen = config.engine.get("gpu_memory_utilization")
+    if chosen is not None:
+        return _around(_number(chosen), total, room, needs, engine)
+    if needs.least + engine.least > room:
+        raise ConfigError(
+            f"pipeline.gpu: shared: the GPU has {gib(total)}, of which {gib(max(0, room))} are left beside CUDA, and both need "
+            f"{gib(needs.least + engine.least)} at least: {_least(needs)}; the engine {gib(engine.least)} (weights "
+            f"{gib(engine.weights)}, LoRA slots {gib(engine.adapters)}, KV cache of one group {gib(engine.cache)}). Take "
+            f"{_SMALLER}"
+        )
+    producer = max(engine.least, min(int(_MOST * total), room - needs.wanted))
+    utilization = math.floor(1000 * producer / total) / 1000
+    return Shares(total, room - int(utilization * total), utilization, False, needs, engine)
+
+
+def _around(utilization: float, total: int, room: int, needs: TrainerNeeds, engine: EngineNeeds) -> Shares:
+    trainer = room - int(utilization * total)
+    if trainer < needs.least:
+        highest = math.floor(100 * (room - needs.least) / total) / 100
+        fix = f"lower it to at most {highest:g}, or leave it out" if highest > 0 else f"take {_SMALLER}"
+        raise ConfigError(
+            f"{_KEY}: {utilization:g} of {gib(total)} leaves {gib(max(0, trainer))} to the trainer, which shares the GPU "
+            f"(pipeline.gpu: shared), and that is too little: {_least(needs)}; {fix}"
+        )
+    return Shares(total, trainer, utilization, True, needs, engine)
+
+
+def _number(value: object) -> float:
+    """As YAML or `--set` may say it."""
+    try:
+        found = float(str(value))
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= 1:
+        raise ConfigError(f"{_KEY}: expected a share above 0 and at most 1, got {value!r}")
+    return found
+
+
+def _least(needs: TrainerNeeds) -> str:
+    return (
+        f"the trainer needs {gib(needs.least)} ({_kept(needs)}, a pass of {needs.least_tokens} tokens "
+        f"{gib(needs.least_passes)})"
+    )
+
+
+def _kept(needs: TrainerNeeds) -> str:
+    return f"base {gib(needs.base)}, adapter with optimizer {gib(needs.adapter)}"
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def preview(config: RunConfig, choice: str) -> Iterator[str]:
+    """Lines for the user; none where nothing is shared.
+
+    Args:
+        choice: what `--gpu` says.
+
+    Raises:
+        ConfigError: trainer and producer do not fit.
+    """
+    if config.pipeline.gpu != "shared" or choice == "cpu":
+        return
+    folder = Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        yield "shares of the GPU: computed at the start, from the files of model.path, which are not on this machine"
+        return
+    needs, engine = needs_of(config, folder)
+    gpu = _gpu(choice)
+    if gpu is not None:
+        yield f"shares of GPU {gpu.index}: {shares_of(config, gpu.total_bytes, needs, engine).in_words()}"
+    else:
+        yield (
+            f"shares of the GPU: the trainer wants {gib(needs.wanted)} and needs {gib(needs.least)} at least, the engine "
+            f"{gib(engine.least)}; there is no such GPU here to divide"
+        )
+
+
+def _gpu(choice: str) -> Gpu | None:
+    try:
+        return gpu_facts(given_gpu(int(choice)).index) if choice.isdecimal() else None
+    except DeviceError:
+        return None

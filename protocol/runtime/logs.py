@@ -1,0 +1,146 @@
+"""Logging of both daemons, to standard error: text for people, or JSON for programs.
+
+Guarantee: a record is one line of valid JSON, or text without control characters whose further lines are indented, whatever peers
+and libraries put into it. No environment variable is logged. A `Throttle` shows the first few lines of a kind, then at most one
+per interval with the number of those left out, and all of them under `log_level: debug`.
+
+A caller adds columns with `extra={"fields": {...}}`; only JSON shows them.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from protocol.runtime.json_lines import encode_line
+
+_OUR_PACKAGES = ("protocol", "replay", "producer", "consumer")
+_MAX_CHARS = 8192  # of a message or traceback under JSON: journald splits lines above 48 KiB
+_UNPRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
+_SYSLOG_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+
+_context: dict[str, Any] = {}
+
+
+def configure(role: str, level: str = "info", log_format: Literal["auto", "text", "json"] = "auto") -> None:
+    """Sets logging up, or anew. `role` is the daemon's name and `level` that of our own packages; others log warnings and
+    errors only. `auto` is JSON where standard error goes to systemd's journal, and text elsewhere."""
+    to_journal = running_under_systemd()
+    as_json = log_format == "json" or (log_format == "auto" and to_journal)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter(role, to_journal) if as_json else _TextFormatter(role))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(as_json)
+    for package in _OUR_PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that the trainer does without
+
+
+def bind(**context: Any) -> None:
+    """Adds values such as `run` and `version` to every later record of this process. None removes one."""
+    _context.update(context)
+
+
+def bound(name: str) -> Any:
+    """Return a value that was bound, or None."""
+    return _context.get(name)
+
+
+def structured() -> bool:
+    """Whether records are JSON, so that no line for people may bypass logging."""
+    return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def adopt_libraries() -> None:
+    """Libraries that are imported by now (vLLM, transformers) lose their own handlers and log through ours."""
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and any(type(it) is logging.StreamHandler for it in logger.handlers):
+            logger.handlers.clear()
+            logger.propagate = True
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).rstrip().translate(_UNPRINTABLE).replace("\n", "\n    ")
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str, with_priority: bool) -> None:
+        super().__init__()
+        self._role = role
+        self._with_priority = with_priority  # of syslog: journald takes it off the line and files it under PRIORITY
+
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "role": self._role,
+            **{name: value for name, value in list(_context.items()) if value is not None},
+            "logger": record.name,
+            "msg": _message(record)[:_MAX_CHARS],
+        }
+        if record.exc_info:
+            values["exc"] = self.formatException(record.exc_info)[-_MAX_CHARS:]
+        fields = getattr(record, "fields", None)
+        line = encode_line({**values, **fields, **values} if isinstance(fields, dict) else values)
+        return f"<{_SYSLOG_PRIORITIES.get(record.levelname, 6)}>{line}" if self._with_priority else line
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage().rstrip()
+    except Exception:  # arguments that do not fit the format: logging would print a traceback of its own
+        return f"{record.msg} {record.args!r}"
+
+
+@dataclass
+class _Kind:
+    num_shown: int = 0
+    num_left_out: int = 0  # since the last one shown
+    shown_at: float = 0.0
+
+
+@dataclass
+class Throttle:
+    """Call it with a kind and a text. `num_at_once` lines of a kind are shown whenever they come, then one in
+    `then_every_s`."""
+
+    logger: logging.Logger
+    clock: Callable[[], float] = time.monotonic
+    _: KW_ONLY
+    num_at_once: int = 5
+    then_every_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
+        self._lock = threading.Lock()
+
+    def __call__(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        with self._lock:
+            now, seen = self.clock(), self._kinds[kind]
+            if seen.num_shown >= self.num_at_once and now - seen.shown_at < self.then_every_s:
+                seen.num_left_out += 1
+                self.logger.debug("%s", text)
+                return
+            left_out = f" ({seen.num_left_out} more of this kind were left out)" if seen.num_left_out else ""
+            fields = {"kind": kind, "num_left_out": seen.num_left_out}
+            seen.num_shown += 1
+            seen.num_left_out, seen.shown_at = 0, now
+        self.logger.log(level, "%s%s", text, left_out, extra={"fields": fields})
+
+
+def running_under_systemd(descriptor: int = 2) -> bool:
+    """Whether this stream (standard error by default) goes to the journal, by systemd.exec(5)'s JOURNAL_STREAM."""
+    try:
+        facts = os.fstat(descriptor)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{facts.st_dev}:{facts.st_ino}"

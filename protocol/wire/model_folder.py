@@ -1,0 +1,197 @@
+"""The folder of a base model: where it is, digests of it and of its tokenizer, and checkpoints of vision-language models.
+
+Guarantee: equal folders have equal digests on every machine, and another fine-tune of the same architecture has another one.
+Weights are sampled (16 evenly spaced MiB per file, and its size), so a 70B model takes milliseconds, not minutes. Where the
+Python files of a model are run (`model.trust_remote_code`), both digests include them. Both daemons take the same
+architectures and agree on which modules are of the text model; another checkpoint that sees or hears is refused.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from protocol.errors import ConfigError
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 2**20
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+_TOKENIZER_CONFIG_KEYS = (  # older models keep the chat template and the special tokens here
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "bos_token",
+    "chat_template",
+    "eos_token",
+    "unk_token",
+)
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
+
+
+@contextlib.contextmanager
+def unreadable_is_configuration() -> Iterator[None]:
+    """A file of a model that cannot be read is a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: {error.filename} cannot be read: {error.strerror}; the user that the daemon runs as must be able to"
+        ) from error
+
+
+@unreadable_is_configuration()
+def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
+    """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be, with its Python files
+    if they are trusted). `ConfigError` if it is neither."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path: {path} has no config.json, so it is not a transformers model folder")
+        return folder
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model.path: {path} does not exist")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise ConfigError(
+            f"model.path: {path} is neither a local folder nor a hub model that could be fetched: {error}"
+        ) from error
+
+
+@unreadable_is_configuration()
+def base_model_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
+    """sha256 over the configuration and samples of every weight file, as 64 hex digits."""
+    digest = hashlib.sha256()
+    config = json_object(folder / "config.json")
+    for key in _VOLATILE_CONFIG_KEYS:
+        config.pop(key, None)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    if trust_remote_code:
+        _add_code(digest, folder)
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not weights:
+        raise ConfigError(f"model.path: {folder} has no weights (*.safetensors)")
+    for file in weights:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES):
+                stream.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@unreadable_is_configuration()
+def tokenizer_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
+    """sha256 over the files that decide token ids and the chat template, as 64 hex digits."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        file = folder / name
+        if file.is_file():
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    file = folder / "tokenizer_config.json"
+    if file.is_file():
+        config = json_object(file)
+        chosen = {key: config[key] for key in _TOKENIZER_CONFIG_KEYS if key in config}
+        digest.update(json.dumps(chosen, sort_keys=True).encode())
+    if trust_remote_code:
+        _add_code(digest, folder)
+    return digest.hexdigest()
+
+
+def cannot_load(what: str, error: Exception) -> ConfigError:
+    """What to raise when transformers does not read something of the model's folder."""
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    if "trust_remote_code" in text:
+        reason = (
+            "it needs the Python files that come with it; read them, and set model.trust_remote_code=true to run them"
+        )
+    return ConfigError(f"model.path: transformers cannot read {what}: {reason}")
+
+
+def _add_code(digest: Any, folder: Path) -> None:
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Of a file of a model. Raises ConfigError if it is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.path: {file} is not a JSON object")
+    return value
+
+
+ARCHITECTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""transformers calls the text model of all of them `model.language_model`, and its head `lm_head`."""
+
+OUTSIDE_TEXT_MODEL = r"(?!model\.language_model\.|lm_head$).*"
+"""Matches the full name of every other module."""
+
+_TOWERS = {"visual", "vision_tower", "multi_modal_projector"}  # parts of names, in files of every age
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
+
+
+class VisionLanguage(NamedTuple):
+    """What a run needs to know of such a checkpoint.
+
+    Attributes:
+        placeholders: tokens in whose place images or videos are put.
+    """
+
+    architecture: str
+    placeholders: frozenset[int]
+
+
+def placeholders_of(folder: Path) -> frozenset[int]:
+    """Of the model in this folder. Raises as `vision_language`."""
+    seen = vision_language(folder)
+    return seen.placeholders if seen is not None else frozenset()
+
+
+@unreadable_is_configuration()
+def vision_language(folder: Path) -> VisionLanguage | None:
+    """What the model in this folder is beside a text model; None if nothing.
+
+    Raises:
+        ConfigError: it sees or hears, and is none of `ARCHITECTURES`.
+    """
+    config = json_object(folder / "config.json")
+    if "vision_config" not in config and "audio_config" not in config:
+        return None
+    named = config.get("architectures") or ["of no architecture"]
+    if named[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.path: {folder} is a multimodal model ({named[0]}); a run can train the text model of "
+            f"{', '.join(ARCHITECTURES)}. Choose one of these, or a model of text alone"
+        )
+    found = (config.get(key) for key in _PLACEHOLDERS)
+    return VisionLanguage(named[0], frozenset(token for token in found if isinstance(token, int)))
+
+
+def is_of_text_model(weight: str) -> bool:
+    """Whether a weight of this name in a checkpoint's file is not one of what sees images."""
+    return _TOWERS.isdisjoint(weight.split("."))

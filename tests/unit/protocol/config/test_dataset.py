@@ -1,0 +1,48 @@
+"""The forms of the `dataset:` section, and what is refused of them."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config.data import DatasetSection
+
+
+def refusal(**values: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        DatasetSection(**values)
+    return str(caught.value.errors()[0]["msg"]).removeprefix("Value error, ")
+
+
+def test_one_dataset_is_one_source() -> None:
+    section = DatasetSection(path="a.jsonl", split="test", transform="m:f")
+    assert list(section.all_sources) == ["dataset"]
+    source = section.all_sources["dataset"]
+    assert (source.path, source.split, source.transform, source.weight) == ("a.jsonl", "test", "m:f", None)
+
+
+def test_several_are_named_by_their_places() -> None:
+    section = DatasetSection(sources=[{"path": "a.jsonl"}, {"path": "b.jsonl", "split": "test"}])
+    assert {key: source.path for key, source in section.all_sources.items()} == {
+        "dataset.sources[0]": "a.jsonl",
+        "dataset.sources[1]": "b.jsonl",
+    }
+
+
+def test_what_is_printed_can_be_read_again() -> None:
+    for section in (DatasetSection(path="a.jsonl"), DatasetSection(sources=[{"path": "a.jsonl", "weight": 2}])):
+        assert DatasetSection.model_validate(section.model_dump(mode="json")) == section
+
+
+def test_refusals() -> None:
+    assert refusal() == "`path`: required, unless `sources` are given"
+    assert (
+        refusal(path="a", streaming=True) == "`streaming` needs `max_rows`, the number of rows to take from the stream"
+    )
+    sources = [{"path": "a"}, {"path": "b"}]
+    assert refusal(path="c", sources=sources).startswith("`path` cannot be given beside `sources`")
+    assert refusal(split="test", sources=sources).startswith("`split` cannot be given beside `sources`")
+    mixed = [{"path": "a", "weight": 1}, {"path": "b"}]
+    assert refusal(sources=mixed) == "`sources`: give every one a weight, or none"
+    assert refusal(sources=[{"path": "a", "weight": 0}]) == "Input should be greater than 0"
+    assert refusal(path="a", filter="task") == "expected `module:function` or `path/to/file.py:function`"
