@@ -14,19 +14,19 @@ from typing import Any, get_args, get_origin
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pydantic import BaseModel  # noqa: E402
-from pydantic.fields import FieldInfo  # noqa: E402
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from docs.markdown import grouped, reserved, row  # noqa: E402
-from docs.trainer_section import trainer_section  # noqa: E402
-from protocol.config import library_section as rules  # noqa: E402
-from protocol.config import run as schema  # noqa: E402
-from protocol.config.rewards import (  # noqa: E402
+from docs.markdown import grouped, reserved, row
+from docs.trainer_section import trainer_section
+from protocol.config import library_section as rules
+from protocol.config import run as schema
+from protocol.config.rewards import (
     SHIPPED,
     RewardModel,
     RewardService,
 )
-from protocol.config.section import is_section, type_in_words  # noqa: E402
+from protocol.config.section import is_section, type_in_words
 
 PAGE = ROOT / "docs" / "configuration.md"
 LIBRARY_SECTIONS = ("engine", "lora", "trainer", "sft")

@@ -15,28 +15,28 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from prometheus_client import CollectorRegistry  # noqa: E402
+from prometheus_client import CollectorRegistry
 
-from consumer.intake.arrivals import RolloutStorage  # noqa: E402
-from consumer.intake.sessions import ProducerSession  # noqa: E402
-from consumer.ranks.work import RankWork, watch_ranks  # noqa: E402
-from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
-from consumer.reporting.metrics import (  # noqa: E402
+from consumer.intake.arrivals import RolloutStorage
+from consumer.intake.sessions import ProducerSession
+from consumer.ranks.work import RankWork, watch_ranks
+from consumer.reporting.learning_metrics import LearningMetrics
+from consumer.reporting.metrics import (
     commit_seconds,
     watch_evaluation,
     watch_trainer,
 )
-from consumer.turns.metrics import watch_turns  # noqa: E402
-from producer.environments.agents import Agents  # noqa: E402
-from producer.environments.atropos import Atropos  # noqa: E402
-from producer.metrics import ProducerMetrics  # noqa: E402
-from producer.serving.client_limits import ClientLimiter  # noqa: E402
-from producer.serving.metrics import ServeMetrics  # noqa: E402
-from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload  # noqa: E402
-from protocol.channel.authenticator import Refusals  # noqa: E402
-from protocol.config.run import RunConfig  # noqa: E402
-from protocol.exposition import add_process_metrics, add_watch_metrics  # noqa: E402
-from protocol.runtime.health import Health, Notifier  # noqa: E402
+from consumer.turns.metrics import watch_turns
+from producer.environments.agents import Agents
+from producer.environments.atropos import Atropos
+from producer.metrics import ProducerMetrics
+from producer.serving.client_limits import ClientLimiter
+from producer.serving.metrics import ServeMetrics
+from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
+from protocol.channel.authenticator import Refusals
+from protocol.config.run import RunConfig
+from protocol.exposition import add_process_metrics, add_watch_metrics
+from protocol.runtime.health import Health, Notifier
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")

@@ -16,12 +16,12 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from protocol.runtime.metrics import Status  # noqa: E402
-from slipstream.run_reader import DaemonAddress  # noqa: E402
-from slipstream.status.daemons import Answer  # noqa: E402
-from slipstream.status.reading import read  # noqa: E402
-from slipstream.status.render import render  # noqa: E402
-from slipstream.status.warnings import warnings  # noqa: E402
+from protocol.runtime.metrics import Status
+from slipstream.run_reader import DaemonAddress
+from slipstream.status.daemons import Answer
+from slipstream.status.reading import read
+from slipstream.status.render import render
+from slipstream.status.warnings import warnings
 
 PICTURE = ROOT / "docs" / "images" / "rl-status.svg"
 FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.integration.browser import browser, console, drawn, until, viewed  # noqa: E402
+from tests.integration.browser import browser, console, drawn, until, viewed
 
 _MIXED = "/groups?state=trained&verdict=mixed&sort=step&order=ascending"
 
