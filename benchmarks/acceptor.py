@@ -1,6 +1,6 @@
 """The trainer's side of the measurement: everything of a trainer but the model.
 
-Guarantee: the server, the intake thread, the rollout buffer and the journal are the product's, wired as `consumer.assembly`
+Guarantee: the server, the intake thread, the rollout buffer and the journal are the product's, wired as `consumer.app.wiring`
 wires them. The main thread takes batches as fast as they are full and publishes a policy after each, so that leases never
 wait for training and the journal also does the commits that steps cost.
 """
@@ -16,12 +16,11 @@ import numpy as np
 
 from benchmarks.groups import SHAPE
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
-from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
-from consumer.intake.fleet import SessionTerms
-from consumer.intake.intake import Dispatchers, Intake
-from consumer.publishing.policy_store import PolicyStore
-from consumer.publishing.published_policy import PublishedPolicy
+from consumer.link.commit_queue import RolloutStorage
+from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.fleet import SessionTerms
+from consumer.link.intake import Dispatchers, Intake
+from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.waiting import ThreadErrors
 from protocol.channel.server import ZmqServer
 from protocol.config.learning import RerollSection

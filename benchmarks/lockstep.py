@@ -20,7 +20,7 @@ from peft import get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumer.publishing.published_policy import Snapshot
+from consumer.link.policy_store import Snapshot
 from consumer.training.pipeline import Pipeline
 from consumer.training.run_components import RunComponents
 from protocol.config.functions import load_function

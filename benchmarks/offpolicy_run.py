@@ -18,7 +18,7 @@ import transformers
 from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.assembly.training import training_loop
+from consumer.app.wiring import training_loop
 from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import WaitPolicy

@@ -27,7 +27,7 @@ def run_pair(run_dir: Path, settings: Sequence[str]) -> None:
         changes = [*settings, f"run_dir={run_dir}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
         arguments = ["--gpu", "cpu", "--config", CONFIG, *(word for change in changes for word in ("--set", change))]
         producer = _start("producer.cli", PRODUCER_CORE, arguments, run_dir / "producer.log")
-        trainer = _start("consumer.cli", TRAINER_CORE, arguments, run_dir / "trainer.log")
+        trainer = _start("consumer.app.cli", TRAINER_CORE, arguments, run_dir / "trainer.log")
         processes = [producer, trainer]
         try:
             while all(process.poll() is None for process in processes):

@@ -25,8 +25,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks
-from consumer.ranks.plan import Train
+from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks, Train
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import GRPOTrainer

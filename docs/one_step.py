@@ -14,9 +14,9 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from consumer.assembly.rollouts import rollout_buffer
-from consumer.publishing.policy_store import PolicyStore
-from consumer.publishing.snapshots import AdapterSnapshots, Probe, probe_tokens
+from consumer.app.wiring import rollout_buffer
+from consumer.link.policy_store import PolicyStore
+from consumer.link.snapshots import AdapterSnapshots, Probe, probe_tokens
 from consumer.training.run_components import RunComponents
 from consumer.training.trainer import SlipstreamTrainer
 from examples.arithmetic.build_model import EOS, PAD, VOCAB, make_tokenizer, save

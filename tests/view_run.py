@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import msgpack, structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
+from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group, MissingReward
 from protocol.wire.model_folder import tokenizer_digest

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu_check.model import base, sections
 from benchmarks.gpu_check.place import Findings, Place
-from consumer.publishing.snapshots import Probe
+from consumer.link.snapshots import Probe
 from producer.interfaces import Adapter
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig

@@ -1,6 +1,6 @@
 """The other ranks of a trainer, forked before it has threads, so that they need not import its libraries anew.
 
-Guarantee: each runs the real `consumer.follower`, as soon as the trainer would have started it, and ends with the trainer.
+Guarantee: each runs the real `consumer.app.follower`, as soon as the trainer would have started it, and ends with the trainer.
 """
 
 import os
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from consumer.ranks import processes
+from consumer.ranks import team as processes
 
 
 class ForkedRank:
-    """What `consumer.ranks.processes` needs of a `subprocess.Popen`.
+    """What `consumer.ranks.team` needs of a `subprocess.Popen`.
 
     Args:
         before: those that were forked before. Each reads its pipe to the end, so nobody else may hold the end to write to.
@@ -29,7 +29,7 @@ class ForkedRank:
                 os.close(rank._write)
             os.dup2(read, 0)
             sys.stdin = os.fdopen(0)
-            from consumer import follower
+            from consumer.app import follower
 
             follower.main()
             os._exit(0)

@@ -19,8 +19,8 @@ from campaigns.chaos.evidence import EvidenceLog, digest_of_group
 from campaigns.chaos.forked_ranks import forked_ranks
 
 _USED = (
-    "consumer.daemon",
-    "consumer.follower",
+    "consumer.app.daemon",
+    "consumer.app.follower",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen2.tokenization_qwen2",
     "trl.trainer.grpo_trainer",
@@ -45,7 +45,7 @@ def main(request: dict[str, Any]) -> NoReturn:
     control = request.get("control")
     if control:
         controls.CONTROLS[control]()
-    from consumer import cli
+    from consumer.app import cli
 
     log.note("process", argv=request["argv"])
     cli.main()
@@ -125,9 +125,9 @@ def _write_evidence(log: EvidenceLog) -> None:
 
 def set_points(aim: Aim) -> None:
     from consumer.checkpoints import folders as checkpoints
-    from consumer.evaluation.control import EvaluationControl
-    from consumer.evaluation.results import EvaluationResults
-    from consumer.intake.intake import Intake
+    from consumer.evaluate.control import EvaluationControl
+    from consumer.evaluate.results import EvaluationResults
+    from consumer.link.intake import Intake
     from consumer.ranks.exchange import ProcessRanks
     from consumer.training.callbacks import RunControl
     from consumer.training.trainer import SlipstreamTrainer

@@ -13,6 +13,6 @@ __all__ = ["main", "preload"]
 
 def main(request: dict[str, Any]) -> None:
     resident.keep_to_what_is_held()
-    from consumer import cli
+    from consumer.app import cli
 
     cli.main()

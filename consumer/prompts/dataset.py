@@ -12,10 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from consumer.prompts.filters import TokenLimit, kept_rows
-from consumer.prompts.rows import RowReader
+from consumer.prompts.rows import RowReader, load_rows
 from consumer.prompts.source import Prompt
-from consumer.prompts.sources import load_rows
-from protocol.config.data import DatasetSection
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 

@@ -16,8 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from consumer.prompts.rows import Row, RowReader
-from consumer.prompts.sources import rows_digest
+from consumer.prompts.rows import Row, RowReader, rows_digest
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError

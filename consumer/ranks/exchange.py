@@ -1,18 +1,87 @@
-"""What ranks say to one another within an optimizer step.
+"""What ranks tell one another: plans of rank 0, and the numbers of an optimizer step.
 
-Guarantee: all ranks get the same numbers, bit for bit; nothing but numbers travels.
+Guarantee: the other ranks hear of a run before any of its batches, and of every batch before rank 0 trains it. `decode` returns
+exactly the plan that was encoded, or raises `PlanError`; a plan holds data only, and groups travel as the messages that they
+arrived in. All ranks get the same numbers, bit for bit. Two ranks whose trained weights differ in one number end with all others
+at the next check. Rank 0 knows after every step what each rank did in it.
 """
 
 import datetime
+import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from consumer.ranks.plan import Plan, decode, encode
+from consumer.checkpoints.folders import Checkpoint
+from protocol.errors import RankLostError
+from protocol.processes.tree import resident_bytes
+from protocol.wire.codec import encode as encode_message
+from replay.batches.cutting import CutBatch
+from replay.groups import GroupShape, message_of
+
+PIECE_BYTES = 2**26
+
+
+class PlanError(Exception):
+    """What rank 0 said is no plan."""
+
+
+class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begin"):
+    """What run this is, and where it starts."""
+
+    num_prompts: int
+    vocab_size: int
+    step: int  # optimizer steps taken before
+    files: dict[str, int]  # of the checkpoint, with their sizes in bytes; empty without one
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="piece"):
+    """What comes next of the files that `Begin` names, one after another: at most `PIECE_BYTES`, of one file."""
+
+    data: bytes
+
+
+class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
+    """Take the steps over this batch. Fields as of `replay.batches.cutting.CutBatch`."""
+
+    step: int
+    num_iterations: int
+    last_step: int
+    num_fresh: int
+    groups: list[bytes]
+
+    @classmethod
+    def of(cls, batch: CutBatch) -> "Train":
+        frames = [encode_message(message_of(group)) for group in batch.groups]
+        return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, frames)
+
+    def batch(self, shape: GroupShape) -> CutBatch:
+        groups = [shape.load(frame) for frame in self.groups]
+        return CutBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
+
+
+Plan = Begin | Piece | Train
+_DECODER: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
+
+
+def encode(plan: Plan) -> bytes:
+    return msgspec.msgpack.encode(plan)
+
+
+def decode(data: bytes) -> Plan:
+    """
+    Raises:
+        PlanError: it is none.
+    """
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise PlanError(f"rank 0 runs another release, or what it said was damaged: {error}") from error
 
 
 class Ranks(Protocol):
@@ -136,3 +205,82 @@ class ProcessRanks:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor)
         return found
+
+
+class LedBatches:
+    """The batches of rank 0."""
+
+    def __init__(self, batches: Iterable[CutBatch], ranks: Ranks) -> None:
+        self._batches = batches
+        self._ranks = ranks
+
+    def __iter__(self) -> Iterator[CutBatch]:
+        for batch in self._batches:
+            if self._ranks.world > 1:
+                self._ranks.share(Train.of(batch))
+            yield batch
+
+
+def begin(ranks: Ranks, num_prompts: int, vocab_size: int, checkpoint: Checkpoint | None) -> None:
+    """
+    Args:
+        checkpoint: that the run goes on from.
+    """
+    files = [file for file in checkpoint.folder.iterdir() if file.is_file()] if checkpoint else []
+    sizes = {file.name: file.stat().st_size for file in files}
+    ranks.share(Begin(num_prompts, vocab_size, checkpoint.step if checkpoint else 0, sizes))
+    for file in files:
+        with file.open("rb") as stream:
+            while data := stream.read(PIECE_BYTES):
+                ranks.share(Piece(data))
+
+
+CHECK_EVERY = 16  # optimizer steps
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a number of so many bytes
+_EXACT = 2**52 - 1  # what a float64, in which numbers travel, holds exactly
+
+
+def check_agreement(ranks: Ranks, step: int, weights: Mapping[str, torch.Tensor]) -> None:
+    """
+    Args:
+        step: number of steps that were taken.
+        weights: those that are trained, by name; the same names on all ranks.
+
+    Raises:
+        RankLostError: on all ranks; a rank has other weights than rank 0.
+    """
+    own = torch.stack([_checksum(tensor) for tensor in weights.values()])
+    found = ranks.gather({"checksums": own})["checksums"].view(ranks.world, -1)
+    differs = found != found[0]
+    if differs.any():
+        rank, place = differs.nonzero()[0].tolist()
+        raise RankLostError(
+            f"after step {step} rank {rank} has other weights than rank 0 ({list(weights)[place]} first), and they must be equal "
+            "bit for bit: look for faults of memory and GPU on its host, and for other versions of libraries there; go on with "
+            "--resume, where all ranks start from one checkpoint"
+        )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """(), int64: the sum of the bits, each number read as an integer."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) & _EXACT
+
+
+class RankWork(NamedTuple):
+    """One rank's part of a step. Memory is the most that tensors took of its GPU in the passes of the step; on a CPU it is that
+    of the process."""
+
+    step_s: float
+    waited_s: float  # of it, for other ranks and the network
+    num_tokens: int  # padding left out
+    memory_bytes: int
+
+
+def work_of_all(ranks: Ranks, step_s: float, waited_s: float, num_tokens: int) -> list[RankWork]:
+    """Of all ranks, by number. Is called by all of them."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    memory = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes(os.getpid())
+    own = torch.tensor([step_s, waited_s, num_tokens, memory], dtype=torch.float64)
+    found = ranks.gather({"work": own})["work"].view(ranks.world, -1).tolist()
+    return [RankWork(step, waited, int(tokens), int(memory)) for step, waited, tokens, memory in found]

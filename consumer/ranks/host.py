@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from consumer.ranks.placement import Placement
-from consumer.ranks.processes import RankProcesses, rank_processes
+from consumer.ranks.presence import Signs, tell_lost
 from consumer.ranks.rendezvous import GONE, OVER, choose_interface, facts_of, join, reach
-from consumer.ranks.signs import Signs, tell_lost
+from consumer.ranks.team import RankProcesses, rank_processes
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode, RankLostError
 

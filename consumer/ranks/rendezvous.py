@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from consumer.ranks.placement import Nodes
-from consumer.ranks.signs import Signs
+from consumer.ranks.presence import Signs
 from consumer.waiting import StopRequested
 from protocol import __version__
 from protocol.channel.channel import own_address

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from consumer.ranks.signs import is_broken_connection
+from consumer.ranks.presence import is_broken_connection
 from consumer.training.memory import is_out_of_memory, num_refusals, room_of_gpu
 from protocol.config.learning import GpuSharing
 from protocol.config.run import RunConfig

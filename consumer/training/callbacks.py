@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from consumer.publishing.snapshots import AdapterSnapshots, Probe
-from consumer.reporting.sampled_rollouts import RolloutLog
-from consumer.reporting.step_report import batch_metrics
+from consumer.link.snapshots import AdapterSnapshots, Probe
+from consumer.report.sampled_rollouts import RolloutLog
+from consumer.report.steps import batch_metrics
 from consumer.training.pipeline import Connections
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, ThreadErrors

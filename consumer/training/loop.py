@@ -15,7 +15,7 @@ from typing import Any
 from consumer.batches.step_cuts import CompletionTooLargeError
 from consumer.checkpoints.folders import is_committed
 from consumer.loss.step_loss import NotFiniteStep
-from consumer.reporting.inspection import keep, not_finite
+from consumer.report.inspection import keep, not_finite
 from consumer.training.callbacks import RunControl
 from consumer.training.memory import is_out_of_memory
 from consumer.training.pipeline import Connections

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from consumer.batches.step_cuts import Recorded
 from consumer.checkpoints import folders as checkpoints
-from consumer.evaluation.control import EvaluationControl
-from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.intake import Intake
-from consumer.publishing.published_policy import PublishedPolicy, Snapshot
-from consumer.publishing.publisher import Publisher
-from consumer.reporting.step_report import StepReport
+from consumer.evaluate.control import EvaluationControl
+from consumer.link.commit_queue import RolloutStorage
+from consumer.link.intake import Intake
+from consumer.link.policy_store import PublishedPolicy, Snapshot
+from consumer.link.publisher import Publisher
+from consumer.report.steps import StepReport
 from consumer.waiting import ThreadErrors, WaitPolicy, write_when_there_is_room
 from protocol.config.learning import ReplaySection
 from protocol.runtime.files import out_of_space

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import BitsAndBytesConfig
 
-from consumer.publishing.snapshots import Measurement, Probe
+from consumer.link.snapshots import Measurement, Probe
 from consumer.training.vision_language import drop_towers, load_model, within_text_model
 from protocol.config.data import ModelSection
 from protocol.errors import ConfigError

@@ -18,8 +18,7 @@ from consumer.checkpoints.folders import Checkpoint
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.checkpoints.run_facts import run_facts
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
-from consumer.reporting.learning_metrics import LearningMetrics
-from consumer.reporting.step_report import StepReport
+from consumer.report.steps import LearningMetrics, StepReport
 from consumer.training.trl_arguments import build_arguments, build_lora, check_model
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError

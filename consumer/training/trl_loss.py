@@ -33,10 +33,8 @@ from consumer.loss.step_loss import (
     values_of,
 )
 from consumer.loss.summary import Summary, merged, over_ranks, sampled
-from consumer.ranks.agreement import CHECK_EVERY, check_agreement
-from consumer.ranks.exchange import Ranks
+from consumer.ranks.exchange import CHECK_EVERY, Ranks, RankWork, check_agreement, work_of_all
 from consumer.ranks.sharding import is_sharded, shard_base
-from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.memory import given_up_together
 from consumer.training.vision_language import drop_towers
 from protocol.config.learning import ShardBase

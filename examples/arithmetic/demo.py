@@ -81,7 +81,7 @@ def run_pair(
     producer_log = run_dir / "producer.log"
     commands = {
         "rl-producer": [sys.executable, "-m", producer, "--gpu", gpus[0], *settings],
-        "rl-trainer": [sys.executable, "-m", "consumer.cli", "--gpu", gpus[1], *settings],
+        "rl-trainer": [sys.executable, "-m", "consumer.app.cli", "--gpu", gpus[1], *settings],
     }
     if gpus[0] == gpus[1] != "cpu":
         for command in commands.values():

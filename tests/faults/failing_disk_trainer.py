@@ -10,7 +10,7 @@ from typing import Any
 
 import apsw
 
-from consumer import cli
+from consumer.app import cli
 
 _FAILS = Path(os.environ["FAILING_DISK"])
 

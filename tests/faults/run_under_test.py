@@ -67,7 +67,7 @@ class Run:
         partial.write_text(str(seconds))
         partial.replace(self._folder / "pace")
 
-    def trainer(self, *arguments: str, module: str = "consumer.cli", **variables: str) -> Daemon:
+    def trainer(self, *arguments: str, module: str = "consumer.app.cli", **variables: str) -> Daemon:
         return self._start(module, "trainer", *arguments, **variables)
 
     def producer(self, name: str = "producer") -> Daemon:

@@ -37,7 +37,7 @@ export LD_LIBRARY_PATH=/srv/python/lib PYTHONPATH=/srv/repository
 exec {PREFIX}/bin/python -m MODULE "$@"
 """
 PROGRAMS = {
-    "rl-trainer": "consumer.cli",
+    "rl-trainer": "consumer.app.cli",
     "rl-producer": "tests.faults.stand_in_producer",
     "rl-keys": "slipstream.keys.cli",
 }

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from consumer import cli, waiting
+from consumer import waiting
+from consumer.app import cli
 from consumer.training.pipeline import CheckpointWriter
 
 _commit = CheckpointWriter.commit

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from consumer.ranks import sharding, work
+from consumer.app.gpu_share import CudaDevice
+from consumer.ranks import exchange as work
+from consumer.ranks import sharding
 from consumer.ranks.exchange import ALONE, ProcessRanks
 from consumer.ranks.sharding import is_sharded, shard_base
-from consumer.training.gpu_share import CudaDevice
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu
 from tests.gpu.syncs import Syncs

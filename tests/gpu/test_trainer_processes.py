@@ -41,7 +41,7 @@ class Machine:
         return command
 
     def trainer(self, run: Run, *arguments: str, **options: Any) -> Command:
-        return self.start("consumer.cli", "--gpu", "0", "--config", str(run.config_file), *arguments, **options)
+        return self.start("consumer.app.cli", "--gpu", "0", "--config", str(run.config_file), *arguments, **options)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_trainer_whose_base_does_not_fit_names_the_key(machine: Machine) -> No
 
 def test_a_gpu_that_is_not_there_is_refused(machine: Machine) -> None:
     run = machine.run()
-    trainer = machine.start("consumer.cli", "--gpu", "1", "--config", str(run.config_file))
+    trainer = machine.start("consumer.app.cli", "--gpu", "1", "--config", str(run.config_file))
     assert trainer.end(_END_S) == ExitCode.DEVICE, trainer.output[-3000:]
     assert "--gpu 1" in trainer.output
 

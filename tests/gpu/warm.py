@@ -13,9 +13,9 @@ from tests.gpu.stand_in import cuda, driver
 from tests.integration import warm
 
 _USED = (
-    "consumer.daemon",
+    "consumer.app.daemon",
     "consumer.training.trainer",
-    "consumer.turns.moves",
+    "consumer.link.device_moves",
     "hypothesis",
     "tests.gpu.trainers",
     "triton.experimental.gluon",

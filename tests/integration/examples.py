@@ -58,7 +58,7 @@ def run_example(folder: Path, config: str, settings: dict[str, Any]) -> list[dic
     for key, value in (SMALL | {"run_dir": folder / "run"} | settings).items():
         arguments += ["--set", f"{key}={value}"]
     producer = Daemon("producer.cli", folder / "producer.log", *arguments)
-    trainer = Daemon("consumer.cli", folder / "trainer.log", *arguments)
+    trainer = Daemon("consumer.app.cli", folder / "trainer.log", *arguments)
     try:
         end_well(trainer, producer)
     finally:

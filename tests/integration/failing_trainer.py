@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from campaigns.chaos.forked_ranks import forked_ranks
-from consumer import cli
+from consumer.app import cli
 
 ERRORS = {
     "gpu memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

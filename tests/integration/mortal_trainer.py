@@ -4,7 +4,7 @@ import os
 
 from campaigns.chaos.aims import Aim
 from campaigns.chaos.trainer_child import set_points
-from consumer import cli
+from consumer.app import cli
 
 if __name__ == "__main__":
     set_points(Aim(os.environ["TRAINER_DIES_AT"]))

@@ -65,7 +65,7 @@ def run_through_the_death_of_a_producer(
         return daemons[-1]
 
     outsiders = [Outsider(folder / "run", work) for work in works]
-    first, trainer = start("producer.cli", "producer-1"), start("consumer.cli", "trainer")
+    first, trainer = start("producer.cli", "producer-1"), start("consumer.app.cli", "trainer")
     for outsider in outsiders:
         outsider.start()
     try:

@@ -44,7 +44,7 @@ class Run:
         self.config_file.write_text(yaml.safe_dump(values))
         self.config = load_config(str(self.config_file))
 
-    def trainer(self, *arguments: str, module: str = "consumer.cli", spawns: bool = False) -> Daemon:
+    def trainer(self, *arguments: str, module: str = "consumer.app.cli", spawns: bool = False) -> Daemon:
         log = self.folder / "trainer.log"
         process = Daemon(module, log, "--config", str(self.config_file), *arguments, spawns=spawns)
         self.stack.callback(process.kill)

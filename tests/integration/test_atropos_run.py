@@ -169,7 +169,7 @@ def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: lis
     log = short_dir / "environment.log"
     producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
     daemons.append(producer)
-    trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
+    trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
     producer.wait_for("OpenAI-compatible endpoint")
     url = f"http://{address(short_dir / 'run')}/atropos"

@@ -75,7 +75,7 @@ def test_it_trains_from_an_empty_folder_and_follows_a_changed_reward(
 ) -> None:
     around, values = task.parent, yaml.safe_load((task / "run.yaml").read_text())
     monkeypatch.chdir(task)
-    trainer = Daemon("consumer.cli", around / "trainer-1.log", "--config", "run.yaml")
+    trainer = Daemon("consumer.app.cli", around / "trainer-1.log", "--config", "run.yaml")
     daemons.append(trainer)
     monkeypatch.chdir(around / "empty")
     producer = Daemon(
@@ -102,7 +102,7 @@ def test_it_trains_from_an_empty_folder_and_follows_a_changed_reward(
     taken = rotated_lines.read(task / "run" / "steps.jsonl")
     assert max(step["reward"] for step in taken) < 1000
     resumed = Daemon(
-        "consumer.cli",
+        "consumer.app.cli",
         around / "trainer-2.log",
         *("--config", "run.yaml", "--resume", "--set", f"trainer.max_steps={taken[-1]['step'] + 8}"),
     )

@@ -90,7 +90,7 @@ def test_a_run_goes_on_when_its_server_is_killed_and_starts_empty(
     )
     without_engine = ("--config", config, "--set", "engine={}")
     producer = Daemon("producer.cli", short_dir / "producer.log", *without_engine)
-    trainer = Daemon("consumer.cli", short_dir / "trainer.log", *without_engine)
+    trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", *without_engine)
     daemons += [producer, trainer]
     trainer.wait_for(r"step 2/", beside=producer)
     server.kill()

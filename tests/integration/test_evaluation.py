@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumer.evaluation.kept_answers import kept_versions, read_answers
+from consumer.evaluate.kept_answers import kept_versions, read_answers
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Lease
 from slipstream.run_reader import EVALUATIONS, RunReader
@@ -76,7 +76,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
         daemons.append(Daemon(module, short_dir / log, "--config", config, *arguments))
         return daemons[-1]
 
-    producer, trainer = start("producer.cli", "producer-1.log"), start("consumer.cli", "trainer-1.log")
+    producer, trainer = start("producer.cli", "producer-1.log"), start("consumer.app.cli", "trainer-1.log")
     trainer.wait_for(r"evaluation of v0 \(step 0\)", beside=producer)
     wait_until(lambda: pending(short_dir))
     producer.kill()
@@ -84,7 +84,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     producer = start("producer.cli", "producer-2.log")
     wait_until(lambda: pending(short_dir) not in (first, []))
     trainer.kill()
-    trainer = start("consumer.cli", "trainer-2.log", "--resume")
+    trainer = start("consumer.app.cli", "trainer-2.log", "--resume")
     end_well(trainer, producer)
 
     run_dir = short_dir / "run"

@@ -176,7 +176,7 @@ def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons:
         producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
         daemons.append(producer)
         producer.wait_for("engine ready")
-        trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
+        trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)
         daemons.append(trainer)
         end_well(trainer, producer, 240)
     steps = read_steps(short_dir)

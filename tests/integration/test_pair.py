@@ -81,7 +81,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
 
     producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config, spawns=True)
     daemons.append(producer)
-    trainer = Daemon("consumer.cli", short_dir / "trainer-1.log", "--config", config)
+    trainer = Daemon("consumer.app.cli", short_dir / "trainer-1.log", "--config", config)
     daemons.append(trainer)
     trainer.wait_for(r"listening at .*waiting for producers")
     trainer.wait_for(r"step 8/", beside=producer)
@@ -123,12 +123,12 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
         int(path.parent.name.rpartition("-")[2])
         for path in (short_dir / "run").glob("checkpoints/*/pipeline_state.json")
     )
-    refused = Daemon("consumer.cli", short_dir / "trainer-refused.log", "--config", config)
+    refused = Daemon("consumer.app.cli", short_dir / "trainer-refused.log", "--config", config)
     assert refused.end() == 78
     assert "--resume" in refused.output
 
     resumed = Daemon(
-        "consumer.cli",
+        "consumer.app.cli",
         short_dir / "trainer-2.log",
         *("--config", config, "--resume", "--set", f"trainer.max_steps={committed + 10}"),
     )

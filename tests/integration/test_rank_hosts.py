@@ -24,7 +24,7 @@ def host(run: Run, number: int, rendezvous: str, *arguments: str, spawns: bool =
     nodes = ("--nodes", "2", "--node-rank", str(number), "--rendezvous", rendezvous)
     log = run.folder / f"host-{number}.log"
     arguments = ("--config", str(run.config_file), "--resume", *nodes, *arguments)
-    process = Daemon("consumer.cli", log, *arguments, spawns=spawns)
+    process = Daemon("consumer.app.cli", log, *arguments, spawns=spawns)
     run.stack.callback(process.kill)
     return process
 

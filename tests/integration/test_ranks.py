@@ -33,7 +33,7 @@ def other_ranks(pid: int) -> list[psutil.Process]:
     """Those that it started, or that are forks of it."""
     trainer = psutil.Process(pid)
     commands = [(child, child.cmdline()) for child in trainer.children(True)]
-    return [child for child, command in commands if "consumer.follower" in command or command == trainer.cmdline()]
+    return [child for child, command in commands if "consumer.app.follower" in command or command == trainer.cmdline()]
 
 
 def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:

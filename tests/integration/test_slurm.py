@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTED = "from tests.scripted_engine import Pace, install; install(Pace(0.03, 0.1, 0.2))"
 COMMANDS = {
-    "rl-trainer": "from consumer.cli import main",
+    "rl-trainer": "from consumer.app.cli import main",
     "rl-producer": f"{SCRIPTED}; from producer.cli import main",
     "rl-keys": "from slipstream.keys.cli import main",
     "rl-cluster": "from slipstream.cluster.cli import main",

@@ -165,7 +165,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
     daemons.append(producer)
     producer.wait_for("engine ready")
-    trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
+    trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
     trainer.wait_for(r"step 1/", beside=producer)
     commands = {child: " ".join(child.cmdline()) for child in producer.family()}

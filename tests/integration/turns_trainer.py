@@ -5,9 +5,9 @@ import os
 import signal
 from typing import Any
 
-from consumer import cli
+from consumer.app import cli
+from consumer.link.device_moves import DeviceMoves
 from consumer.training.trainer import SlipstreamTrainer
-from consumer.turns.moves import DeviceMoves
 from tests.integration.one_gpu import OneGpu
 
 _back, _out, _step = DeviceMoves.back, DeviceMoves.out, SlipstreamTrainer.training_step

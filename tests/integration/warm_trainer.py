@@ -10,6 +10,6 @@ preload = trainer_child.preload
 
 
 def main(request: dict[str, Any]) -> int:
-    if request["module"] == "consumer.cli" and not request["spawns"]:
+    if request["module"] == "consumer.app.cli" and not request["spawns"]:
         forked_ranks(request["argv"])
     return warm.run(request)

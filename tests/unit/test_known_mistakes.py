@@ -46,13 +46,13 @@ MISTAKES = {
     # Rerolls
     "the hook that puts rerolls in is never called": [
         (
-            "unit/consumer/assembly/test_rollouts.py",
+            "unit/consumer/app/test_rollouts.py",
             "test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns_to_a_newer_policy",
         ),
     ],
     "a constant format reward keeps failed prompts from being rerolled": [
         (
-            "unit/consumer/assembly/test_rollouts.py",
+            "unit/consumer/app/test_rollouts.py",
             "test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns_to_a_newer_policy",
         ),
     ],
@@ -62,14 +62,14 @@ MISTAKES = {
     ],
     "data carries no policy version": [
         (
-            "unit/consumer/intake/test_intake_groups.py",
+            "unit/consumer/link/test_intake_groups.py",
             "test_the_versions_of_a_group_s_tokens_are_journaled_and_none_may_be_unpublished",
         ),
         ("integration/test_pair.py", "test_without_staleness_the_run_is_on_policy"),
     ],
     "one bad prompt ends the run, counts as a completion, or vanishes": [
         (
-            "unit/consumer/intake/test_dispatcher.py",
+            "unit/consumer/link/test_dispatcher.py",
             "test_a_prompt_that_cannot_be_sent_fails_alone",
         ),
         (
@@ -87,7 +87,7 @@ MISTAKES = {
     "a trainer polls a collector that is dead": [
         ("unit/consumer/test_waiting.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
         (
-            "unit/consumer/intake/test_intake_presence.py",
+            "unit/consumer/link/test_intake_presence.py",
             "test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others",
         ),
     ],

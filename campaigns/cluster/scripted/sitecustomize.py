@@ -26,7 +26,7 @@ if "producer.cli" in sys.orig_argv:
         from campaigns.chaos.aims import Aim
 
         producer_child._watch(_evidence("producer"), Aim())
-elif "consumer.cli" in sys.orig_argv:
+elif "consumer.app.cli" in sys.orig_argv:
     from campaigns.chaos import trainer_child
     from campaigns.chaos.forked_ranks import forked_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.cluster.fleet.plan import TRAINER, Plan
 
-_SCRIPTS = {"rl-trainer": "consumer.cli", "rl-producer": "producer.cli"}
+_SCRIPTS = {"rl-trainer": "consumer.app.cli", "rl-producer": "producer.cli"}
 
 
 def daemon_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, keys: Path) -> list[str]:

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import Response
 
-from consumer.evaluation.kept_answers import NEWEST, KeptAnswer, kept_versions, read_answers
+from consumer.evaluate.kept_answers import NEWEST, KeptAnswer, kept_versions, read_answers
 from slipstream.run_reader import EVALUATIONS
 from slipstream.view.index.prompts import MOST, Compared, Means, Versions, compare, mean_rewards
 from slipstream.view.index.texts import Progress, progress

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import apsw
 
-from consumer.evaluation.kept_answers import KeptAnswer
+from consumer.evaluate.kept_answers import KeptAnswer
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import MissingReward
 from replay.groups import InvalidGroupError

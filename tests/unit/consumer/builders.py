@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from consumer.reporting.learning_metrics import LearningMetrics
+from consumer.report.steps import LearningMetrics
 from protocol.config.run import RunConfig
 from protocol.wire.codec import encode
 from replay.batches.delivery import Delivery

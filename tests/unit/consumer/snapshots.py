@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from consumer.publishing.published_policy import PublishedPolicy
+from consumer.link.policy_store import PublishedPolicy
 
 
 class BytesSnapshot(NamedTuple):

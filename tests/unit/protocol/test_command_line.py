@@ -256,7 +256,7 @@ def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
     assert ExitCode.INTERRUPTED == 130
 
 
-@pytest.mark.parametrize("module", ["producer.cli", "consumer.cli", "slipstream.sft.cli", "slipstream.export.cli"])
+@pytest.mark.parametrize("module", ["producer.cli", "consumer.app.cli", "slipstream.sft.cli", "slipstream.export.cli"])
 def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
     program = (
         f"import atexit, sys\nfrom {module} import main\n"
@@ -321,7 +321,7 @@ def test_output_that_goes_nowhere(folder: Path, unreadable: str) -> None:
         reader, output = os.pipe()
         os.close(reader)
         expected = (ExitCode.OK, "")
-    command = [sys.executable, "-m", "consumer.cli", "--config", str(folder / "run.yaml"), "--check"]
+    command = [sys.executable, "-m", "consumer.app.cli", "--config", str(folder / "run.yaml"), "--check"]
     ended = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(output)
     assert (ended.returncode, ended.stderr) == expected
@@ -342,7 +342,7 @@ def test_progress_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch
 def test_what_standard_output_cannot_show_is_escaped(folder: Path) -> None:
     """Of a terminal that shows ASCII alone, as of a service without a locale."""
     chosen = ["--config", str(folder / "run.yaml"), "--check", "--set", "run_dir=Läufe/…"]
-    command = [sys.executable, "-m", "consumer.cli", *chosen]
+    command = [sys.executable, "-m", "consumer.app.cli", *chosen]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (ExitCode.OK, "")

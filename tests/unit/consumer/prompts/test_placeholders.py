@@ -1,7 +1,7 @@
 """A run without a dataset: credits for groups, which nothing acts on as if they were prompts."""
 
+from consumer.link.snapshots import probe_tokens
 from consumer.prompts.dataset import Placeholders, open_prompts
-from consumer.publishing.snapshots import probe_tokens
 from protocol.config.run import RunConfig
 from tests.unit.replay.builders import ledger
 

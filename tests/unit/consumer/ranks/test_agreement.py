@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from consumer.ranks.agreement import check_agreement
+from consumer.ranks.exchange import check_agreement
 from protocol.errors import RankLostError
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from consumer.ranks import exchange
 from consumer.ranks.exchange import ProcessRanks
-from consumer.ranks.work import watch_ranks
+from consumer.report.metrics import watch_ranks
 
 
 class Gpu:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from consumer import follower
+from consumer.app import follower
 from consumer.checkpoints.folders import Checkpoint
-from consumer.ranks import leading
-from consumer.ranks.plan import Begin, Piece, PlanError, decode, encode
+from consumer.ranks import exchange as leading
+from consumer.ranks.exchange import Begin, Piece, PlanError, decode, encode
 
 from .thread_ranks import ThreadRanks, on_ranks
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from consumer.ranks.presence import RankWatch
-from consumer.ranks.signs import Signs, tell_lost
+from consumer.ranks.presence import RankWatch, Signs, tell_lost
 from protocol.errors import DeviceError, RankLostError
 
 from .dictionary_store import DictionaryStore

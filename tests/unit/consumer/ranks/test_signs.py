@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from consumer.ranks.signs import LOST, last_words, silence_s
+from consumer.ranks.presence import LOST, last_words, silence_s
 
 from .dictionary_store import DictionaryStore
 from .test_presence import GLOO_ERROR

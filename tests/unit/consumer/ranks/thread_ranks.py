@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from consumer.ranks.plan import Plan
+from consumer.ranks.exchange import Plan
 
 _Result = TypeVar("_Result")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from consumer.assembly.rollouts import staleness_controller
-from consumer.intake.arrivals import RolloutStorage
+from consumer.app.wiring import staleness_controller
+from consumer.link.commit_queue import RolloutStorage
 from consumer.training.pipeline import LivePipeline
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.config.learning import ReplaySection

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from consumer.app.feed import BatchFeed
 from consumer.checkpoints import folders as checkpoints
-from consumer.intake.arrivals import RolloutStorage
-from consumer.publishing.published_policy import PublishedPolicy
-from consumer.publishing.snapshots import Probe
-from consumer.reporting.sampled_rollouts import RolloutLog
-from consumer.reporting.step_report import StepReport
+from consumer.link.commit_queue import RolloutStorage
+from consumer.link.policy_store import PublishedPolicy
+from consumer.link.snapshots import Probe
+from consumer.report.sampled_rollouts import RolloutLog
+from consumer.report.steps import StepReport
 from consumer.training import callbacks as callbacks_module
 from consumer.training.callbacks import RunControl
-from consumer.training.feed import BatchFeed
 from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeline
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
@@ -43,7 +43,7 @@ PROBE_TOKENS = np.arange(3, 11, dtype=np.int32)
 
 
 class Run:
-    """Everything of `consumer.daemon` but the sockets. The producer uses the newest policy, `behind` versions late."""
+    """Everything of `consumer.app.daemon` but the sockets. The producer uses the newest policy, `behind` versions late."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from transformers import TrainerCallback
 
 from consumer.loss.step_loss import NotFiniteStep
-from consumer.reporting.inspection import keep, not_finite
+from consumer.report.inspection import keep, not_finite
 from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import rollout_group
 from tests.unit.consumer.training.test_callbacks import Run, column

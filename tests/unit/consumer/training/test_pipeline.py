@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from consumer.checkpoints import folders as checkpoints
-from consumer.intake.arrivals import RolloutStorage
-from consumer.publishing.published_policy import PublishedPolicy
+from consumer.link.commit_queue import RolloutStorage
+from consumer.link.policy_store import PublishedPolicy
 from consumer.training.pipeline import LivePipeline
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
 from protocol.config.learning import ReplaySection

@@ -11,7 +11,7 @@ import torch
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from consumer.publishing.snapshots import NUM_TOKENS, Probe
+from consumer.link.snapshots import NUM_TOKENS, Probe
 from consumer.training.quantization import check_optimizer, quantization_config, unquantized_probe
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_lora

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consumer.training.feed import RecordedFeed, RecordedRun
+from consumer.app.feed import RecordedFeed, RecordedRun
 from consumer.waiting import StopRequested
 from protocol.errors import ConfigError, JournalError
 from protocol.wire.codec import SCHEMA_VERSION

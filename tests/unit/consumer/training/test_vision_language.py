@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
-from consumer.publishing.snapshots import AdapterSnapshots
+from consumer.link.snapshots import AdapterSnapshots
 from consumer.training.trl_arguments import check_model
 from consumer.training.vision_language import within_text_model
 from protocol.errors import ConfigError

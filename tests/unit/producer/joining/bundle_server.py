@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumer.publishing.offered_bundle import OfferedBundle
+from consumer.link.offered_bundle import OfferedBundle
 from protocol.bundle.bundle import Bundle, BundledFile, digest_of, encode
 from protocol.channel.keys import generate, trainer_keys, write_public
 from protocol.channel.server import ZmqServer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from consumer.publishing.offered_bundle import OfferedBundle
+from consumer.link.offered_bundle import OfferedBundle
 from producer.joining.address import TrainerAddress, trainer_address
 from producer.joining.fetching import BundleFetch, FetchedBundle
 from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, digest_of

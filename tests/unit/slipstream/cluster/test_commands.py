@@ -11,7 +11,7 @@ FOLDER, KEYS = Path("/home/u/.cache/slipstream/x/producer-2"), Path("/tmp/slipst
 
 def test_the_trainer_on_the_gpus_that_ray_gave_it() -> None:
     assert daemon_command(PLAN, "trainer", ["2", "3"], FOLDER, KEYS) == [
-        sys.executable, "-P", "-m", "consumer.cli", "--gpu", "2,3", "--config", "/home/u/run.yaml",
+        sys.executable, "-P", "-m", "consumer.app.cli", "--gpu", "2,3", "--config", "/home/u/run.yaml",
         "--set", "pipeline.max_staleness=2", "--resume",
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from replay.journal.reader import JournalReader
 from replay.journal.rows import EVERY_GROUP
 from replay.journal.writer import Journal
 from slipstream.journal import backup as journal_backup
-from tests.unit.consumer.evaluation.test_leases import Process
+from tests.unit.consumer.evaluate.test_leases import Process
 from tests.unit.slipstream.journal.command import Command
 
 

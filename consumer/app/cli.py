@@ -1,0 +1,98 @@
+"""The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
+
+import argparse
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NoReturn
+
+from protocol.command_line import leave, parser
+from protocol.command_line import main as run_command
+from protocol.config.run import RunConfig
+from protocol.errors import ExitCode
+from protocol.runtime.processes import uncollected
+
+_DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
+
+
+def _load(arguments: argparse.Namespace) -> AbstractContextManager[RunConfig]:
+    """Load the configuration, and choose a GPU if none is named: a producer's default is 0."""
+    from protocol.config.loader import load_config  # its import takes as long as all others
+    from protocol.gpu.nvml import VISIBLE, visible_gpus
+
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.gpu == _DEFAULT_GPU:
+        alone = config.pipeline.gpu != "own" or len(visible_gpus(os.environ.get(VISIBLE))) < 2
+        arguments.gpu = "0" if alone else "1"
+    return nullcontext(config)
+
+
+def _check_libraries(config: RunConfig) -> None:
+    with uncollected():
+        from consumer.app.daemon import check_libraries
+
+    check_libraries(config)
+
+
+def main() -> NoReturn:
+    arguments_parser = parser("rl-trainer", "Trains a LoRA adapter with GRPO on groups that rl-producer generates.")
+    arguments_parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from what run_dir holds: the newest checkpoint and the journal; start anew if there is nothing",
+    )
+    arguments_parser.add_argument(
+        "--from-journal",
+        metavar="RUN_DIR",
+        type=Path,
+        help="train again, without producers, what the journal of that run recorded; the result goes to this run's run_dir",
+    )
+    arguments_parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="processes that share every step on the CPU (default: 1); on GPUs one for each",
+    )
+    arguments_parser.add_argument(
+        "--nodes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="hosts that share every step, each with this command (default: 1)",
+    )
+    arguments_parser.add_argument(
+        "--node-rank",
+        metavar="K",
+        type=int,
+        default=0,
+        help="number of this host; host 0 has run_dir and sockets (default: 0)",
+    )
+    arguments_parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the others find host 0, on a network that nobody else can reach",
+    )
+    arguments_parser.set_defaults(gpu=_DEFAULT_GPU)
+    arguments = arguments_parser.parse_args()
+
+    def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+        from consumer.ranks.placement import Nodes, Placement
+
+        nodes = Nodes.of(arguments.nodes, arguments.node_rank, arguments.rendezvous)
+        placement = Placement.of(gpus, arguments.ranks, nodes)
+        if nodes.rank > 0:
+            with uncollected():
+                from consumer.ranks.host import run_host
+
+            return run_host(config, placement)
+        os.environ.update(placement.environment(0))
+        with uncollected():
+            from consumer.app.daemon import run
+
+        return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
+
+    leave(run_command(arguments, "rl-trainer", _check_libraries, run, _load))
+
+
+if __name__ == "__main__":
+    main()

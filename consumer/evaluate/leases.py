@@ -1,0 +1,185 @@
+"""Evaluations on the intake's thread: leases of held-out prompts, and what comes back.
+
+Guarantee: training goes first. A producer gets prompts to evaluate for the room that training leaves, and always for one group's
+worth of completions, so that an evaluation ends however busy the producers are; only one that said it can evaluate gets any.
+An answer counts when every token of it is of the evaluated version; what is not durable is asked again by the next process.
+Nothing of this reaches the ledger, the journal or the replay table.
+"""
+
+import functools
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer, num_bytes
+from consumer.evaluate.results import DueVersion, EvaluationQueue
+from consumer.link.dispatcher import EvaluationDispatcher, read
+from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
+from consumer.prompts.source import PromptSource
+from protocol.channel.channel import ServerChannel
+from protocol.errors import DatasetError
+from protocol.wire.codec import CodecError, encode
+from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
+from replay.groups import GroupShape, InvalidGroupError
+from replay.prompts.evaluation_leases import Answer, Evaluation, Metric
+from replay.prompts.failure_budgets import FailureClass, RetryBudget
+
+
+class Progress(NamedTuple):
+    """Of the evaluation in progress; all 0 while there is none."""
+
+    version: int = 0
+    num_done: int = 0
+    num_prompts: int = 0
+    num_out: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationRules:
+    """How the versions of a run are evaluated."""
+
+    num_prompts: int  # that each is asked
+    sampling: Sampling
+    metric: Metric
+    shape: GroupShape  # of the groups that come back
+    budgets: Mapping[FailureClass, RetryBudget]
+    per_place: int  # evaluation leases that are worth one group's room
+    timeout_s: float
+    session: str  # unique per trainer process
+
+
+@dataclass(eq=False)
+class RunningEvaluation(Evaluation):
+    """Of a version that is due. It takes from its first lease to its last answer, and keeps what was answered, within bounds."""
+
+    due: DueVersion = field(kw_only=True)
+    began: float | None = None
+    duration_s: float = 0.0
+    _groups: dict[int, Group] = field(default_factory=dict)
+    _num_bytes: int = 0
+
+    def keep(self, prompt_id: int, group: Group) -> None:
+        size = num_bytes(group)
+        if self._num_bytes + size <= MAX_BYTES:
+            self._num_bytes += size
+            self._groups[prompt_id] = group
+
+    def kept(self) -> list[KeptAnswer]:
+        """Of the prompts that are done, in their order."""
+        return [
+            KeptAnswer(prompt_id, self._answers[prompt_id].score, encode(group) if group else b"")
+            for prompt_id in sorted(self._answers)
+            for group in [self._groups.get(prompt_id)]
+        ]
+
+
+@dataclass(eq=False)
+class EvaluationLeases(EvaluationDispatcher):
+    """Belongs to the intake's thread; `finished` and `progress` may be read by any. `warn` is told what went wrong."""
+
+    channel: ServerChannel
+    due: EvaluationQueue
+    prompts: PromptSource
+    rules: EvaluationRules
+    warn: Callable[[str, str], Any]
+    clock: Callable[[], float] = time.monotonic
+    finished: queue.SimpleQueue[RunningEvaluation] = field(default_factory=queue.SimpleQueue)
+    _running: RunningEvaluation | None = None
+
+    @property
+    def policy(self) -> PolicyInfo | None:
+        running = self._running
+        return running.due.policy if running else None
+
+    @property
+    def progress(self) -> Progress:
+        it = self._running
+        return Progress(it.version, it.num_done, it.num_prompts, it.leases.num_leases) if it else Progress()
+
+    def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
+        """Ends what is due, begins what can begin, gives leases. Returns the producers that cannot be reached."""
+        rules = self.rules
+        if self._running is None and (due := self.due.begin()) is not None:
+            self.store.pin(due.published)
+            self._running = RunningEvaluation(
+                due.policy.version, rules.num_prompts, rules.budgets, rules.session, due=due
+            )
+        if (running := self._running) is None:
+            return []
+        able = [(peer, session) for peer, session in producers if session.evaluates]
+        for record in running.leases.overdue(now):
+            running.fail(record.lease_id, "expired", now)
+            for _, session in able:
+                session.evaluations.discard(record.lease_id)
+        lost = list[bytes]()
+        if running.next_work(now) is not None:
+            queue = RoomQueue(self._room)
+            queue.refill(able)
+            lost = give_leases(self.channel, queue, functools.partial(self._give, running, now), self.clock)
+        if running.began is None and running.leases.num_leases:
+            running.began = now
+        if running.is_done:
+            self.store.unpin()
+            self._running, running.duration_s = None, now - (running.began or now)
+            self.finished.put(running)
+        return lost
+
+    def receive(self, session: ProducerSession, message: Group | Nack) -> Ack | Nack | None:
+        """A group that comes late, whatever it is, is done with."""
+        lease_id, running = message.lease_id, self._running
+        session.evaluations.discard(lease_id)
+        if isinstance(message, Nack):
+            if running is not None and message.reason == "returned":
+                running.leases.give_back(lease_id)
+            elif running is not None:
+                what = f"{session.name} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
+                self.warn(f"evaluation_{message.reason}", what)
+                running.fail(lease_id, message.reason, self.clock())
+            return None
+        if running is None or (prompt_id := running.awaits(lease_id)) is None:
+            return super().receive(session, message)
+        try:
+            group = self.rules.shape.parse(message)
+            if not group.policy_version == group.newest_version == running.version:
+                raise InvalidGroupError(f"it is not of policy v{running.version} alone, which is evaluated")
+        except InvalidGroupError as error:
+            self.warn("invalid", f"answer {lease_id} of {session.name} is invalid: {error}")
+            running.fail(lease_id, "invalid", self.clock())
+            return Nack(lease_id, "invalid", str(error))
+        running.answer(prompt_id, Answer.of(group, self.rules.metric))
+        running.keep(prompt_id, message)
+        return Ack(lease_id, "accepted", self.store.newest)
+
+    def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
+        if (running := self._running) is None:
+            return set()
+        leases = {record.lease_id for record in running.leases.leases_of(producer)}
+        for lease_id in leases.difference(keep):
+            running.fail(lease_id, "released", self.clock())
+        return leases.intersection(keep)
+
+    def _give(self, running: RunningEvaluation, now: float, peer: bytes, session: ProducerSession) -> bool | None:
+        rules, policy, work = self.rules, running.due.policy, running.next_work(now)
+        prompt = None if work is None else read(self.prompts, work.key)
+        if work is None or prompt is None:
+            return None
+        record = running.lease(work, session.name, deadline=now + rules.timeout_s)
+        try:
+            if isinstance(prompt, DatasetError):
+                raise prompt
+            lease = Lease(
+                record.lease_id, work.key, record.work.attempt, *prompt, rules.sampling, policy.version,
+                rules.timeout_s, policy,
+            )  # fmt: skip
+            sent = self.channel.send(peer, lease)
+        except (DatasetError, CodecError) as error:
+            self.warn("bad_prompt", f"evaluation.dataset: {error}")
+            running.fail(record.lease_id, "bad_prompt", now)
+            return True
+        session.evaluations.add(record.lease_id)
+        return sent
+
+    def _room(self, session: ProducerSession) -> int:
+        return self.rules.per_place * max(1, session.room) - len(session.evaluations)

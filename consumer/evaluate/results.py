@@ -1,0 +1,207 @@
+"""What is on the disk of evaluations: the versions that are due, the file of results, the best adapter, the newest answers.
+
+Guarantee: a version that is due is whole in `RUN_DIR/evaluation` before any producer hears of it, and stays until `done`. At
+most two are there: the one that is being evaluated and the newest that became due meanwhile, in place of any between.
+`RUN_DIR/evaluations.jsonl` has one line per evaluation of the run that is, on the disk when `record` returns; steps that a crash
+undid leave none. It and the older file that it replaced, `evaluations.1.jsonl`, are bounded (`protocol.runtime.json_lines`):
+together they have the last ten thousands of evaluations, and scores are compared with those. `checkpoints/best` is whole or
+absent: a plain PEFT adapter with `evaluation.json` beside it, the best that this run ever had, also of steps that a crash undid.
+`record` may be repeated after a crash at any point.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
+from consumer.link.policy_store import MeasuredProbe, PublishedPolicy
+from protocol.config.sections.evaluation import EvaluationSection
+from protocol.files import rotated_lines
+from protocol.files.json_lines import encode_line, encode_page
+from protocol.files.rotated_lines import RotatedLines
+from protocol.files.staged import mend, staged
+from protocol.wire.adapter_blob import unpack
+from protocol.wire.messages import PolicyInfo
+
+_RESULT = "evaluation.json"
+_MAX_BYTES = 16 * 2**20  # of one file; a line has some 400 bytes
+_DUE_FILE = re.compile(r"(\.)?version-(\d{1,19})-step-(\d{1,19})\.adapter(?(1)\.partial)")
+_REMEMBERED = 1024  # versions, of which only the newest can be asked about
+
+
+class EvaluationResults:
+    """Belongs to the main thread. An evaluation of which more than `max_unscored_share` of the prompts has no score is reported
+    and nothing else. Lines of steps after `first_step` are of no step that was taken."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        checkpoints_dir: Path,
+        section: EvaluationSection,
+        first_step: int,
+        max_unscored_share: float,
+    ) -> None:
+        self._file = RotatedLines(run_dir / "evaluations.jsonl", _MAX_BYTES)
+        self._answers = KeptAnswers(run_dir, first_step)
+        self._best = checkpoints_dir / "best"
+        self._section = section
+        self._max_unscored_share = max_unscored_share
+        self._file.forget_after(first_step)
+        self.versions: list[int] = []  # the newest of those that have a result
+        self.best_score: float | None = None  # of the valid results
+        self._best_version: int | None = None
+        self.num_without_improvement = (
+            0  # evaluations since the last one that was more than `min_delta` above all before it
+        )
+        for line in rotated_lines.read(self._file.path):
+            self._note(line)
+        mend(self._best)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """What `checkpoints/best` is, if its score can be compared with those to come."""
+        try:
+            found: dict[str, Any] = json.loads((self._best / _RESULT).read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        return found if found["metric"] == self._section.score_name else None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run should end now, if it should."""
+        patience = self._section.patience
+        if patience is None or (streak := self.num_without_improvement) < patience:
+            return None
+        return (
+            f"{streak} evaluations in a row were no improvement on {self._section.score_name} {self.best_score:.4g} "
+            "(evaluation.patience)"
+        )
+
+    def is_valid(self, result: dict[str, Any]) -> bool:
+        """Whether enough of the prompts have a score, and it is one of the metric of now."""
+        unscored = result["num_prompts"] - result["num_scored"]
+        enough = result["score"] is not None and unscored <= self._max_unscored_share * result["num_prompts"]
+        return bool(enough and result["metric"] == self._section.score_name)
+
+    def record(self, result: dict[str, Any], blob: bytes, answers: Sequence[KeptAnswer] = ()) -> bool:
+        """Keeps the answers, and the adapter if it is the best, then writes the line. Returns whether it is the best. On an
+        OSError nothing was recorded."""
+        if answers:
+            self._answers.write(result["version"], result["step"], answers)
+        best = self.best
+        is_best = self.is_valid(result) and (best is None or result["score"] > best["score"])
+        if is_best and self._section.keep_best:
+            self._keep(result, blob)
+        self._file.append(f"{encode_line(result)}\n".encode(), durable=True)
+        self._note(result)
+        self._answers.prune(self._best_version)
+        return is_best
+
+    def _note(self, result: dict[str, Any]) -> None:
+        """Takes the numbers that the run needs again; the file has the others."""
+        self.versions.append(int(result["version"]))
+        del self.versions[:-_REMEMBERED]
+        if self.is_valid(result):
+            score, best = result["score"], self.best_score
+            improved = best is None or score > best + self._section.min_delta
+            self.num_without_improvement = 0 if improved else self.num_without_improvement + 1
+            if best is None or score > best:
+                self.best_score, self._best_version = score, int(result["version"])
+
+    def _keep(self, result: dict[str, Any], blob: bytes) -> None:
+        with staged(self._best) as partial:
+            unpack(blob, result["digest"], partial)
+            (partial / _RESULT).write_text(encode_page(result), encoding="utf-8")
+
+
+class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A policy to evaluate: the step that made it, its adapter blob, and its probe as a `PolicyOffer` has it."""
+
+    policy: PolicyInfo
+    step: int
+    blob: bytes
+    probe_ids: bytes = b""
+    probe_logprobs: bytes = b""
+
+    @property
+    def published(self) -> PublishedPolicy:
+        """As producers download it."""
+        probe = MeasuredProbe(self.probe_ids, self.probe_logprobs)
+        return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, probe)
+
+
+class EvaluationQueue:
+    """The versions that are due, on the disk and, until they begin, in memory: the intake's thread reads no file.
+
+    `put` belongs to the publisher's thread, `begin` to the intake's, the rest to the main thread.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "evaluation"
+        self._lock = threading.Lock()
+        self._due: dict[int, Path] = {}  # files by version
+        self._waiting: dict[int, DueVersion] = {}  # by version, those that have not begun
+        self._begun: int | None = None  # version
+        self.num_skipped = 0
+
+    def restore(self, first_step: int, known: Iterable[int]) -> None:
+        """Takes up what an earlier process left: not what is known already, and not of steps that will be taken again. What
+        is not the queue's is left alone."""
+        known = set(known)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.iterdir():
+            if found := _DUE_FILE.fullmatch(file.name):
+                half, version, step = found[1], int(found[2]), int(found[3])
+                if half or step > first_step or version in known:
+                    file.unlink()
+                else:
+                    self._due[version] = file
+        self._skip()
+        for version, file in self._due.items():
+            self._waiting[version] = msgspec.msgpack.decode(file.read_bytes(), type=DueVersion)
+
+    @property
+    def versions(self) -> list[int]:
+        with self._lock:
+            return list(self._due)
+
+    def put(self, due: DueVersion) -> None:
+        """Raises OSError if it could not be written."""
+        version = due.policy.version
+        file = self._folder / f"version-{version}-step-{due.step}.adapter"
+        with staged(file) as partial:
+            partial.write_bytes(msgspec.msgpack.encode(due))
+        with self._lock:
+            self._due[version], self._waiting[version] = file, due
+            self._skip()
+
+    def begin(self) -> DueVersion | None:
+        """The version to evaluate now; None while there is none, or one is begun."""
+        with self._lock:
+            if self._begun is not None or not self._due:
+                return None
+            self._begun = next(iter(self._due))
+            return self._waiting.pop(self._begun)
+
+    def done(self, version: int) -> None:
+        """Its result is on the disk."""
+        with self._lock:
+            file = self._due.pop(version, None)
+            self._waiting.pop(version, None)
+            if self._begun == version:
+                self._begun = None
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+    def _skip(self) -> None:
+        """Between what is being evaluated, or was when the process ended, and the newest there is no time for others."""
+        self._due = dict(sorted(self._due.items()))
+        for version in list(self._due)[1:-1]:
+            self._due.pop(version).unlink(missing_ok=True)
+            self._waiting.pop(version, None)
+            self.num_skipped += 1

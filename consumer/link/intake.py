@@ -1,0 +1,219 @@
+"""The trainer's I/O thread: it owns the sockets, receives what producers send and has everything answered that is due.
+
+Guarantee: a group is acknowledged after it is in the journal and never before, and every delivery of it is answered; nothing a
+peer sends ends the thread, an error of the journal does. Ticks are short, so the thread never needs the main thread and the
+main thread never waits for it, except in `stop`.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from consumer.link.commit_queue import Arrivals, RolloutStorage
+from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.fleet import Fleet, SessionTerms
+from consumer.link.policy_store import PolicyStore, PublishedPolicy
+from consumer.link.relays import RelayDirectory
+from consumer.link.sessions import FAREWELL_S, ProducerSession, say_goodbye
+from consumer.waiting import ThreadErrors
+from protocol.channel.channel import BadFrame, ServerChannel
+from protocol.runtime.logs import Throttle
+from protocol.wire.codec import CodecError
+from protocol.wire.messages import (
+    BlobMissing,
+    BlobRequest,
+    BundleRequest,
+    Bye,
+    Group,
+    Heartbeat,
+    Hello,
+    Nack,
+    PolicyOffer,
+    PolicyRequest,
+    ProducerMessage,
+    Reject,
+)
+from replay.lease_ids import is_evaluation
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+_MOST_DESCRIBED = 8  # producers
+
+
+class Dispatchers(NamedTuple):
+    """Who gives leases."""
+
+    training: LeaseDispatcher
+    evaluation: EvaluationDispatcher
+
+
+class Intake:
+    """See the module's guarantee. The numbers of its parts may be read by any thread. `errors` is told what ended the thread;
+    `beat` is called in every round, with the clock in monotonic seconds."""
+
+    def __init__(
+        self,
+        channel: ServerChannel,
+        storage: RolloutStorage,
+        dispatchers: Dispatchers,
+        store: PolicyStore,
+        terms: SessionTerms,
+        errors: ThreadErrors,
+        beat: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._buffer, _, self._disk = storage
+        self._dispatchers = dispatchers
+        self._errors = errors
+        self._beat = beat
+        self._warn = warn = Throttle(logger, clock)
+        self.store = store
+        self.clock = clock
+        self.arrivals = Arrivals(channel, storage, store, terms.shape, warn, clock)
+        self.fleet = Fleet(channel, self._buffer, self.arrivals, store, dispatchers.evaluation, terms, clock, warn)
+        self._relays = RelayDirectory(channel, terms.host, terms.region)
+        self._bye: Literal["finished", "stopping"] | None = None
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+
+    # Called by the main thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """The staleness budget may have changed: look for leases to give."""
+        self._channel.wake()
+
+    def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = FAREWELL_S + 5.0) -> None:
+        """Says goodbye to every producer, closes the sockets and ends the thread."""
+        self._bye = reason
+        self._channel.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def describe(self) -> str:
+        """Who waits for whom, in words."""
+        sessions = list(self.fleet.sessions.values())
+        if not sessions:
+            return "no producer is connected; start one with: rl-producer --config FILE"
+        depth = self._buffer.depth()
+        now = self.clock()
+        parts = [
+            f"{len(sessions)} producer(s), {depth['leased']} leases out, {depth['ready']} groups ready, "
+            f"newest policy v{self.store.newest.version}",
+            *(session.describe(now) for session in sessions[:_MOST_DESCRIBED]),
+        ]
+        if len(sessions) > _MOST_DESCRIBED:
+            parts.append(f"and {len(sessions) - _MOST_DESCRIBED} more producers")
+        if not self._disk.has_room:
+            parts.append(
+                f"no leases are given: the disk of run_dir is {self._disk.used:.0%} full (replay.max_disk_used)"
+            )
+        return "; ".join(parts)
+
+    # Called by the publisher's thread.
+
+    def publish(self, policy: PublishedPolicy) -> None:
+        """Makes this the current policy: announced, downloadable, and counted in every lease."""
+        self.store.publish(policy)
+        self._buffer.published(policy.version)
+        self._channel.wake()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._bye is None:
+                self._beat()
+                self.tick(TICK_S)
+            say_goodbye(
+                self._channel, self.fleet.sessions, self._bye,
+                silence_s=self.fleet.terms.heartbeat_timeout_s, beat=self._beat, clock=self.clock,
+            )  # fmt: skip
+        except BaseException as error:
+            self._errors.note(error)
+        finally:
+            self._channel.close()
+
+    def tick(self, timeout_s: float) -> None:
+        """One round: everything received, then everything due. While it stands still (a slow disk), nobody is silent."""
+        began = self.clock()
+        for peer, message in self._channel.poll(timeout_s):
+            try:
+                self._receive(peer, message)
+            except CodecError as error:
+                self._warn("unanswerable", f"a message of a producer has no answer that can be sent: {error}")
+            if self.arrivals.is_commit_due():
+                self.arrivals.commit()
+        self.arrivals.commit()
+        now = self.clock()
+        for record in self._buffer.expire(now):
+            self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
+            self.fleet.forget(record.producer, record.lease_id)
+        self.fleet.note_disconnected(self._channel.disconnected(), now)
+        self.fleet.lose_silent(now, stood_still_s=now - began - timeout_s)
+        self.fleet.announce()
+        sessions = self.fleet.sessions
+        self._relays.refresh(now, sessions)
+        unreachable = self._dispatchers.training.give(sessions, now)  # training goes first
+        unreachable += self._dispatchers.evaluation.tick(sessions.items(), now)
+        for peer in dict.fromkeys(unreachable):
+            self.fleet.lose(peer, "it cannot be reached")
+
+    def _receive(self, peer: bytes, message: ProducerMessage | BadFrame) -> None:
+        match message:
+            case BadFrame():
+                self.arrivals.refuse("bad_frames", f"refused a frame: {message.reason}", message.reason, message.frame)
+                if message.peer_schema is not None:
+                    self._channel.send(peer, Reject([f"{message.reason}: install the same release on both sides"]))
+            case BlobRequest():
+                self._serve_blob(peer, message)
+            case BundleRequest():
+                self._channel.send(peer, self.fleet.terms.bundle.answer)
+            case PolicyRequest():
+                self._channel.send(peer, self._offer(peer, message))
+            case Hello():
+                self.fleet.join(peer, message)
+                if (joined := self.fleet.sessions.get(peer)) is not None:
+                    self._dispatchers.training.note(peer, joined)
+            case _ if (session := self.fleet.sessions.get(peer)) is not None:
+                session.last_heard = self.clock()
+                self._receive_of(peer, session, message)
+                self._dispatchers.training.note(peer, session)
+            case Bye():
+                pass
+            case _:
+                self._channel.send(peer, Bye("unknown_session"))
+
+    def _receive_of(self, peer: bytes, session: ProducerSession, message: Group | Nack | Heartbeat | Bye) -> None:
+        match message:
+            case Group() | Nack() if is_evaluation(message.lease_id):
+                answer = self._dispatchers.evaluation.receive(session, message)
+                if answer is not None:
+                    self._channel.send(peer, answer)
+            case Group():
+                self.arrivals.take(peer, session, message)
+            case Nack():
+                self.arrivals.take_failure(session, message)
+            case Heartbeat():
+                self.fleet.note(peer, session, message)
+            case Bye():
+                self.fleet.num_goodbyes += 1
+                self.fleet.lose(peer, "it said goodbye")
+
+    def _offer(self, peer: bytes, request: PolicyRequest) -> PolicyOffer | BlobMissing:
+        offer, session = self.store.offer(request), self.fleet.sessions.get(peer)
+        if isinstance(offer, PolicyOffer) and session is not None and offer.digest == self.store.newest.digest:
+            return self._relays.with_relays(offer, session)
+        return offer
+
+    def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
+        try:
+            self._channel.send(peer, self.fleet.terms.bundle.chunk(request) or self.store.chunk(request))
+        except CodecError as error:  # it asks for chunks that our max_message_bytes forbids
+            self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
+            self._channel.send(peer, BlobMissing(request.digest))

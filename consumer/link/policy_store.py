@@ -1,0 +1,139 @@
+"""The published policies that producers can download.
+
+Guarantee: the newest policy is always there, with the few before it and the one that is pinned; any thread may publish, any may
+read. A policy is in memory once: in the file that producers of this host read, where there is room for one. Its memory is
+given back when it leaves the store, and not before.
+"""
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from protocol.files.shared_memory import SharedMemory
+from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
+
+
+class MeasuredProbe(NamedTuple):
+    """The tokens of a probe and their log-probs, as a `PolicyOffer` has them."""
+
+    token_ids: bytes
+    logprobs: bytes
+
+
+NO_PROBE = MeasuredProbe(b"", b"")
+
+
+@dataclass(frozen=True)
+class PublishedPolicy:
+    """A packed adapter with what proves that it arrived."""
+
+    version: int
+    digest: str  # sha256 of `data` in hex
+    data: bytes | memoryview
+    probe: MeasuredProbe = NO_PROBE
+    release: Callable[[], None] = lambda: None  # is called when `data` is not needed any more
+
+    @property
+    def info(self) -> PolicyInfo:
+        return PolicyInfo(self.version, self.digest, len(self.data))
+
+
+class Snapshot(Protocol):
+    """The weights of a moment, perhaps still on their way to host memory. It belongs to its taker until `release`."""
+
+    @property
+    def release(self) -> Callable[[], None]: ...
+
+    def published(self, version: int) -> PublishedPolicy:
+        """As the policy of this version, which releases this. Waits until everything is there."""
+
+
+class _Blob(NamedTuple):
+    data: memoryview
+    offer: PolicyOffer
+    release: Callable[[], None]
+
+
+@dataclass(eq=False)
+class PolicyStore:
+    """Keeps the last `keep` policies by digest, where there is room as files in `memory`."""
+
+    keep: int
+    memory: SharedMemory
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _blobs: OrderedDict[str, _Blob] = field(default_factory=OrderedDict)
+    _newest: PolicyInfo | None = None
+    _pinned: str | None = None  # a digest
+
+    @property
+    def newest(self) -> PolicyInfo:
+        """Only after the first `publish`."""
+        assert self._newest is not None, "publish a policy first"
+        return self._newest
+
+    def publish(self, policy: PublishedPolicy) -> None:
+        blob = self._blob(policy)
+        with self._changing() as gone:
+            if policy.digest in self._blobs:
+                gone.append(self._blobs.pop(policy.digest))
+            self._blobs[policy.digest] = blob
+            self._newest = policy.info
+
+    def pin(self, policy: PublishedPolicy) -> None:
+        """Keeps this policy, which is added if it is not here, until another is pinned or it is unpinned."""
+        with self._lock:
+            self._pinned = policy.digest
+            known = policy.digest in self._blobs
+        if not known:
+            blob = self._blob(policy)
+            with self._changing() as gone:
+                if policy.digest in self._blobs:  # it was published meanwhile
+                    gone.append(blob)
+                else:
+                    self._blobs[policy.digest] = blob
+                    self._blobs.move_to_end(policy.digest, last=False)
+
+    def unpin(self) -> None:
+        with self._changing():
+            self._pinned = None
+
+    def chunk(self, request: BlobRequest) -> BlobChunk | BlobMissing:
+        with self._lock:  # a blob that is given back may be written to at once
+            blob = self._blobs.get(request.digest)
+            part = bytes(blob.data[request.offset : request.offset + request.length]) if blob else b""
+        return BlobChunk(request.digest, request.offset, part) if part else BlobMissing(request.digest)
+
+    def offer(self, request: PolicyRequest) -> PolicyOffer | BlobMissing:
+        with self._lock:
+            blob = self._blobs.get(request.digest)
+        return blob.offer if blob else BlobMissing(request.digest)
+
+    def _blob(self, policy: PublishedPolicy) -> _Blob:
+        data, release = policy.data, policy.release
+        file = self.memory.write(memoryview(data))
+        if file is not None:
+            release()
+            data, release = _mapped(file), partial(file.unlink, missing_ok=True)
+        return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), *policy.probe), release)
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[_Blob]]:
+        """With the lock. Afterwards all but the newest and the one that is pinned leave, and what left is released."""
+        gone: list[_Blob] = []
+        with self._lock:
+            yield gone
+            others = [digest for digest in self._blobs if digest != self._pinned]
+            gone += [self._blobs.pop(digest) for digest in others[: -self.keep]]
+        for blob in gone:
+            blob.release()
+
+
+def _mapped(file: Path) -> memoryview:
+    with file.open("rb") as stream:
+        return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,0 +1,170 @@
+"""What is taken of the model for a version: its weights as an adapter blob in host memory, and the probe of a swap.
+
+Guarantee: a snapshot is the plain PEFT adapter that `save_pretrained` would write, packed, of the moment of `take`, while
+training goes on. `take` does no more than copy the tensors to where they belong in the blob; under CUDA it does not even
+wait for that. Buffers are used again, so that no version pays for fresh memory. The tokens of the probe depend on dataset,
+tokenizer and seed alone, so every version and every process of a run has the same; their log-probs are at temperature 1, computed
+as the loss computes them but without dropout. Nothing that training depends on changes.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save
+
+from consumer.link.policy_store import NO_PROBE, MeasuredProbe, PublishedPolicy
+from protocol.errors import DatasetError
+from protocol.wire.adapter_blob import AdapterBlob, pack
+
+_ALIGNMENT_BYTES = 16  # at least that of every dtype
+NUM_TOKENS = 8
+_MAX_PROMPTS = 64  # that are looked at
+
+
+def probe_tokens(prompts: Any, tokenizer: Any, seed: int) -> np.ndarray:
+    """`NUM_TOKENS` token ids, int32: the beginning of the dataset from a row that the seed chooses, over again if it is
+    short."""
+    first = seed % len(prompts)
+    ids: list[int] = []
+    for offset in range(min(_MAX_PROMPTS, len(prompts))):
+        try:
+            prompt, _ = prompts[(first + offset) % len(prompts)]
+        except DatasetError:
+            continue
+        text = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+        ids += tokenizer(text)["input_ids"]
+        if len(ids) >= NUM_TOKENS:
+            break
+    return np.resize(np.array(ids or [0], np.int32), NUM_TOKENS)
+
+
+class Measurement(NamedTuple):
+    """The tokens, and the log-prob of each but the first under one policy; these may still be on their way."""
+
+    token_ids: np.ndarray
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Measures every so many policies by the same tokens; none if `every` is 0. `autocast` makes the context of the trainer's
+    forward passes."""
+
+    token_ids: np.ndarray
+    every: int
+    model: Any
+    autocast: Callable[[], AbstractContextManager[None]]
+
+    def measure(self, version: int) -> Measurement | None:
+        """The present policy, which is this version."""
+        if not self.every or version % self.every:
+            return None
+        model, trains = self.model, self.model.training
+        ids = torch.from_numpy(self.token_ids).long().to(model.device)
+        model.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        finally:
+            model.train(trains)
+        return Measurement(self.token_ids, logits.log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0])
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterSnapshot:
+    """A `consumer.link.policy_store.Snapshot` of an adapter."""
+
+    blob: torch.Tensor
+    copied: torch.cuda.Event | None
+    release: Callable[[], None]
+    probe: Measurement | None = None
+
+    @property
+    def data(self) -> memoryview:
+        """Waits until everything is there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return memoryview(self.blob.numpy())
+
+    def published(self, version: int) -> PublishedPolicy:
+        data, probe = self.data, NO_PROBE
+        if self.probe is not None:
+            token_ids, logprobs = self.probe.token_ids.astype("<i4"), self.probe.logprobs.numpy().astype("<f4")
+            probe = MeasuredProbe(token_ids.tobytes(), logprobs.tobytes())
+        return PublishedPolicy(version, hashlib.sha256(data).hexdigest(), data, probe, self.release)
+
+
+class AdapterSnapshots:
+    """Takes snapshots of the adapter named `default` of `model`, whose layout stays as it is.
+
+    `take` belongs to the thread that trains; any thread may release.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        state = get_peft_model_state_dict(model, adapter_name="default")
+        by_address = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+        self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in state.items()}
+        tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
+        settings = model.peft_config["default"].to_dict() | {"inference_mode": True}
+        file = save(tensors)
+        config_json = json.dumps(settings, default=_plain, sort_keys=True).encode()
+        blob, _ = pack(AdapterBlob(config_json, file))
+        assert blob.endswith(file), "the tensors are the last part of a blob"
+        header_bytes = 8 + int.from_bytes(file[:8], "little")
+        self._head = blob[: len(blob) - len(file) + header_bytes]
+        self._num_bytes = len(blob)
+        self._places = {name: one["data_offsets"][0] for name, one in json.loads(file[8:header_bytes]).items()}
+        self._is_pinned = torch.cuda.is_available()
+        self._free: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()
+
+    def take(self, probe: Measurement | None = None) -> AdapterSnapshot:
+        """Copies the weights of now; the probe of the present policy travels with them."""
+        try:
+            blob, places = self._free.popleft()
+        except IndexError:
+            blob, places = self._new_buffer()
+        on_gpu = lies_on_gpu(self._parameters.values())
+        with torch.no_grad():
+            torch._foreach_copy_(places, list(self._parameters.values()), non_blocking=on_gpu)
+        copied = None
+        if probe is not None:
+            logprobs = torch.empty(probe.logprobs.shape, dtype=torch.float32, pin_memory=self._is_pinned)
+            probe = probe._replace(logprobs=logprobs.copy_(probe.logprobs, non_blocking=on_gpu))
+        if on_gpu:
+            copied = torch.cuda.Event()
+            copied.record()
+        return AdapterSnapshot(blob, copied, lambda: self._free.append((blob, places)), probe)
+
+    def _new_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A blob without numbers, and the place of every parameter in it."""
+        head = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
+        padding = -len(head) % _ALIGNMENT_BYTES
+        buffer = torch.zeros(padding + self._num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        blob = buffer[padding:]
+        blob[: len(head)] = head
+        places = []
+        for name, parameter in self._parameters.items():
+            start = len(head) + self._places[name]
+            flat = blob[start : start + parameter.numel() * parameter.element_size()]
+            places.append(flat.view(parameter.dtype).view(parameter.shape))
+        return blob, places
+
+
+def lies_on_gpu(parameters: Iterable[torch.Tensor]) -> bool:
+    """Tell whether the parameters of a model are on a GPU now. Where that is used in turns, they come and go."""
+    return any(parameter.is_cuda for parameter in parameters)
+
+
+def _plain(value: Any) -> Any:
+    """PEFT keeps module names in sets and kinds in enums."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(getattr(value, "value", value))

@@ -1,0 +1,297 @@
+"""The report of each optimizer step: a progress bar, one line in `steps.jsonl`, and Prometheus metrics.
+
+Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, written when the step ends or, on a full
+disk, when there is room; steps that a crash undid leave none. The file and the older one that it replaced, `steps.1.jsonl`,
+are bounded (`protocol.files.rotated_lines`): together they have the last hundred thousand steps or more. A metric that a step did
+not have keeps its last value; before the first one it is NaN, which no alert takes for 0. docs/algorithms.md explains the ratio
+statistics.
+"""
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from tqdm import tqdm
+
+from protocol.files.json_lines import encode_line
+from protocol.files.rotated_lines import RotatedLines
+from protocol.files.space import unless_full
+from protocol.service import logs
+from replay.batches.cutting import CutBatch
+from replay.batches.delivery import Arrival
+from replay.rewards import weighted_sums
+
+logger = logging.getLogger(__name__)
+
+_RATIO = "sampling/importance_sampling_ratio"
+_QUANTILES = {"0.01": f"{_RATIO}/p01", "0.5": f"{_RATIO}/p50", "0.99": f"{_RATIO}/p99"}
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+
+_GAUGES = {
+    "reward": ("reward", "Mean weighted sum of rewards of the completions that arrived since the last step."),
+    "reward_std": (
+        "reward_std",
+        "Standard deviation of the rewards of the completions that arrived since the last step.",
+    ),
+    "frac_reward_zero_std": (
+        "zero_signal_ratio",
+        "Share of the groups that arrived since the last step whose rewards were all equal.",
+    ),
+    "completions/mean_length": (
+        "completion_length_mean_tokens",
+        "Mean length of the completions that arrived since the last step.",
+    ),
+    "completions/max_length": (
+        "completion_length_max_tokens",
+        "Greatest length of the completions that arrived since the last step.",
+    ),
+    "completions/clipped_ratio": (
+        "completions_truncated_ratio",
+        "Share of the arrived completions that reached sampling.max_completion_length.",
+    ),
+    "staleness/mean": ("staleness_mean_versions", "Mean staleness of the groups trained for the first time."),
+    "staleness/max": ("staleness_max_versions", "Greatest staleness of the groups trained for the first time."),
+    "staleness/token_mean": (
+        "token_staleness_mean_versions",
+        "Mean staleness of the tokens trained for the first time; that of a group is its oldest token's.",
+    ),
+    "staleness/newer_token_share": (
+        "newer_tokens_ratio",
+        "Share of the tokens trained for the first time that a newer policy sampled than their group's oldest.",
+    ),
+    "replay/share": ("replayed_ratio", "Share of the batch that was replayed."),
+    "pipeline/max_staleness": (
+        "max_staleness_versions",
+        "Staleness within which prompts are leased now: pipeline.max_staleness, or what `auto` has come to.",
+    ),
+    "pipeline/micro_batch_tokens": (
+        "micro_batch_tokens",
+        "Tokens that a pass of the trainer may have: pipeline.trainer_tokens_per_micro_batch, or what `auto` has come to.",
+    ),
+    f"{_RATIO}/mean": ("importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
+    f"{_RATIO}/max": ("importance_ratio_max", "Greatest importance ratio, before correction."),
+    f"{_RATIO}/effective_sample_share": (
+        "effective_sample_ratio",
+        "Kish's effective sample size over the number of tokens.",
+    ),
+    f"{_RATIO}/clipped_share": (
+        "ratio_clipped_ratio",
+        "Share of the tokens whose importance ratio the correction bounds.",
+    ),
+    f"{_RATIO}/corrected/masked_share": (
+        "ratio_masked_ratio",
+        "Share of the tokens whose factor the correction sets to 0.",
+    ),
+    f"{_RATIO}/kl": (
+        "sampling_kl_nats",
+        "KL divergence per token between the policy that sampled and the one that is trained (estimator k1).",
+    ),
+    "kl": ("reference_kl_nats", "KL divergence per token to the reference model; NaN while trainer.beta is 0."),
+    "entropy": ("entropy_nats", "Mean entropy of the policy per token."),
+    "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
+    "loss": ("loss", "Loss of the last step."),
+    "grad_norm": ("gradient_norm", "Norm of the gradient of the last step, before clipping."),
+    "learning_rate": ("learning_rate", "Learning rate, as last logged."),
+}
+
+
+class LearningMetrics:
+    """Belongs to the main thread. `max_staleness` is in versions, as configured."""
+
+    def __init__(
+        self, registry: CollectorRegistry, reward_names: Iterable[str], *, max_steps: int, max_staleness: int
+    ) -> None:
+        gauge = partial(Gauge, namespace="rl_trainer", registry=registry)
+        counter = partial(Counter, namespace="rl_trainer", registry=registry)
+        histogram = partial(Histogram, namespace="rl_trainer", registry=registry)
+        self._gauges = {key: gauge(name, text) for key, (name, text) in _GAUGES.items()}
+        quantiles = gauge("importance_ratio", "Quantiles of the importance ratios of the tokens.", ["quantile"])
+        self._gauges |= {key: quantiles.labels(quantile) for quantile, key in _QUANTILES.items()}
+        rewards = gauge("reward_by_function", "Mean reward by function, unweighted.", ["function"])
+        spread = gauge("reward_std_by_function", "Standard deviation of the reward by function.", ["function"])
+        for name in reward_names:
+            self._gauges |= {f"rewards/{name}/mean": rewards.labels(name), f"rewards/{name}/std": spread.labels(name)}
+        for each in self._gauges.values():
+            each.set(math.nan)
+        self._gauges["pipeline/max_staleness"].set(max_staleness)
+        self._step = gauge("step", "Optimizer steps taken.")
+        self._last_step_at = gauge("last_step_timestamp_seconds", "When the last step ended, Unix time; 0 before.")
+        gauge("max_steps", "Optimizer steps that the run takes.").set(max_steps)
+        text = "Duration of optimizer steps, without the wait for rollouts, with the publication."
+        self._step_s = histogram("step_seconds", text, buckets=STEP_BUCKETS_S)
+        self._wait_s = counter("wait_seconds", "Time that the trainer has waited for rollouts.")
+        self._tokens = counter("tokens_trained", "Completion tokens trained.")
+        text = "Staleness of the groups trained for the first time, when their batch was cut."
+        self._staleness = histogram("staleness_versions", text, buckets=STALENESS_BUCKETS)
+        self._nonfinite = counter("nonfinite_steps", "Steps whose loss or gradient norm was NaN or infinite.")
+
+    def batch(self, staleness: Iterable[int]) -> None:
+        """A batch was cut; `staleness` of its groups that are trained for the first time."""
+        for versions in staleness:
+            self._staleness.observe(versions)
+
+    def step(
+        self, step: int, now: float, numbers: Mapping[str, float], *, wait_s: float, step_s: float, tokens: int
+    ) -> None:
+        """Optimizer step `step` ended; `numbers` as in `steps.jsonl`, `now` in Unix time."""
+        self._step.set(step)
+        self._last_step_at.set(now)
+        self._wait_s.inc(wait_s)
+        self._step_s.observe(step_s)
+        self._tokens.inc(tokens)
+        self._set(numbers)
+        self._nonfinite.inc(not all(math.isfinite(numbers.get(key, 0.0)) for key in ("loss", "grad_norm")))
+
+    def logged(self, numbers: Mapping[str, float]) -> None:
+        """What transformers logged; only there is the learning rate."""
+        self._set({key: numbers[key] for key in ("learning_rate",) if key in numbers})
+
+    def _set(self, numbers: Mapping[str, float]) -> None:
+        for key, value in numbers.items():
+            if key in self._gauges:
+                self._gauges[key].set(value)
+
+
+_MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
+
+
+def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: list[str]) -> dict[str, float]:
+    """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
+
+    Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
+    selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
+    that cut them, and of a group that of its oldest token; replayed groups have an age of their own.
+    """
+    arrivals = batch.arrivals or [Arrival.of(group) for group in batch.groups]
+    rewards = np.concatenate([arrival.rewards for arrival in arrivals])
+    total = weighted_sums(rewards, weights)
+    total = total[~np.isnan(total)]
+    lengths = np.concatenate([arrival.lengths for arrival in arrivals])
+    ages = [version - group.policy_version for group in batch.groups]
+    staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]
+    fresh = batch.groups[: batch.num_fresh]
+    sampled = np.concatenate([group.is_sampled for group in fresh])
+    versions = np.concatenate([group.versions for group in fresh])[sampled]
+    oldest = np.repeat([group.policy_version for group in fresh], [group.num_tokens for group in fresh])[sampled]
+    metrics = {
+        "reward": float(total.mean()) if len(total) else float("nan"),
+        "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
+        "frac_reward_zero_std": sum(arrival.outcome == "no_signal" for arrival in arrivals) / len(arrivals),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.concatenate([arrival.truncated for arrival in arrivals]).mean()),
+        "staleness/mean": float(np.mean(staleness)),
+        "staleness/max": float(max(staleness)),
+        "staleness/token_mean": float(version - versions.mean()),
+        "staleness/newer_token_share": float((versions > oldest).mean()),
+        "replay/share": len(replayed) / len(ages),
+    }
+    if replayed:
+        metrics |= {"replay/age/mean": float(np.mean(replayed)), "replay/age/max": float(max(replayed))}
+    for column, name in enumerate(names):
+        values = rewards[:, column][~np.isnan(rewards[:, column])]
+        if len(values):
+            metrics[f"rewards/{name}/mean"] = float(values.mean())
+            metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return metrics
+
+
+def success_rates(counts: Mapping[str, int]) -> dict[str, float]:
+    """Of all scored completions so far, by the attempt at their prompt: 1 is the first attempt, 2 the first reroll."""
+    scored = {name.removesuffix("_scored"): count for name, count in counts.items() if name.endswith("_scored")}
+    return {
+        f"success_rate/{attempt}": counts[f"{attempt}_successes"] / count for attempt, count in scored.items() if count
+    }
+
+
+class StepReport:
+    """Writes `steps.jsonl`, moves the bar or says a line, sets the metrics."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        counts: Mapping[str, int],
+        metrics: LearningMetrics,
+        *,
+        max_steps: int,
+        first_step: int,
+        show_bar: bool,
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = RotatedLines(run_dir / "steps.jsonl", _MAX_BYTES)
+        self._file.forget_after(first_step)  # steps that were trained, but are not in the checkpoint
+        self._unwritten: list[bytes] = []
+        self._counts = counts
+        self._metrics = metrics
+        self._max_steps = max_steps
+        self._as_records = logs.structured()
+        self._show_lines = show_bar and (self._as_records or not sys.stderr.isatty())
+        self._bar = tqdm(
+            total=max_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not show_bar or self._show_lines,
+        )
+
+    def batch(self, staleness: list[int]) -> None:
+        """A batch was cut; `staleness` of its groups that are trained for the first time, in versions."""
+        self._metrics.batch(staleness)
+
+    def logged(self, numbers: Mapping[str, float]) -> None:
+        """What transformers logged of a step."""
+        self._metrics.logged(numbers)
+
+    def step(self, step: int, metrics: dict[str, float], *, wait_s: float, step_s: float, tokens: int) -> None:
+        """Records optimizer step `step`, counted from 1, for whose batch the trainer waited `wait_s` seconds."""
+        now, spent = time.time(), {"wait_s": wait_s, "step_s": step_s, "tokens": tokens}
+        self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
+        counts = dict(self._counts)  # a copy: the intake's thread adds names to it
+        totals = {**success_rates(counts), "counts": counts}
+        self._unwritten.append(f"{encode_line({'step': step, 't': now} | spent | metrics | totals)}\n".encode())
+        self._write()
+        whole_s = max(1e-9, wait_s + step_s)
+        fields = spent | {
+            "step": step,
+            "max_steps": self._max_steps,
+            "reward": metrics["reward"],
+            "staleness": metrics["staleness/mean"],
+            "tokens_per_s": tokens / whole_s,
+            "wait_share": wait_s / whole_s,
+        }
+        shown = {
+            "reward": f"{fields['reward']:.3f}",
+            "staleness": f"{fields['staleness']:.2f}",
+            "tok/s": f"{fields['tokens_per_s']:.0f}",
+            "wait": f"{fields['wait_share']:.0%}",
+        }
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix(shown, refresh=False)
+        if self._show_lines:
+            numbers = "  ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(f"step {step}/{self._max_steps}  {numbers}", **fields)
+
+    def say(self, text: str, **fields: Any) -> None:
+        """A message that does not tear the bar; a record with these fields where logs are JSON."""
+        if self._as_records:
+            logger.info("%s", text, extra={"fields": fields})
+        else:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._write()
+
+    def _write(self) -> None:
+        with unless_full():
+            while self._unwritten:
+                self._file.append(self._unwritten[0])
+                del self._unwritten[0]

@@ -1,0 +1,194 @@
+"""One line per optimizer step, and numbers that describe what arrived."""
+
+import errno
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from consumer.report import steps as progress
+from consumer.report.steps import StepReport, batch_metrics, success_rates
+from protocol.files import rotated_lines
+from replay.batches.cutting import CutBatch
+from replay.batches.delivery import Arrival
+from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group
+
+METRICS = {"reward": 0.5, "staleness/mean": 1.0}
+
+
+def report(
+    folder: Path, counts: Counter[str] | None = None, *, first_step: int = 0, show_bar: bool = False
+) -> StepReport:
+    return StepReport(
+        folder, counts or Counter(), learning_metrics(), max_steps=9, first_step=first_step, show_bar=show_bar
+    )
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in rotated_lines.read(folder / "steps.jsonl")]
+
+
+def write(place: StepReport, *numbers: int) -> None:
+    for number in numbers:
+        place.step(number, METRICS, wait_s=0.5, step_s=1.5, tokens=40)
+
+
+def test_metrics_by_hand() -> None:
+    used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3,
+                         token_versions=[3, 3, 4])  # fmt: skip
+    dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
+    batch = CutBatch(5, 1, 6, [used], 1, [Arrival.of(used), Arrival.of(dull, "no_signal")])
+    metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
+    # weighted sums 2, 0, 1; the completion without any reward is left out
+    assert metrics == pytest.approx(
+        {
+            "reward": 1.0,
+            "reward_std": 1.0,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 7 / 4,
+            "completions/max_length": 3.0,
+            "completions/clipped_ratio": 0.25,
+            "staleness/mean": 2.0,
+            "staleness/max": 2.0,
+            "staleness/token_mean": 5 / 3,
+            "staleness/newer_token_share": 1 / 3,
+            "replay/share": 0.0,
+            "rewards/first/mean": 2 / 3,
+            "rewards/first/std": math.sqrt(1 / 3),
+            "rewards/second/mean": 2.0,
+            "rewards/second/std": 0.0,
+        }
+    )
+
+
+def test_counts_that_grow_meanwhile_are_reported_as_they_were(tmp_path: Path) -> None:
+    counts = Growing(accepted=3, attempt_1_scored=4, attempt_1_successes=1)
+    write(report(tmp_path, counts), 1)
+    (line,) = rotated_lines.read(tmp_path / "steps.jsonl")
+    assert line["success_rate/attempt_1"] == 0.25
+    assert line["counts"] == {"accepted": 3, "attempt_1_scored": 4, "attempt_1_successes": 1}
+
+
+def test_metrics_when_nothing_was_scored() -> None:
+    group = rollout_group([[3], [4]], rewards=[math.nan, math.nan])
+    metrics = batch_metrics(CutBatch(0, 1, 1, [group], 1), 0, np.array([1.0]), ["first"])
+    assert math.isnan(metrics["reward"])
+    assert "rewards/first/mean" not in metrics
+
+
+def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
+    """One that is trained again after a crash, or from a journal."""
+    group = rollout_group([[3], [4, 5, 6]], rewards=[0.0, 1.0], version=2)
+    metrics = batch_metrics(CutBatch(3, 1, 4, [group], 1), 3, np.array([2.0]), ["first"])
+    numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
+    assert numbers == (1.0, 2.0, 1.0)
+
+
+def test_replayed_groups_have_an_age_and_no_staleness() -> None:
+    fresh, recent, old = (rollout_group([[3], [4]], version=version) for version in (8, 5, 2))
+    metrics = batch_metrics(CutBatch(9, 1, 10, [fresh, recent, old], 1), 9, np.array([1.0]), ["first"])
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 1.0)
+    assert metrics["replay/share"] == pytest.approx(2 / 3)
+    assert (metrics["replay/age/mean"], metrics["replay/age/max"]) == (5.5, 7.0)
+
+
+def test_success_by_attempt_is_of_all_scored_completions() -> None:
+    counts = {"attempt_1_groups": 2, "attempt_1_scored": 8, "attempt_1_successes": 6, "accepted": 3}
+    assert success_rates(counts) == {"success_rate/attempt_1": 0.75}
+    again = {"attempt_2_groups": 1, "attempt_2_scored": 4, "attempt_2_successes": 0, "attempt_3_scored": 0}
+    assert success_rates(counts | again) == {"success_rate/attempt_1": 0.75, "success_rate/attempt_2": 0.0}
+
+
+def test_every_step_is_one_line_at_once(tmp_path: Path) -> None:
+    counts = Counter(accepted=3)
+    place = report(tmp_path / "new" / "run", counts)
+    counts["accepted"] += 1
+    write(place, 1)
+    line = json.loads((tmp_path / "new" / "run" / "steps.jsonl").read_text())  # before anything is closed
+    assert line.pop("t") > 1e9
+    assert line == {"step": 1, "wait_s": 0.5, "step_s": 1.5, "tokens": 40, "counts": {"accepted": 4}} | METRICS
+    place.close()
+
+
+def test_a_resumed_run_forgets_the_steps_that_the_crash_undid(tmp_path: Path) -> None:
+    place = report(tmp_path)
+    write(place, 1, 2, 3, 4)
+    place.close()
+    with (tmp_path / "steps.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "t')  # killed while it wrote
+    resumed = report(tmp_path, first_step=2)
+    write(resumed, 3)
+    resumed.close()
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+class Disk:
+    """Takes so many more bytes of `os.write`, then says ENOSPC."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 10**9
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(descriptor, data[: self.left])
+        self.left -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 150])
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    place = report(tmp_path)
+    disk = Disk(monkeypatch)
+    write(place, 1)
+    disk.left = room
+    write(place, 2, 3)
+    assert len((tmp_path / "steps.jsonl").read_text().split("\n")[1]) <= room
+    disk.left = 7
+    write(place, 4)
+    disk.left = 10**9
+    place.close()
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_elsewhere_than_on_a_terminal_a_step_is_one_readable_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = report(tmp_path, show_bar=True)
+    write(place, 1)
+    place.close()
+    assert capsys.readouterr().err == "step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%\n"
+
+
+def test_where_logs_are_json_a_step_is_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress.logs, "structured", lambda: True)
+    caplog.set_level("INFO", logger="consumer")
+    place = report(tmp_path, show_bar=True)
+    write(place, 1)
+    place.say("listening")
+    place.close()
+    assert caplog.messages == ["step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%", "listening"]
+    assert [vars(record)["fields"] for record in caplog.records] == [
+        {
+            "step": 1,
+            "max_steps": 9,
+            "reward": 0.5,
+            "staleness": 1.0,
+            "tokens": 40,
+            "tokens_per_s": 20.0,
+            "step_s": 1.5,
+            "wait_s": 0.5,
+            "wait_share": 0.25,
+        },
+        {},
+    ]
