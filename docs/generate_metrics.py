@@ -17,29 +17,33 @@ sys.path.insert(0, str(ROOT))
 
 from prometheus_client import CollectorRegistry
 
-from consumer.link.commit_queue import RolloutStorage  # noqa: E402
-from consumer.link.sessions import ProducerSession  # noqa: E402
-from consumer.ranks.exchange import RankWork  # noqa: E402
-from consumer.report.metrics import (  # noqa: E402
+from consumer.link.commit_queue import RolloutStorage
+from consumer.link.sessions import ProducerSession
+from consumer.ranks.exchange import RankWork
+from consumer.report.metrics import (
     commit_seconds,
     watch_evaluation,
     watch_ranks,
     watch_trainer,
     watch_turns,
 )
-from consumer.report.steps import LearningMetrics  # noqa: E402
-from producer.environments.agents import Agents  # noqa: E402
-from producer.environments.atropos import Atropos  # noqa: E402
-from producer.metrics import ProducerMetrics  # noqa: E402
-from producer.serving.client_limits import ClientLimiter  # noqa: E402
-from producer.serving.metrics import ServeMetrics  # noqa: E402
-from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload  # noqa: E402
-from protocol.config.run import RunConfig  # noqa: E402
-from protocol.security.rejections import Refusals  # noqa: E402
-from protocol.service.exposition import add_watch_metrics  # noqa: E402
-from protocol.service.health import Health  # noqa: E402
-from protocol.service.metrics import add_process_metrics  # noqa: E402
-from protocol.service.systemd import Notifier  # noqa: E402
+from consumer.report.steps import LearningMetrics
+from producer.environments.agents import Agents
+from producer.environments.atropos import Atropos
+from producer.metrics import ProducerMetrics
+from producer.serving.client_limits import ClientLimiter
+from producer.serving.metrics import ServeMetrics
+from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
+from protocol.channel.authenticator import Refusals
+from protocol.config.run import RunConfig
+from protocol.exposition import (
+    add_process_metrics,
+    add_watch_metrics,
+)
+from protocol.runtime.health import (
+    Health,
+    Notifier,
+)
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")

@@ -47,20 +47,19 @@ from consumer.training.quantization import unquantized_probe
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import ThreadErrors, WaitPolicy
+from protocol.channel.channel import ServerChannel
+from protocol.channel.keys import trainer_keys
+from protocol.channel.server import ZmqServer
+from protocol.config.data import WEIGHTED_SUM, EvaluationSection
+from protocol.config.learning import PipelineSection
 from protocol.config.run import RunConfig
-from protocol.config.sections.evaluation import WEIGHTED_SUM, EvaluationSection
-from protocol.config.sections.learning import PipelineSection
 from protocol.errors import ConfigError, RankLostError
-from protocol.files.shared_memory import shared_memory
-from protocol.gpu.device import gpu_facts
-from protocol.gpu.seat import say_waiting
-from protocol.gpu.tenants import tenancy
-from protocol.security.keys import trainer_keys
-from protocol.service import logs
-from protocol.service.exposition import Watch
-from protocol.throttle import Throttle
-from protocol.transport.channel import ServerChannel
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.exposition import Watch
+from protocol.gpu.nvml import gpu_facts
+from protocol.gpu.reservation import say_waiting, tenancy
+from protocol.runtime import logs
+from protocol.runtime.logs import Throttle
+from protocol.runtime.scratch import shared_memory
 from protocol.wire.handshake import TrainerNeeds
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import ReplayTable

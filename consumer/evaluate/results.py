@@ -20,11 +20,10 @@ import msgspec
 
 from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from consumer.link.policy_store import MeasuredProbe, PublishedPolicy
-from protocol.config.sections.evaluation import EvaluationSection
-from protocol.files import rotated_lines
-from protocol.files.json_lines import encode_line, encode_page
-from protocol.files.rotated_lines import RotatedLines
-from protocol.files.staged import mend, staged
+from protocol.config.data import EvaluationSection
+from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.files import mend, staged
+from protocol.runtime.json_lines import RotatedLines, encode_line, encode_page
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.messages import PolicyInfo
 

@@ -14,8 +14,8 @@ from msgspec import msgpack, structs
 
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession
-from protocol.throttle import Throttle
-from protocol.transport.channel import ServerChannel
+from protocol.channel.channel import ServerChannel
+from protocol.runtime.logs import Throttle
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Group, Message, Nack
 from replay.batches.delivery import Delivery

@@ -17,9 +17,9 @@ from consumer.link.gpu_turns import GpuTurns
 from consumer.link.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession
-from protocol.service.targets import Target
-from protocol.throttle import Throttle
-from protocol.transport.channel import ServerChannel
+from protocol.channel.channel import ServerChannel
+from protocol.exposition import Target
+from protocol.runtime.logs import Throttle
 from protocol.wire.handshake import TrainerNeeds, problems, turn_problems
 from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, Reject, Welcome
 from replay.buffer import RolloutBuffer

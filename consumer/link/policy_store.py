@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from protocol.files.shared_memory import SharedMemory
+from protocol.runtime.scratch import SharedMemory
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
 

@@ -23,10 +23,10 @@ from typing import NamedTuple
 from msgspec import structs
 
 from consumer.link.sessions import ProducerSession
-from protocol.config.sections.transport import is_loopback
-from protocol.security.keys import identity_of
-from protocol.throttle import Throttle
-from protocol.transport.channel import ServerChannel
+from protocol.channel.channel import ServerChannel
+from protocol.channel.keys import identity_of
+from protocol.config.operation import is_loopback
+from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import PolicyOffer, RelayAddress, RelayPeer, RelayPeers
 

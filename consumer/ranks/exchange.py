@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from consumer.checkpoints.folders import Checkpoint
 from protocol.errors import RankLostError
-from protocol.processes.tree import resident_bytes
+from protocol.runtime.processes import resident_bytes
 from protocol.wire.codec import encode as encode_message
 from replay.batches.cutting import CutBatch
 from replay.groups import GroupShape, message_of

@@ -28,7 +28,7 @@ from consumer.ranks.rendezvous import (
 )
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode, RankLostError
-from protocol.processes.tree import exit_text
+from protocol.runtime.processes import exit_text
 
 
 class Member(msgspec.Struct, frozen=True):

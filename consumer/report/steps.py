@@ -2,7 +2,7 @@
 
 Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, written when the step ends or, on a full
 disk, when there is room; steps that a crash undid leave none. The file and the older one that it replaced, `steps.1.jsonl`,
-are bounded (`protocol.files.rotated_lines`): together they have the last hundred thousand steps or more. A metric that a step did
+are bounded (`protocol.runtime.json_lines`): together they have the last hundred thousand steps or more. A metric that a step did
 not have keeps its last value; before the first one it is NaN, which no alert takes for 0. docs/algorithms.md explains the ratio
 statistics.
 """
@@ -20,10 +20,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tqdm import tqdm
 
-from protocol.files.json_lines import encode_line
-from protocol.files.rotated_lines import RotatedLines
-from protocol.files.space import unless_full
-from protocol.service import logs
+from protocol.runtime import logs
+from protocol.runtime.files import unless_full
+from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
 from replay.rewards import weighted_sums

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from consumer.app import cli
-from protocol.gpu import device
-from protocol.gpu.device import VisibleGpu
+from protocol.gpu import nvml as device
+from protocol.gpu.nvml import VisibleGpu
 from tests.unit.protocol.config.files import MINIMAL
 
 

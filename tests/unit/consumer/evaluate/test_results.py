@@ -10,7 +10,7 @@ import pytest
 
 from consumer.evaluate import results as results_module
 from consumer.evaluate.results import DueVersion, EvaluationQueue, EvaluationResults
-from protocol.config.sections.evaluation import EvaluationSection
+from protocol.config.data import EvaluationSection
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
 

@@ -8,7 +8,7 @@ import pytest
 
 from consumer.link import fleet
 from consumer.link.policy_store import MeasuredProbe
-from protocol.files.shared_memory import shared_memory
+from protocol.runtime.scratch import shared_memory
 from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
-from protocol.files.shared_memory import SharedMemory
+from protocol.runtime.scratch import SharedMemory
 from protocol.wire.messages import PolicyOffer, PolicyRequest
 
 

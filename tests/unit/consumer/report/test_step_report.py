@@ -12,7 +12,7 @@ import pytest
 
 from consumer.report import steps as progress
 from consumer.report.steps import StepReport, batch_metrics, success_rates
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
 from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group
