@@ -17,6 +17,7 @@ from typing import Any
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
 from consumer.prompts.source import Prompt, PromptSource
+from protocol.channel.channel import ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling

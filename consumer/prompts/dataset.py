@@ -14,6 +14,7 @@ from pathlib import Path
 from consumer.prompts.filters import TokenLimit, kept_rows
 from consumer.prompts.rows import RowReader, load_rows
 from consumer.prompts.source import Prompt
+from protocol.config.data import DatasetSection
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 
