@@ -26,8 +26,8 @@ import psutil
 import torch
 
 from benchmarks.swap_modes import GROUP, MODELS, RANK, build, run_config
-from producer.engine.adapter_loading import LoadingWorker
-from producer.engine.vllm_config import ON_CPU
+from producer.engine.adapter_worker import LoadingWorker
+from producer.engine.configuration import ON_CPU
 from producer.interfaces import Adapter, Engine
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling
@@ -39,7 +39,7 @@ class VllmLoading(LoadingWorker):
     """Loads as the product does, and leaves the computation to vLLM."""
 
     def loading_start(self) -> None:
-        with mock.patch("producer.engine.adapter_loading.ByAdapter"):
+        with mock.patch("producer.engine.adapter_worker.ByAdapter"):
             super().loading_start()
 
 
@@ -123,9 +123,9 @@ def server(config: RunConfig, folder: Path) -> Iterator[tuple[str, int]]:
 
 @contextlib.asynccontextmanager
 async def arms(folder: Path, dtype: str, *, vllm_lora: bool) -> AsyncIterator[list[Arm]]:
-    from producer.engine import arguments
+    from producer.engine import configuration as arguments
     from producer.engine.engine import VllmEngine
-    from producer.engine_server.engine import server_engine
+    from producer.plugins.engine_server.engine import server_engine
 
     config = run_config(folder, "adapter", dtype)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))  # as VllmEngine does
@@ -137,7 +137,7 @@ async def arms(folder: Path, dtype: str, *, vllm_lora: bool) -> AsyncIterator[li
         )
         own = arguments.own_arguments
         extension = {"worker_extension_cls": "benchmarks.engine_server.VllmLoading"} if vllm_lora else {}
-        with mock.patch("producer.engine.vllm_config.own_arguments", lambda *given: own(*given) | extension):
+        with mock.patch("producer.engine.configuration.own_arguments", lambda *given: own(*given) | extension):
             local = VllmEngine(config, 0)
         try:
             await local.warm_up()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from producer.endpoint.generation import ServedEngine
+from producer.endpoint.serving import Serving
 from producer.engine_gate import EngineGate
 from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
@@ -30,8 +32,6 @@ from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
 from producer.rollouts.sources import AgentRollouts, AtroposRollouts, PlainRollouts
-from producer.serving.generation import ServedEngine
-from producer.serving.serving import Serving
 from producer.startup import Base, Helpers
 from producer.state import Situation, Workload
 from producer.supervision import Supervision, Watchdog

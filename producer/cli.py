@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from protocol import command_line
+from producer.interfaces import engine_plugin
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
 from protocol.runtime.processes import follow_parent_if_tied, uncollected
@@ -66,13 +66,11 @@ def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
 
 
 def _check_libraries(config: RunConfig) -> None:
-    if config.engine_server is not None:
-        from producer.engine_server.engine import check_servers
-
-        check_servers(config)
+    if (plugin := engine_plugin(config)) is not None:
+        plugin.check(config)
     else:
         with uncollected():
-            from producer.engine.vllm_config import check_engine_section
+            from producer.engine.configuration import check_engine_section
 
         check_engine_section(config)
 

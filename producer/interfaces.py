@@ -5,11 +5,13 @@ Guarantee: nothing here imports a library, so every part can be tested with stan
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from producer.state import EngineLoad
+from protocol.config.functions import load_plugin
 from protocol.config.run import RunConfig
 from protocol.wire.messages import EngineFacts, FailureReason, GpuTurn, Lease, PolicyInfo, Sampling
 
@@ -148,7 +150,7 @@ class Engine(Protocol):
         """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
 
     def openai_server(self, config: RunConfig) -> Any:
-        """What answers OpenAI requests on this engine: a `producer.calls.calls.Answering`."""
+        """What answers OpenAI requests on this engine: a `producer.endpoint.openai.Answering`."""
 
     def current_load(self) -> EngineLoad | None:
         """As of the last engine step; None with `engine.disable_log_stats`."""
@@ -161,6 +163,23 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Ends the engine. What is asked of it from then on is an `EngineError`."""
+
+
+@dataclass(frozen=True)
+class EnginePlugin:
+    """An engine outside of this process, as an entry point of the group `slipstream.engines` offers it. `check` raises a
+    SlipstreamError with the reasons if it does not fit the run."""
+
+    open: Callable[[RunConfig], AbstractAsyncContextManager[Engine]]
+    check: Callable[[RunConfig], None]
+
+
+def engine_plugin(config: RunConfig) -> EnginePlugin | None:
+    """Load the plugin that this run's engine comes from; None if the producer runs vLLM itself."""
+    if config.engine_server is None:
+        return None
+    plugin: EnginePlugin = load_plugin("slipstream.engines", config.engine_server.plugin, "engine_server.plugin")
+    return plugin
 
 
 @dataclass(frozen=True)

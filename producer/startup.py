@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from producer.endpoint.agents import Agents
+from producer.endpoint.serving import base_url, listening, read_keys
 from producer.environments.agent_program import AgentProgram
-from producer.environments.agents import Agents
 from producer.environments.pool import EnvironmentPool
-from producer.interfaces import Engine
+from producer.interfaces import Engine, engine_plugin
 from producer.metrics import ProducerMetrics
 from producer.relays.host_cache import host_cache
 from producer.relays.neighbours import Neighbours
 from producer.relays.place import relay_place
 from producer.relays.relay import Relay
 from producer.rewards.pool import RewardPool
-from producer.serving.serving import base_url, listening, read_keys
 from producer.state import Counters
 from producer.tasks import Tasks
 from producer.timeline import Timeline
@@ -162,11 +162,8 @@ async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
 
 
 async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
-    if base.config.engine_server is not None:
-        from producer.engine_server.engine import server_engine
-
-        logger.info("asking for %s at %s ...", base.config.model.path, ", ".join(base.config.engine_server.url))
-        return await stack.enter_async_context(server_engine(base.config))
+    if (plugin := engine_plugin(base.config)) is not None:
+        return await stack.enter_async_context(plugin.open(base.config))
     logger.info("loading the engine for %s ...", base.config.model.path)
     with uncollected():
         from producer.engine.engine import VllmEngine  # vLLM takes seconds to import

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from producer.calls.calls import Answer, Call, Sampled
-from producer.calls.requests import ServedRequest
+from producer.endpoint.openai import Answer, Call, Sampled, ServedRequest
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import facts

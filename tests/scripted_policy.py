@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from producer.calls.calls import Call
-from producer.calls.requests import ServedRequest
-from producer.environments.agents import Agents
-from producer.serving.generation import ServedEngine
-from producer.serving.serving import base_url
+from producer.endpoint.agents import Agents
+from producer.endpoint.generation import ServedEngine
+from producer.endpoint.openai import Call, ServedRequest
+from producer.endpoint.serving import base_url
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Lease, Sampling
 from tests.policies import Policies

@@ -1,4 +1,4 @@
-"""A `vllm serve` without vLLM: the routes that `producer.engine_server` uses, with answers and refusals worded as vLLM 0.32 does.
+"""A `vllm serve` without vLLM: the routes that the plugin `engine_server` uses, with answers and refusals in vLLM's words.
 
 Guarantee: what it computes depends on the weights of its model, of the adapter's files and on the tokens alone, so two servers of
 one model agree. Whatever is asked for can be made to go wrong: `flags`, `answers` (what is said to the next requests of a route)

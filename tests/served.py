@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from producer.environments.agents import Agents
+from producer.endpoint.agents import Agents
+from producer.endpoint.generation import ServedEngine
+from producer.endpoint.serving import Serving, listening
 from producer.environments.atropos import Atropos
-from producer.serving.generation import ServedEngine
-from producer.serving.serving import Serving, listening
 from protocol.config.run import RunConfig
 
 

@@ -13,13 +13,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
-from producer.calls.limits import group_fields, limits
-from producer.engine.adapter_weights import AdapterWeights
+from producer.engine.configuration import build_vllm_config, leave_a_core, model_folder
 from producer.engine.core import EngineCore, prompt_of
-from producer.engine.merged_weights import MergedWeights
+from producer.engine.sampling import group_fields, limits
 from producer.engine.tool_calls import ToolCallParser
-from producer.engine.vllm_config import build_vllm_config, leave_a_core, model_folder
-from producer.engine.weights import InFlightRequest, VllmWeights
+from producer.engine.weights import AdapterWeights, InFlightRequest, MergedWeights, VllmWeights
 from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFailure
 from producer.state import EngineLoad
 from protocol.config.run import RunConfig

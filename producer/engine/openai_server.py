@@ -22,12 +22,11 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from producer.calls.calls import Answer, Call
-from producer.calls.limits import limits
-from producer.calls.requests import RefusedError, ServedRequest, malformed
+from producer.endpoint.openai import Answer, Call, RefusedError, ServedRequest, malformed
+from producer.endpoint.versions import model_name
 from producer.engine.core import EngineCore
+from producer.engine.sampling import limits
 from producer.engine.weights import InFlightRequest, VllmWeights
-from producer.serving.versions import model_name
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from producer.calls.calls import Sampled
-from producer.calls.recorded import RecordedCalls
-from producer.calls.requests import RefusedError, ServedRequest, malformed
-from producer.environments.agent_episodes import first_difference, sampled_as
+from producer.endpoint.agents import first_difference, sampled_as
+from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, malformed
+from producer.endpoint.recorded import RecordedCalls
 from producer.environments.group_queue import GroupQueue, QueueFullError
 from producer.environments.registrations import Environments, Registration
 from producer.environments.scored_data import ScoredData, match_group

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.calls.recorded import RecordedCall, RecordedCalls
-from producer.calls.requests import RefusedError, malformed
+from producer.endpoint.openai import RefusedError, malformed
+from producer.endpoint.recorded import RecordedCall, RecordedCalls
 from producer.groups import Episode, Record, Rollouts, group_message
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Sampling

@@ -76,6 +76,12 @@ class EngineServerSection(Section):
         description="Address of the server, `http://HOST:PORT` or `https://...`, without the `/v1`. One, or a list of servers of "
         "the same model, among which groups are spread.",
     )
+    plugin: str = Field(
+        "engine_server",
+        min_length=1,
+        description="Which client speaks to the server: an entry point of the group `slipstream.engines`, to which an installed "
+        "package may add another.",
+    )
     adapter_dir: str = Field(
         min_length=1,
         description="Folder through which policies reach the server: the producer writes to it, the server reads from it. Each "

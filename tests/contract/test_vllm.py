@@ -227,7 +227,7 @@ def check_override(ours: ast.FunctionDef, theirs: ast.FunctionDef) -> None:
 
 
 def test_what_we_put_in_place_of_the_lora_kernels_takes_what_they_take(vllm: Sources) -> None:
-    ours = defined(parsed(REPOSITORY / "producer/engine/adapter_loading.py"), "ByAdapter")
+    ours = defined(parsed(REPOSITORY / "producer/engine/adapter_worker.py"), "ByAdapter")
     assert ours is not None
     for name, theirs in {
         "shrink": "_apply_shrink",
@@ -248,13 +248,13 @@ def test_what_the_loader_reads_of_a_request_is_there(vllm: Sources) -> None:
         vllm.find("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter")[1], "lora_request"
     )
     assert {"lora_path", "lora_int_id"} <= read
-    module = parsed(REPOSITORY / "producer/engine/adapter_loading.py")
+    module = parsed(REPOSITORY / "producer/engine/adapter_worker.py")
     handed = defined(module, "Reading") or vllm.find("vllm.lora.request:LoRARequest")[1]
     assert [name for name in sorted(read) if defined(handed, name) is None] == []
 
 
 def test_what_the_loaders_of_layers_read_of_a_weight_is_there(vllm: Sources) -> None:
-    """`producer.engine.merging.loaded` gives them a bare parameter."""
+    """`producer.engine.merged_worker.loaded` gives them a bare parameter."""
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     known = {
         *dir(weight),
@@ -267,7 +267,7 @@ def test_what_the_loaders_of_layers_read_of_a_weight_is_there(vllm: Sources) -> 
 
 
 def test_what_packs_a_weight_reads_of_a_layer_is_there(vllm: Sources) -> None:
-    """`producer.engine.merging.packed` gives it a module with a weight and a bias."""
+    """`producer.engine.merged_worker.packed` gives it a module with a weight and a bias."""
     read = attributes_of(vllm.find("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm")[1], "layer")
     assert {"weight", "cpu_linear"} & read
     assert read <= {"weight", "bias", "cpu_linear", "register_parameter", "_cpu_unpacked_conv_weight"}

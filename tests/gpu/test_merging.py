@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from producer.engine import merging
-from producer.engine.merging import Merging
+from producer.engine import merged_worker as merging
+from producer.engine.merged_worker import Merging
 from tests.unit.producer.engine.test_merging import adapter, engine_model, swap
 
 pytestmark = pytest.mark.stand_in

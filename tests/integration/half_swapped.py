@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from producer.engine.adapter_loading import LoadingWorker
-from producer.engine.merging import MergingWorker
+from producer.engine.adapter_worker import LoadingWorker
+from producer.engine.merged_worker import MergingWorker
 
 INSTEAD = "second-worker-takes"
 """Name of a file in an adapter's folder: the path of another adapter."""

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from transformers import AutoTokenizer
 from vllm.v1.engine.output_processor import RequestState
 
-from producer.engine.adapter_loading import ByAdapter
+from producer.engine.adapter_worker import ByAdapter
 from producer.interfaces import AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
 from producer.policies.registry import AdapterRegistry
 from producer.rollouts.admission import Admission
@@ -453,7 +453,7 @@ def test_the_facts_for_the_handshake_and_what_the_engine_leaves_to_others(live):
     ],
 )
 def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said):
-    from producer.engine.vllm_config import check_engine_section
+    from producer.engine.configuration import check_engine_section
 
     with pytest.raises(ConfigError) as caught:
         check_engine_section(run_config(live.model, tmp_path, engine=engine, swap={"probe_tolerance": 1.0}))

@@ -61,7 +61,7 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
 def test_limits_of_a_batch_are_those_of_vllm_serve_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine import arg_utils
 
-    from producer.engine.vllm_config import build_vllm_config
+    from producer.engine.configuration import build_vllm_config
 
     def of_an_h100(*arguments: Any) -> Any:
         with monkeypatch.context() as patched:
@@ -82,7 +82,7 @@ def test_limits_of_a_batch_are_those_of_vllm_serve_on_the_gpu(tmp_path: Path, mo
 
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it where `model.trust_remote_code` says so, and the GPUs are shared by the parts of a pipeline."""
-    from producer.engine.vllm_config import check_engine_section
+    from producer.engine.configuration import check_engine_section
 
     modules = str(tmp_path / "modules")
     monkeypatch.setenv("HF_MODULES_CACHE", modules)  # for processes that vLLM starts
@@ -104,7 +104,7 @@ def run_config(run_dir: Path, **sections: Any) -> RunConfig:
 
 def test_loras_in_float32_are_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would start, and its core die of the first request with an adapter: its kernels assert 16 bits."""
-    from producer.engine import vllm_config
+    from producer.engine import configuration as vllm_config
 
     folder = build_model("qwen2", tmp_path / "model")
 
@@ -123,7 +123,7 @@ def test_loras_in_float32_are_refused_on_a_gpu(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_engine_that_cannot_sleep_takes_no_turns_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from producer.engine import vllm_config
+    from producer.engine import configuration as vllm_config
 
     folder = build_model("qwen2", tmp_path / "model")
     model, engine = {"path": str(folder), "dtype": "bfloat16"}, {"max_model_len": 64, "enforce_eager": True}

@@ -7,8 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from producer.calls.calls import Call
-from producer.calls.requests import check_request
+from producer.endpoint.openai import Call, check_request
 from producer.interfaces import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
 from protocol.config.operation import TOLERANCES
@@ -149,7 +148,7 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
 
 
 def test_a_module_that_the_engine_does_not_have_is_refused_and_so_is_an_engine_that_cannot_merge(live, tmp_path):
-    from producer.engine.vllm_config import check_engine_section
+    from producer.engine.configuration import check_engine_section
 
     adapter = live.adapter(1, 300)
     weights = adapter.path / "adapter_model.safetensors"

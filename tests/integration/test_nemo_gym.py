@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from producer.endpoint.agents import Agents
 from producer.environments.agent_program import AgentProgram
-from producer.environments.agents import Agents
 from producer.groups import Record
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError

@@ -10,11 +10,10 @@ import pytest
 import torch
 from vllm.v1.engine.output_processor import RequestState
 
-from producer.calls.calls import Call
-from producer.calls.requests import check_request
+from producer.endpoint.generation import ServedEngine
+from producer.endpoint.openai import Call, check_request
+from producer.endpoint.serving import base_url
 from producer.policies.registry import AdapterRegistry
-from producer.serving.generation import ServedEngine
-from producer.serving.serving import base_url
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import build_model, reference_logprobs
 from tests.policies import registry_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from producer.engine import arguments
+from producer.engine import configuration as arguments
 from producer.interfaces import Adapter
 from protocol.config.operation import TOLERANCES
 from tests.integration.engines import LiveEngine, live_engine
@@ -25,7 +25,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         own = arguments.own_arguments
         half = "HalfMerging" if request.param == "merged" else "HalfLoading"
         extension = {"worker_extension_cls": f"tests.integration.half_swapped.{half}"}
-        patch.setattr("producer.engine.vllm_config.own_arguments", lambda *given: own(*given) | extension)
+        patch.setattr("producer.engine.configuration.own_arguments", lambda *given: own(*given) | extension)
         model = build_model("qwen2", folder / "model")
         with live_engine(model, folder, num_workers=2, swap={"mode": request.param}) as engine:
             yield engine

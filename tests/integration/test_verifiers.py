@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from producer.endpoint.agents import Agents
 from producer.environments.agent_program import AgentProgram, rows
-from producer.environments.agents import Agents
 from producer.groups import Episode
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from producer.engine.vllm_config import ON_CPU
+from producer.engine.configuration import ON_CPU
 from tests.integration.pair import START_S
 from tests.integration.warm import WarmProcess
 from tests.unit.protocol.channel_harness import reserve_port

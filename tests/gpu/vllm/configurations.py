@@ -1,6 +1,6 @@
 """The engine configurations that vLLM makes of ours on CUDA, as JSON: `python -m tests.gpu.vllm.configurations MODEL_FOLDER`.
 
-Guarantee: `producer.engine.vllm_config.build_vllm_config` and everything of vLLM below it are real. With `--write` the table
+Guarantee: `producer.engine.configuration.build_vllm_config` and everything of vLLM below it are real. With `--write` the table
 that the test compares with is written anew.
 """
 
@@ -88,7 +88,7 @@ def _table_of(model: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _row(folder: Path, num_gpus: int, dtype: str, sections: dict[str, Any]) -> dict[str, Any]:
-    from producer.engine.vllm_config import build_vllm_config
+    from producer.engine.configuration import build_vllm_config
     from protocol.errors import ConfigError
     from tests.unit.consumer.builders import run_config
 

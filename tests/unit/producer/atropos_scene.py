@@ -8,13 +8,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.calls.calls import Call
+from producer.endpoint.generation import ServedEngine
+from producer.endpoint.openai import Call
 from producer.environments.atropos import Atropos
-from producer.serving.generation import ServedEngine
 from protocol.config.run import RunConfig
 from tests.policies import Policies
 from tests.served import served
-from tests.unit.producer.serving.test_endpoint import Endpoint
+from tests.unit.producer.endpoint.test_endpoint import Endpoint
 
 GROUP_SIZE = 2
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from producer.engine.merged_weights import MergedWeights
+from producer.engine.weights import MergedWeights
 from producer.interfaces import Adapter, Completion
 from producer.rollouts.in_flight import OnSwap
 from protocol.wire.messages import Lease, Sampling

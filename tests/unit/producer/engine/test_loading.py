@@ -1,4 +1,4 @@
-"""`producer.engine.adapter_loading`, with numbers worked by hand."""
+"""`producer.engine.adapter_worker`, with numbers worked by hand."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from producer.engine.adapter_loading import ByAdapter, Loading, PartlyServedError, Preparation, groups_of
+from producer.engine.adapter_worker import ByAdapter, Loading, PartlyServedError, Preparation, groups_of
 
 ONE = SimpleNamespace(lora_name="v1", lora_int_id=1)
 

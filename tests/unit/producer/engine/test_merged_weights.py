@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from producer.engine.merged_weights import MergedWeights
-from producer.engine.weights import InFlightRequest
+from producer.engine.weights import InFlightRequest, MergedWeights
 from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
 from tests.unit.producer.loop import asynchronous, settle

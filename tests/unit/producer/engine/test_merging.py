@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from producer.engine.merging import _BLOCK, Merging, Part, factors, merge, scaling, unpacked
+from producer.engine.merged_worker import _BLOCK, Merging, Part, factors, merge, scaling, unpacked
 
 
 class Fused(torch.nn.Module):

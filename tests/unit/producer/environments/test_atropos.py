@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from producer.calls.requests import RefusedError
-from producer.serving.routes import parse_generate, unzip
+from producer.endpoint.openai import RefusedError
+from producer.endpoint.routes import parse_generate, unzip
 from tests.unit.producer.atropos_scene import Scene, scene
+from tests.unit.producer.endpoint.test_endpoint import endpoint
 from tests.unit.producer.loop import asynchronous
-from tests.unit.producer.serving.test_endpoint import endpoint
 
 REGISTRATION = {
     "max_token_length": 64,

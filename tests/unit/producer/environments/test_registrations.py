@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from producer.calls.requests import RefusedError, decode_body
+from producer.endpoint.openai import RefusedError, decode_body
 from producer.environments.registrations import Environments, Registration
 
 

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from producer.calls.recorded import RecordedCall, RecordedCalls
-from producer.calls.requests import RefusedError, decode_body
+from producer.endpoint.openai import RefusedError, decode_body
+from producer.endpoint.recorded import RecordedCall, RecordedCalls
 from producer.environments.scored_data import ScoredData, ScoredGroups, match_group
 from producer.groups import Rollouts
 from protocol.wire.messages import Sampling
-from tests.unit.producer.calls.test_recorded_calls import sampled
+from tests.unit.producer.endpoint.test_recorded_calls import sampled
 
 
 def recorded(*calls) -> RecordedCalls:

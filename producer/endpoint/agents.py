@@ -1,0 +1,257 @@
+"""Leases that outside agents fulfil over HTTP, in a run with posted rewards.
+
+Guarantee: a task is handed to one agent, once. Every token that the policy sampled for its answered calls, and nothing else,
+becomes the lease's group, behind exactly the tokens that it saw, and every call is sampled as the run is. The group is made as
+soon as every episode has its rewards or has failed, or else shortly before the lease ends, without the rewards that are missing
+then. A lease whose task no agent took goes back to the trainer; a task that an agent left without a completion fails. Posts for
+an episode that is over change nothing.
+
+    waiting --take--> taken --rewards of all episodes--> scored --> answered
+       |                |
+       |                +-- an episode failed without a completion: failed
+       +-- its time is over: returned     +-- its time is over: answered without the missing rewards, or failed
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, malformed
+from producer.groups import Episode, Record
+from producer.interfaces import Completion, LeaseFailure
+from protocol.wire.messages import Lease, Sampling
+
+_MAX_CALLS = 256  # of an episode
+_MAX_TOKENS = 2**19  # of an episode's records, which take some 40 bytes each
+_MARGIN = 0.05  # of a lease's time, for scoring and delivery
+_AS_IN_TRAINING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+
+
+@dataclass(eq=False, kw_only=True)
+class AgentEpisode(Episode):
+    """One completion of a task, as it grows. Its last record is the one that grew last."""
+
+    id: str
+    floor: int
+    num_calls: int = 0
+    rewards: list[float] | None = None  # in the order of their names
+
+    def note(self, sampled: Sampled) -> None:
+        """Adds a call that was answered: it extends the record that it begins with, token by token, or begins another."""
+        if self.rewards is not None:
+            return
+        seen = sampled.prompt_ids
+        record = next((r for r in reversed(self.records) if seen[: len(r.token_ids)] == r.token_ids), None)
+        if record is None:
+            record = Record.of(seen)
+            self.prompt_length = self.prompt_length or len(seen)
+        else:
+            self.records.remove(record)
+            record.show(seen[len(record.token_ids) :])
+        self.truncated = sampled.finish_reason == "length"
+        record.sampled(Completion(sampled.token_ids, sampled.logprobs, self.truncated, sampled.token_versions))
+        self.records.append(record)
+
+
+@dataclass(eq=False)
+class Task:
+    """A lease and its episodes. `done` has a result when all episodes are over, or the exception that the lease fails with."""
+
+    lease: Lease
+    episodes: list[AgentEpisode]
+    ends_at: float
+    done: "asyncio.Future[None]"
+    taken_at: float | None = None
+
+    def fail(self, reason: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(LeaseFailure("environment_failed", reason))
+            self.done.exception()  # asyncio complains of one that nobody reads, because the lease was cancelled
+
+
+class Agents:
+    """See the module's guarantee. `reward_names`: what agents post for an episode."""
+
+    def __init__(self, reward_names: tuple[str, ...]) -> None:
+        self.reward_names = reward_names
+        self._waiting: deque[Task] = deque()
+        self._offered = asyncio.Event()
+        self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
+        self._missing = [math.nan] * len(reward_names)
+        self.rewarded = self.unrewarded = self.failed = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # The lease's side
+
+    async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
+        """Returns the episodes of this lease once agents have generated and scored them, the rewards that they posted
+        (float32, (episodes, names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure
+        if nobody took the task (`returned`), or an episode has no completion. `waited_s` of the lease's time are over."""
+        names = [f"{lease.lease_id}.{number}" for number in range(lease.sampling.num_generations)]
+        episodes = [AgentEpisode(0, [], id=name, floor=lease.policy_floor) for name in names]
+        limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
+        task = Task(lease, episodes, time.monotonic() + limit_s, asyncio.get_running_loop().create_future())
+        self._episodes |= {episode.id: (task, episode) for episode in episodes}
+        self._waiting.append(task)
+        self._offered.set()
+        try:
+            async with asyncio.timeout(limit_s):
+                await task.done
+        except TimeoutError:
+            self._check_left(task, limit_s)
+        finally:
+            if task in self._waiting:
+                self._waiting.remove(task)
+            for name in names:
+                del self._episodes[name]
+        for episode in episodes:  # what is sampled from now on is no part of it
+            episode.rewards = episode.rewards or self._missing
+        rewards = np.array([episode.rewards for episode in episodes], np.float32)
+        return list(episodes), rewards, time.monotonic() - (task.taken_at or 0.0)
+
+    def _check_left(self, task: Task, limit_s: float) -> None:
+        if not any(episode.num_calls for episode in task.episodes):
+            raise LeaseFailure("returned", "no agent worked on it")
+        empty = sum(not episode.records for episode in task.episodes)
+        left = sum(episode.rewards is None for episode in task.episodes)
+        self.unrewarded += left
+        if empty or left == len(task.episodes):
+            raise LeaseFailure(
+                "generation_failed",
+                f"an agent took it, but within {limit_s:.0f} s it left {empty} of {len(task.episodes)} episodes without a "
+                f"completion and {left} without rewards; raise pipeline.lease_timeout_s if that is too short",
+            )
+
+    # The agent's side
+
+    async def take(self, wait_s: float) -> dict[str, Any] | None:
+        """A task for an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._waiting:
+                    self._offered.clear()
+                    await self._offered.wait()
+        except TimeoutError:
+            return None
+        task = self._waiting.popleft()
+        lease, task.taken_at = task.lease, time.monotonic()
+        return {
+            "id": lease.lease_id,
+            "prompt": lease.prompt,
+            "columns": lease.columns,
+            "episodes": [episode.id for episode in task.episodes],
+            "rewards": list(self.reward_names),
+            "max_tokens": lease.sampling.max_completion_length,
+            "expires_in_s": round(max(0.0, task.ends_at - time.monotonic()), 1),
+        }
+
+    def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
+        """Returns this episode and the request, to be sampled as the lease says. Raises RefusedError if there is no
+        such episode, or the call is not one that can be trained."""
+        task, episode = self._unrewarded(episode_id)
+        if episode.num_calls >= _MAX_CALLS:
+            raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
+        if episode.num_tokens >= _MAX_TOKENS:
+            said = "where a call does not begin with what was said before, all of it counts anew"
+            raise malformed(f"an episode may have {_MAX_TOKENS} tokens in all; {said}", "episode")
+        prepared = as_in_training(request, task.lease.sampling)
+        episode.num_calls += 1
+        return episode, prepared
+
+    def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
+        """Ends an episode. The same rewards a second time change nothing. Raises RefusedError if there is no such
+        episode, nothing was sampled for it, or these are not its rewards."""
+        task, episode = self._find(episode_id)
+        if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
+            raise malformed(f"expected a finite number or null for each of {', '.join(self.reward_names)}")
+        posted = [math.nan if rewards[name] is None else float(rewards[name]) for name in self.reward_names]
+        if episode.rewards is not None:
+            if not np.array_equal(posted, episode.rewards, equal_nan=True):
+                raise malformed("this episode has other rewards already", "episode", 409)
+        elif not episode.records:
+            raise malformed("nothing was sampled for this episode", "episode", 409)
+        else:
+            episode.rewards = posted
+            self.rewarded += 1
+        return self._ended(task, episode_id)
+
+    def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
+        """Ends an episode that its agent could not finish. Its rewards are missing; if nothing was sampled for it, its
+        whole task has failed. Raises RefusedError if there is no such episode, or it has its rewards."""
+        task, episode = self._find(episode_id)
+        if not episode.failure:
+            self._unrewarded(episode_id)
+            self.failed += 1
+            episode.failure, episode.rewards = reason, self._missing
+            if not episode.records:
+                task.fail(f"an episode failed before anything was sampled for it: {reason}")
+        return self._ended(task, episode_id)
+
+    def fail_taken(self, reason: str) -> None:
+        """Fails every task that was taken, because the agent has ended."""
+        for task in dict.fromkeys(task for task, _ in self._episodes.values() if task.taken_at is not None):
+            self.failed += sum(episode.rewards is None for episode in task.episodes)
+            task.fail(reason)
+
+    def _ended(self, task: Task, episode_id: str) -> dict[str, Any]:
+        left = sum(other.rewards is None for other in task.episodes)
+        if left == 0 and not task.done.done():
+            task.done.set_result(None)
+        return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
+
+    def _unrewarded(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        found = self._find(episode_id)
+        if found[1].rewards is not None:
+            raise malformed("this episode has its rewards already", "episode", 409)
+        return found
+
+    def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        found = self._episodes.get(episode_id)
+        if found is None or found[0].taken_at is None:
+            why = "no such episode: its task is over, or this producer is another one; take another"
+            raise RefusedError(404, "unknown_episode", why, "episode")
+        return found
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < 1e30)
+
+
+def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
+    """Returns the request, to be sampled as the lease says. Raises RefusedError if the request asks for something
+    else."""
+    if request.model != "policy" or request.num_completions != 1:
+        raise malformed("a call of an episode asks for one completion of `policy`", "model")
+    if (name := first_difference(request, sampling)) is not None:
+        said = f"episodes are sampled with {name}={_wanted(sampling)[name]:g}, as the run is; leave it out"
+        raise malformed(said, name)
+    return sampled_as(request, sampling)
+
+
+def first_difference(request: ServedRequest, sampling: Sampling) -> str | None:
+    """The name of a field that makes the request's distribution differ from the run's, if there is one."""
+    wanted = _wanted(sampling)
+    return next((name for name, value in wanted.items() if request.fields.get(name, value) != value), None)
+
+
+def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
+    """Returns the request with the run's distribution, and no more tokens than a completion of the run may have."""
+    limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
+    longest = sampling.max_completion_length
+    asked = request.fields.get(limit, longest)
+    return request.with_fields(_wanted(sampling) | {limit: min(asked, longest) if isinstance(asked, int) else asked})
+
+
+def _wanted(sampling: Sampling) -> dict[str, float]:
+    return {name: getattr(sampling, name) for name in _AS_IN_TRAINING} | dict.fromkeys(_PENALTIES, 0)

@@ -1,0 +1,330 @@
+"""Merging LoRA adapters into the engine's own weights, inside vLLM's worker processes (`swap.mode: merged`).
+
+Guarantee: each set of weights is round(base + scaling * B @ A), computed in float32 from the base that was loaded, so the same
+adapter gives the same bits after any number of swaps. Each worker computes its own part of a layer, on the device of the layer,
+block by block, in a thread and on a CUDA stream of its own; between two engine steps there is only the flip. It tells how many
+tokens each request had by then. An adapter of which a part would not be served is refused. (Knows vLLM's layers only by what they
+have: no import.)
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from producer.engine.adapter_worker import PartlyServedError, Preparation, State, state_after
+
+_WEIGHTS = "adapter_model.safetensors"
+_DOWN = ".lora_A.weight"
+_PREFIX = "base_model.model."
+_ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
+
+
+class MergingWorker:
+    """Methods that vLLM adds to its worker (`worker_extension_cls`), called through the engine."""
+
+    def merging_start(self) -> None:
+        self._merging = Merging(self.get_model())  # type: ignore[attr-defined]
+        self._token_counts = TokenCounts()
+        execute_model = self.execute_model  # type: ignore[has-type]
+
+        def counted(step: Any, *arguments: Any) -> Any:
+            self._token_counts.note(step)
+            return execute_model(step, *arguments)
+
+        self.execute_model = counted
+
+    def merging_prepare(self, path: str | None) -> None:
+        """Begins to compute the weights of the PEFT adapter there, or (None) of the one before the present one."""
+        self._merging.prepare(None if path is None else Path(path))
+
+    def merging_state(self) -> State:
+        """Of the weights of the last `merging_prepare`."""
+        return self._merging.state
+
+    def merging_flip(self) -> dict[str, int]:
+        self._merging.flip()
+        return self._token_counts.take()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One target module of an adapter: a whole layer of the engine, or the shard of a fused one."""
+
+    layer: str
+    shard: str | int | None
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+class Merging(Preparation):
+    """The base weights of the layers that adapters name, and the weights that come next."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+        self._layers: dict[str, Any] = dict(model.named_modules())
+        self._bases: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._former: list[Part] = []
+        self._present: list[Part] = []
+        self._next: list[Part] = []
+        self._installs: list[Callable[[], None]] = []
+
+    def prepare(self, folder: Path | None) -> None:
+        self._installs = []
+        if folder is None:
+            self.begin(lambda: self._compute(self._former))
+            return
+        try:
+            with safe_open(folder / _WEIGHTS, "pt") as tensors:
+                modules = [key.partition(_DOWN)[0] for key in tensors.keys() if key.endswith(_DOWN)]  # noqa: SIM118
+            for name in {self._find(module)[0] for module in modules} - self._bases.keys():
+                if is_packed(self._layers[name]):  # asked on this thread, because layers cannot run twice at a time
+                    self._bases[name] = unpacked(self._layers[name])
+        except Exception as error:
+            self.state = state_after(error)
+        else:
+            self.begin(lambda: self._compute(self._read(folder)))
+
+    def flip(self) -> None:
+        """Installs what was prepared, in all layers at once. Only between two steps."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for install in self._installs:
+            install()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._former, self._present, self._installs = self._present, self._next, []
+
+    def _compute(self, parts: list[Part]) -> None:
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
+        by_layer: dict[str, list[Part]] = {name: [] for name in self._bases}
+        for part in parts:
+            by_layer.setdefault(part.layer, []).append(part)
+        device = next(self._model.parameters()).device
+        with torch.no_grad(), _own_stream(device):
+            installs = [self._computed(name, device, named) for name, named in by_layer.items()]
+        self._next, self._installs = parts, installs
+
+    def _computed(self, name: str, device: torch.device, parts: list[Part]) -> Callable[[], None]:
+        layer = self._layers[name]
+        if name not in self._bases:
+            self._bases[name] = _in_host_memory(layer.weight).copy_(layer.weight)
+        base = self._bases[name]
+        is_cpu_linear = hasattr(layer, "cpu_linear")
+        if is_cpu_linear or name not in self._buffers:
+            self._buffers[name] = _in_host_memory(base)
+        buffer = self._buffers.pop(name) if is_cpu_linear else self._buffers[name]
+        merge(base, *factors(layer, base.shape, parts), buffer, device)
+        if is_cpu_linear:
+            return packed(layer, buffer)
+        return lambda: layer.weight.data.copy_(buffer, non_blocking=True)
+
+    def _read(self, folder: Path) -> list[Part]:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / _WEIGHTS)
+        parts = []
+        for key in sorted(tensors):
+            module, found, _ = key.partition(_DOWN)
+            if found and (up := tensors.pop(f"{module}.lora_B.weight", None)) is not None:
+                down, name = tensors.pop(key), module.removeprefix(_PREFIX)
+                parts.append(Part(*self._find(module), down, up, scaling(config, name, len(down))))
+        if tensors:
+            raise PartlyServedError(f"{', '.join(sorted(tensors)[:3])}: not a pair of LoRA matrices of a linear layer")
+        if not parts:
+            raise PartlyServedError("the adapter is empty")
+        return parts
+
+    def _find(self, module: str) -> tuple[str, str | int | None]:
+        """The engine's layer and shard for a module of the checkpoint."""
+        module = module.removeprefix(_PREFIX)
+        mapper: Any = getattr(self._model, "hf_to_vllm_mapper", None)
+        (name,) = mapper.get_rename_mapper().apply_list([module]) if mapper else (module,)
+        parent, _, leaf = name.rpartition(".")
+        for fused, leaves in getattr(self._model, "packed_modules_mapping", {}).items():
+            fused_name = f"{parent}.{fused}"
+            if leaf in leaves and leaf != fused and fused_name in self._layers:
+                shards = "qkv" if hasattr(self._layers[fused_name], "total_num_kv_heads") else range(len(leaves))
+                return fused_name, shards[leaves.index(leaf)]
+        layer: Any = self._layers.get(name)
+        if not hasattr(layer, "weight_loader") or not (hasattr(layer, "input_size") or leaf == "lm_head"):
+            raise PartlyServedError(f"{module} is no linear layer of the engine; take it out of lora.target_modules")
+        if sum(getattr(other, "weight", None) is layer.weight for other in self._layers.values()) > 1:
+            raise PartlyServedError(
+                f"{module} shares its weight with another layer; take it out of lora.target_modules"
+            )
+        return name, None
+
+
+def scaling(config: dict[str, Any], module: str, rank: int) -> float:
+    """What PEFT multiplies B @ A of this module with."""
+    alpha: float = next(
+        (
+            value
+            for pattern, value in (config.get("alpha_pattern") or {}).items()
+            if re.fullmatch(rf"(.*\.)?({pattern})", module)
+        ),
+        config["lora_alpha"],
+    )
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def merge(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, device: torch.device) -> None:
+    """Write round(base + up @ down) into `out`, which is on the host as `base` is. On a GPU the caller synchronizes."""
+    up, down = up.to(device), down.to(device)
+    num_rows = max(1, min(len(base), _BLOCK[device.type] // base.shape[1]))
+    total = torch.empty(num_rows, base.shape[1], device=device)
+    for start in range(0, len(base), num_rows):
+        rows = slice(start, min(start + num_rows, len(base)))
+        block = total[: rows.stop - start].copy_(base[rows].to(device, non_blocking=True))
+        block.addmm_(up[rows], down)
+        out[rows].copy_(block if device.type == "cpu" else block.to(out.dtype), non_blocking=True)
+
+
+def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+    """This worker's part of scaling * B @ A of all modules of a layer whose weight has this shape here: (outputs, R) and (R,
+    inputs) in float32, fused and split as the layer loads its weight."""
+    ups, downs = [torch.zeros(shape[0], 0)], [torch.zeros(0, shape[1])]
+    for part in parts:
+        rank, num_inputs = part.down.shape
+        expected = getattr(layer, "input_size", shape[1])
+        if num_inputs != expected:
+            raise PartlyServedError(f"a module takes {num_inputs} inputs, its layer in the engine {expected}")
+        shard = () if part.shard is None else (part.shard,)
+        ups.append(loaded(layer, (shape[0], rank), part.scaling * part.up.float(), shard, output_dim=0))
+        down = part.down.float()
+        downs.append(down if shape[1] == expected else loaded(layer, (rank, shape[1]), down, (), input_dim=1))
+    return torch.cat(ups, 1), torch.cat(downs)
+
+
+def loaded(
+    layer: Any, shape: tuple[int, int], tensor: torch.Tensor, shard: tuple[str | int, ...], **dims: int
+) -> torch.Tensor:
+    """The part of `tensor` that this worker's layer takes along `output_dim` or `input_dim`, in its place; zero elsewhere."""
+    target = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+    for name, dim in dims.items():
+        setattr(target, name, dim)
+    layer.weight_loader(target, tensor, *shard)
+    return target.data
+
+
+def is_packed(layer: Any) -> bool:
+    """Whether vLLM's CPU build has packed the weight and dropped the original."""
+    return bool(layer.weight.numel() == 0)
+
+
+def unpacked(layer: Any) -> torch.Tensor:
+    """The weight of a packed layer: its output for unit vectors is the same numbers, exactly, because only zeros are added to
+    each."""
+    unit = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size), dtype=layer.weight.dtype)
+    with torch.no_grad():
+        columns = [layer.quant_method.apply(layer, rows, None) for rows in unit.split(_ROWS)]
+    return torch.cat(columns).t().contiguous()
+
+
+def _in_host_memory(like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor, pinned where there is a GPU, which copies from there beside its other work."""
+    return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Have this thread's work run beside the engine's, and wait for it at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:
+    """Packs a weight as the layer does after loading; the result puts it in the place of the present one."""
+    stand_in: Any = torch.nn.Module()
+    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
+    stand_in.bias = getattr(layer, "bias", None)
+    layer.quant_method.process_weights_after_loading(stand_in)
+
+    def install() -> None:
+        layer.cpu_linear = stand_in.cpu_linear
+        if layer.weight.numel():
+            layer.weight.data.copy_(weight)
+
+    return install
+
+
+_KEPT_ENDED = 4096
+"""Of requests that have ended the last ones, whose end the producer may not have heard of. It hears within a few steps."""
+
+
+def completion_of(request: str) -> tuple[str, int] | None:
+    """Group and number of the completion that vLLM calls so, if it is one: a number goes before those of several, a suffix may
+    follow."""
+    found = re.match(r"(?:(\d+)_)?(group-\d+)", request)
+    return found and (found[2], int(found[1] or 0))
+
+
+class TokenCounts:
+    """A step that computes the position before token n samples token n. Requests that have ended
+    are told by `take` once more, because whoever asks may not have heard of their end."""
+
+    def __init__(self) -> None:
+        self._prompt_lens: dict[str, int] = {}
+        self._num_computed: dict[str, int] = {}  # before the request's last step
+        self._num_scheduled: dict[str, int] = {}  # in that step
+        self._num_known: dict[str, int] = {}  # tokens before it, which a preempted request computes once more
+        self._ended: dict[str, None] = {}  # the oldest first
+        self._forget_at = 2 * _KEPT_ENDED  # so many that have ended
+
+    def note(self, step: Any) -> None:
+        for new in step.scheduled_new_reqs:
+            if new.req_id in self._prompt_lens:
+                self._num_known[new.req_id] = self._count(new.req_id)
+            self._prompt_lens[new.req_id] = len(new.prompt_token_ids)
+            self._num_computed[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        self._num_computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._num_known.update(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        self._num_scheduled.update(step.num_scheduled_tokens)
+        self._ended.update(dict.fromkeys(step.finished_req_ids))
+        if len(self._ended) >= self._forget_at:
+            self._forget_old()
+
+    def take(self) -> dict[str, int]:
+        """Of each request that ran since the last call and may not have been heard of."""
+        counts = {request: self._count(request) for request in self._prompt_lens}
+        for request in list(self._ended):
+            self._forget(request)
+        self._forget_at = 2 * _KEPT_ENDED
+        return counts
+
+    def _forget_old(self) -> None:
+        """A group is handed out as a whole, so a completion of it stays while another one runs."""
+        running = {completion_of(request) for request in self._prompt_lens.keys() - self._ended.keys()}
+        groups = {completion[0] for completion in running if completion is not None}
+        for request in list(self._ended)[:-_KEPT_ENDED]:
+            completion = completion_of(request)
+            if completion is None or completion[0] not in groups:
+                self._forget(request)
+        self._forget_at = len(self._ended) + _KEPT_ENDED
+
+    def _forget(self, request: str) -> None:
+        for facts in (self._prompt_lens, self._num_computed, self._num_scheduled, self._num_known, self._ended):
+            facts.pop(request, None)
+
+    def _count(self, request: str) -> int:
+        computed = self._num_computed[request] + self._num_scheduled[request]
+        return max(0, self._num_known.get(request, 0), computed - self._prompt_lens[request] + 1)

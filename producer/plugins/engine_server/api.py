@@ -1,0 +1,347 @@
+"""Requests to one server.
+
+Guarantee: an answer is of the form that was asked for and of bounded size, or one of the errors here says what there was instead.
+The key goes to this server alone: no redirect is followed, and no message holds it.
+"""
+
+import asyncio
+import math
+import ssl
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from producer.engine.sampling import group_fields
+from producer.interfaces import Completion
+from producer.state import EngineLoad
+from protocol.config.sections.engine_server import EngineServerSection
+from protocol.decoding import UNREADABLE
+from protocol.errors import ConfigError
+from protocol.security.secret_lines import read_private, secret_line
+from protocol.wire.messages import Sampling
+
+_CONNECT_S = 10.0
+_KEEP_ALIVE_S = 2.0  # less than uvicorn's 5, which may close a connection just when it is used again
+_SHOWN = 400  # characters of what a server says
+_MAX_BYTES = 2**22  # of an answer, but for what was generated
+_UNAUTHORIZED, _BUSY = (401, 403), (429, 503)
+_KEY = "engine_server.key_file"
+
+Answer = TypeVar("Answer")
+
+
+class ServerLostError(Exception):
+    """It does not answer, or not in time."""
+
+
+class ServerBusyError(ServerLostError):
+    """It asks for another try later, after `retry_after_s` if it says so."""
+
+    def __init__(self, message: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServerRefusedError(Exception):
+    """It answers, and does not do what was asked."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{message} (status {status})")
+        self.status = status
+        self.message = message
+
+
+class ServerMismatchError(Exception):
+    """It is no server that this run can use; the message ends with what to change."""
+
+
+def open_session(section: EngineServerSection) -> aiohttp.ClientSession:
+    """For all servers of the section, in the running loop. Raises ConfigError where the key or the certificates cannot be
+    read."""
+    headers = {"Content-Type": "application/json"}
+    if section.key_file is not None:
+        key = secret_line(read_private(Path(section.key_file), _KEY), f"{_KEY}: {section.key_file}")
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        trusted = ssl.create_default_context(cafile=section.ca_file)
+    except OSError as error:  # ssl.SSLError, too
+        raise ConfigError(f"engine_server.ca_file: {section.ca_file} cannot be read: {error}") from error
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0, ssl=trusted, keepalive_timeout=_KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+    )
+
+
+class HttpClient:
+    """`url` has no slash at its end; `limit_s` is how long an answer may take unless a request says otherwise."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, limit_s: float) -> None:
+        self._session = session
+        self.url = url
+        self._limit_s = limit_s
+
+    async def get(self, path: str, kind: type[Answer]) -> Answer:
+        return _decoded(await self._content("GET", path, None, self._limit_s, _MAX_BYTES), kind, path)
+
+    async def get_text(self, path: str) -> str:
+        return (await self._content("GET", path, None, self._limit_s, _MAX_BYTES)).decode(errors="replace")
+
+    async def tell(self, path: str, body: dict[str, Any]) -> None:
+        """For requests whose answer is no more than a yes."""
+        await self._content("POST", path, body, self._limit_s, _MAX_BYTES)
+
+    async def ask(
+        self,
+        path: str,
+        body: dict[str, Any],
+        kind: type[Answer],
+        *,
+        max_bytes: int = _MAX_BYTES,
+        has_limit: bool = True,
+    ) -> Answer:
+        """Without a limit the caller has one."""
+        limit_s = self._limit_s if has_limit else None
+        return _decoded(await self._content("POST", path, body, limit_s, max_bytes), kind, path)
+
+    async def _content(
+        self, method: str, path: str, body: dict[str, Any] | None, limit_s: float | None, max_bytes: int
+    ) -> bytes:
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._session.request(method, self.url + path, data=data, allow_redirects=False) as response,
+            ):
+                content = bytearray()
+                async for part in response.content.iter_any():
+                    content += part
+                    if len(content) > max_bytes:
+                        raise ServerMismatchError(f"answers {path} with more than {max_bytes} bytes")
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise ServerMismatchError(
+                f"has a certificate that is not trusted ({error.certificate_error}): set engine_server.ca_file to the "
+                "certificate of whoever signed it"
+            ) from error
+        except TimeoutError:
+            raise ServerLostError(f"does not answer {path} in time") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerLostError(f"cannot be reached: {error or type(error).__name__}") from error
+        if response.status != 200:
+            raise _error(response.status, bytes(content), response.headers.get("Retry-After", ""))
+        return bytes(content)
+
+
+def _error(status: int, content: bytes, retry_after: str) -> Exception:
+    message = _message(content)
+    if status in _UNAUTHORIZED:
+        return ServerMismatchError(f"refuses the key ({message}): {_KEY} has to hold what the server's --api-key says")
+    if status in _BUSY:
+        return ServerBusyError(
+            f"is busy: {message} (status {status})", float(retry_after) if retry_after.isdecimal() else None
+        )
+    return ServerRefusedError(status, message)
+
+
+def _message(content: bytes) -> str:
+    """The text in an answer that refuses: vLLM has {"error": {"message": ...}}, what stands before it has others."""
+    try:
+        said: Any = msgspec.json.decode(content)
+        for key in ("error", "message", "detail"):
+            if isinstance(said, dict) and key in said:
+                said = said[key]
+    except UNREADABLE:
+        said = content.decode(errors="replace")
+    return str(said)[:_SHOWN]
+
+
+def _decoded(content: bytes, kind: type[Answer], path: str) -> Answer:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except UNREADABLE as error:
+        raise ServerMismatchError(f"answers {path} as no vLLM does: {error}") from error
+
+
+TOP = 20  # of the likeliest tokens; vLLM's `--max-logprobs` allows as many unless it is given
+_COMPLETIONS = "/v1/completions"
+_BYTES_PER_TOKEN = 1024  # of an answer: its text three times, its log-prob twice, its id
+_SLOTS = "vllm:lora_requests_info"
+_MOST_DIGITS = 9  # of a number of slots
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class ModelCard(msgspec.Struct):
+    """A model that the server offers. An adapter has a parent, and its path as `root`."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[ModelCard]
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _PromptToken(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str | None = None
+    token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _PromptToken] | None] | None = None
+
+
+class _Completions(msgspec.Struct):
+    model: str
+    choices: list[_Choice]
+
+
+class VllmApi:
+    """Raises ServerLostError, ServerRefusedError or ServerMismatchError, as `HttpClient` does."""
+
+    def __init__(self, http: HttpClient) -> None:
+        self._http = http
+        self.url = http.url
+
+    async def check_health(self) -> None:
+        """Raises ServerLostError where its engine is dead."""
+        try:
+            await self._http.get_text("/health")
+        except ServerRefusedError as error:
+            if error.status < 500:
+                raise
+            raise ServerLostError(f"is not well: {error}") from error
+
+    async def models(self) -> list[ModelCard]:
+        return (await self._http.get("/v1/models", _Models)).data
+
+    async def num_lora_slots(self) -> int | None:
+        """As its metrics say, once a request has named an adapter; None if they do not."""
+        try:
+            samples = samples_of(await self._http.get_text("/metrics"), (_SLOTS,))
+        except ServerRefusedError:
+            return None
+        slots = [sample.labels.get("max_lora", "") for sample in samples]
+        return next((int(text) for text in slots if text.isdecimal() and len(text) <= _MOST_DIGITS), None)
+
+    async def scheduler_load(self) -> EngineLoad | None:
+        """As its metrics say; None if they do not."""
+        try:
+            return scheduler_load(await self._http.get_text("/metrics"))
+        except ServerRefusedError:
+            return None
+
+    async def load(self, name: str, path: str) -> None:
+        await self._http.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def unload(self, name: str) -> None:
+        await self._http.tell("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def score(self, model: str, token_ids: list[int]) -> list[float]:
+        """The log-probs of each of these tokens but the first, at temperature 1. vLLM uses no cached KV for that."""
+        (choice,) = await self._complete(
+            model, token_ids, 1, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        )
+        pairs = zip(token_ids[1:], (choice.prompt_logprobs or [])[1:], strict=False)
+        found = [position[str(token)].logprob for token, position in pairs if position and str(token) in position]
+        if len(found) != len(token_ids) - 1:
+            raise ServerMismatchError(f"returns {len(found)} log-probs of a prompt of {len(token_ids)} tokens")
+        return found
+
+    async def next_token(self, model: str, token_ids: list[int], temperature: float) -> dict[str, float]:
+        """What the server gives as log-probs of the `TOP` likeliest next tokens, by token."""
+        asked = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP, "return_tokens_as_token_ids": True}
+        (choice,) = await self._complete(model, token_ids, 1, _every_parameter() | asked)
+        first = (choice.logprobs.top_logprobs or [None])[0] if choice.logprobs else None
+        if not first:
+            raise ServerMismatchError(f"returns no log-probs of the {TOP} likeliest tokens")
+        return dict(sorted(first.items(), key=lambda item: -item[1])[:TOP])  # not what was sampled beside them
+
+    async def sample(self, model: str, prompt_ids: list[int], sampling: Sampling, version: int) -> list[Completion]:
+        """A group under the adapter `model`, which is this version. The caller sets the deadline."""
+        asked = _every_parameter(**group_fields(sampling))
+        choices = await self._complete(model, prompt_ids, sampling.num_generations, asked)
+        return [_completion(choice, prompt_ids, sampling, version) for choice in choices]
+
+    async def _complete(self, model: str, prompt_ids: list[int], count: int, asked: dict[str, Any]) -> list[_Choice]:
+        body = {"model": model, "prompt": prompt_ids, "return_token_ids": True} | asked
+        tokens = len(prompt_ids) * count + asked["max_tokens"] * count * max(1, asked.get("logprobs", 0))
+        answer = await self._http.ask(
+            _COMPLETIONS,
+            body,
+            _Completions,
+            max_bytes=2**20 + _BYTES_PER_TOKEN * tokens,
+            has_limit=asked["max_tokens"] == 1,
+        )
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        if answer.model != model:
+            raise ServerMismatchError(
+                f"was asked for {model} and answers for {answer.model}: nothing between may choose another"
+            )
+        if [choice.index for choice in choices] != list(range(count)):
+            raise ServerMismatchError(f"was asked for {count} completions and returns {len(choices)}")
+        return choices
+
+
+def _every_parameter(**given: Any) -> dict[str, Any]:
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return neutral | {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False} | given
+
+
+def _completion(choice: _Choice, prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:
+    token_ids, logprobs = choice.token_ids or [], choice.logprobs.token_logprobs if choice.logprobs else []
+    if choice.finish_reason == "abort":
+        raise ServerLostError("ended a request before its time")
+    if choice.finish_reason not in ("stop", "length"):
+        raise ServerMismatchError(f"ended a completion because of {choice.finish_reason!r}")
+    if choice.prompt_token_ids != prompt_ids:
+        raise ServerMismatchError(
+            "generated from another prompt than it was given, or does not say: it needs vLLM 0.26 or newer"
+        )
+    known = [value for value in logprobs if value is not None and math.isfinite(value)]
+    if not 0 < len(token_ids) == len(known) == len(logprobs) <= sampling.max_completion_length:
+        raise ServerMismatchError(
+            f"returns {len(token_ids)} tokens with {len(known)} log-probs where up to {sampling.max_completion_length} were asked"
+        )
+    return Completion(token_ids, known, choice.finish_reason == "length", [version] * len(token_ids))
+
+
+_CACHE, _RUNNING, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"
+_PREEMPTIONS = "vllm:num_preemptions_total"
+_NEEDED = (_CACHE, _RUNNING, _WAITING, _PREEMPTIONS)
+_MOST = 2.0**53
+
+
+def samples_of(metrics: str, names: tuple[str, ...]) -> list[Sample]:
+    """Those of the text of `/metrics` whose names begin so; none where the text is malformed."""
+    lines = [line for line in metrics.splitlines() if line.startswith(names)]
+    try:
+        families = list(text_string_to_metric_families("\n".join(lines)))
+    except Exception:  # whatever the parser makes of what somebody else wrote
+        return []
+    return [sample for family in families for sample in family.samples]
+
+
+def scheduler_load(metrics: str) -> EngineLoad | None:
+    """From the text of `/metrics`, with one line for each engine of the server; None where it does not say."""
+    found: dict[str, list[float]] = {name: [] for name in _NEEDED}
+    for sample in samples_of(metrics, _NEEDED):
+        found.get(sample.name, []).append(sample.value)
+    if not all(values and all(0 <= value < _MOST for value in values) for values in found.values()):
+        return None
+    running, waiting, preemptions = (round(sum(found[name])) for name in _NEEDED[1:])
+    return EngineLoad(max(found[_CACHE]), running, waiting, preemptions)
