@@ -27,19 +27,23 @@ from consumer.report.metrics import (
     watch_trainer,
     watch_turns,
 )
-from consumer.turns.metrics import watch_turns  # noqa: E402
-from producer.endpoint.agents import Agents  # noqa: E402
-from producer.endpoint.metrics import ServeMetrics  # noqa: E402
-from producer.endpoint.versions import ClientLimiter  # noqa: E402
-from producer.environments.atropos import Atropos  # noqa: E402
-from producer.metrics import ProducerMetrics  # noqa: E402
-from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload  # noqa: E402
-from protocol.config.run import RunConfig  # noqa: E402
-from protocol.security.rejections import Refusals  # noqa: E402
-from protocol.service.exposition import add_watch_metrics  # noqa: E402
-from protocol.service.health import Health  # noqa: E402
-from protocol.service.metrics import add_process_metrics  # noqa: E402
-from protocol.service.systemd import Notifier  # noqa: E402
+from consumer.turns.metrics import watch_turns
+from producer.endpoint.agents import Agents
+from producer.endpoint.metrics import ServeMetrics
+from producer.endpoint.versions import ClientLimiter
+from producer.environments.atropos import Atropos
+from producer.metrics import ProducerMetrics
+from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
+from protocol.channel.authenticator import Refusals
+from protocol.config.run import RunConfig
+from protocol.exposition import (
+    add_process_metrics,
+    add_watch_metrics,
+)
+from protocol.runtime.health import (
+    Health,
+    Notifier,
+)
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")

@@ -13,7 +13,7 @@ from producer.endpoint.openai import REASONS, Reason
 from producer.endpoint.versions import ClientLimiter
 from producer.environments.atropos import Atropos
 from producer.metrics import GENERATION_BUCKETS_S
-from protocol.service.metrics import Readings
+from protocol.runtime.metrics import Readings
 
 RequestOutcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
 OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)

@@ -19,9 +19,8 @@ from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.gpu.model_files import weights_of
-from protocol.wire.digests import cannot_load, resolve_model
 from protocol.wire.handshake import LOGPROBS_MODE
-from protocol.wire.vision_language import vision_language
+from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
 
 
 def check_engine_section(config: RunConfig) -> None:

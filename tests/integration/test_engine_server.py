@@ -11,7 +11,7 @@ import torch
 
 from producer.interfaces import Completion, DownloadedPolicy, Probe
 from producer.plugins.engine_server.engine import server_engine
-from protocol.config.sections.swap import TOLERANCES
+from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs

@@ -18,10 +18,9 @@ from prometheus_client.samples import Sample
 from producer.engine.sampling import group_fields
 from producer.interfaces import Completion
 from producer.state import EngineLoad
-from protocol.config.sections.engine_server import EngineServerSection
-from protocol.decoding import UNREADABLE
-from protocol.errors import ConfigError
-from protocol.security.secret_lines import read_private, secret_line
+from protocol.channel.keys import read_private, secret_line
+from protocol.config.operation import EngineServerSection
+from protocol.errors import UNREADABLE, ConfigError
 from protocol.wire.messages import Sampling
 
 _CONNECT_S = 10.0

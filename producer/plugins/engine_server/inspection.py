@@ -22,7 +22,7 @@ from producer.plugins.engine_server.folder import ClientFolder
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.handshake import LOGPROBS_MODE
-from protocol.wire.vision_language import is_of_text_model
+from protocol.wire.model_folder import is_of_text_model
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.openai import Answer, Call
 from producer.endpoint.versions import ClientLimiter, ServedVersions
 from producer.rollouts.in_flight import BusyClock
-from protocol.config.sections.serve import ServeSection
+from protocol.config.operation import ServeSection
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import settle
 from tests.unit.producer.policies.test_adapters import Setup, blob

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from producer.plugins.engine_server.api import HttpClient, ServerLostError, ServerMismatchError, open_session
-from protocol.config.sections.engine_server import EngineServerSection
+from protocol.config.operation import EngineServerSection
 from protocol.errors import ConfigError, EngineError
 from tests.tools import require
 from tests.unit.producer.loop import asynchronous
