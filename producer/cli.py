@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from producer.interfaces import engine_plugin
+from protocol import command_line
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
 from protocol.runtime.processes import follow_parent_if_tied, uncollected

@@ -20,6 +20,8 @@ from producer.endpoint.http import Endpoint
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter, ServedVersions
 from producer.environments.atropos import Atropos
+from protocol.channel.keys import read_private, secret_line
+from protocol.config.operation import ServeSection
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.exposition import announced

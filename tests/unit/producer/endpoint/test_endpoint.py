@@ -18,6 +18,7 @@ from producer.endpoint.openai import Answer, Call, RefusedError
 from producer.endpoint.serving import listening, read_keys
 from producer.engine_gate import EngineGate
 from producer.rollouts.in_flight import BusyClock
+from protocol.config.operation import ServeSection
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.runtime.http_server import ConnectionLimiter
