@@ -27,7 +27,6 @@ from consumer.report.metrics import (
     watch_trainer,
     watch_turns,
 )
-from consumer.turns.metrics import watch_turns
 from producer.endpoint.agents import Agents
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter
