@@ -27,6 +27,7 @@ from consumer.report.metrics import (
     watch_trainer,
     watch_turns,
 )
+from consumer.report.steps import LearningMetrics
 from producer.endpoint.agents import Agents
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter
