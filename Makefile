@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -84,12 +84,6 @@ bench-swap: $(STAMP) ## a policy from trainer to engine, by size and way: phases
 
 bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one and merged, and gaps at swaps, about five minutes
 	$(BIN)/python -m benchmarks.swap_modes
-
-bench-engine-server: $(STAMP) ## tokens per second and swaps of a vLLM server beside the engine in process, five minutes
-	$(BIN)/python -m benchmarks.engine_server
-
-bench-transport: $(STAMP) ## groups per second and CPU per group over ipc and tcp, with and without CURVE, beside pickle, a minute
-	$(BIN)/python -m benchmarks.transport
 
 bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes
 	$(BIN)/python -m benchmarks.scale

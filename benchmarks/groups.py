@@ -6,7 +6,8 @@ Guarantee: every group has the same number of bytes and passes every check of in
 import numpy as np
 
 from protocol.wire.codec import encode
-from protocol.wire.messages import Group
+from protocol.wire.handshake import LOGPROBS_MODE, TrainerNeeds
+from protocol.wire.messages import EngineFacts, Group
 from replay.groups import GroupShape
 
 SHAPE = GroupShape(num_generations=8, num_rewards=1, max_completion_length=512, vocab_size=150_000)
@@ -46,3 +47,14 @@ class GroupFactory:
     def frame(self, lease_id: str) -> bytes:
         """As it goes over the wire and into the journal."""
         return encode(self.group(lease_id, 0))
+
+
+HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S = 1.0, 30.0
+MAX_MESSAGE_BYTES = 64 * 2**20
+ENGINE_FACTS = EngineFacts("0" * 64, "1" * 64, "float32", LOGPROBS_MODE, 8, 66, 1024, ["reward"])
+NEEDS = TrainerNeeds("0" * 64, "1" * 64, "float32", 8, 66, SHAPE.max_completion_length, ("reward",))
+
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+"""Of engine and trainer, by device: vLLM's LoRA kernels on CUDA take 16 bits only."""
+ENGINE_SHARE: dict[str, dict[str, float]] = {"cpu": {}, "cuda": {"gpu_memory_utilization": 0.2}}
+"""Of the GPU's memory, for each of three engines, or for one beside a trainer."""

@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from benchmarks.groups import GroupFactory
-from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES, GroupFactory
 from producer.interfaces import LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox

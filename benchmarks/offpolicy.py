@@ -62,7 +62,7 @@ def main() -> None:
     (arguments.out / "tables.md").write_text(summary + "\n", encoding="utf-8")
     print(f"\n{summary}\n\nwritten: {arguments.out}/results.json, {arguments.out}/tables.md")
     if arguments.plot is not None:
-        from benchmarks.offpolicy_picture import draw
+        from benchmarks.offpolicy_report import draw
 
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(results, stalenesses, presets, arguments.plot)

@@ -14,9 +14,8 @@ import os
 from pathlib import Path
 
 from benchmarks import overlap_arms, overlap_base
-from benchmarks.overlap_evaluate import held_out_reward
-from benchmarks.overlap_picture import draw
-from benchmarks.overlap_report import arm, balanced_layers, length_statistics, ratio, table
+from benchmarks.overlap_arms import arm, balanced_layers, draw, length_statistics, ratio, table
+from benchmarks.overlap_base import held_out_reward
 from examples.folders import fresh_folder
 
 FOLDER = Path("runs/bench/overlap")

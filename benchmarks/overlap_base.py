@@ -16,6 +16,7 @@ neither in the corpus nor among the prompts to train on.
 """
 
 import itertools
+import json
 import math
 import random
 import re
@@ -26,11 +27,39 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from examples.arithmetic.build_model import make_tokenizer, pretrain, save
 from examples.folders import build_once
+
+
+def fitting_share(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+    """Share of letters that the prompt names; 0 for an empty completion."""
+    return [
+        sum(letter in prompt for letter in completion) / len(completion) if completion else 0.0
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def held_out_reward(base: Path, adapter: Path | None, num_prompts: int) -> float:
+    """Mean reward of one completion per prompt, sampled with a fixed seed."""
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+    lines = (base / "eval.jsonl").read_text(encoding="utf-8").splitlines()[:num_prompts]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    inputs = tokenizer(prompts, return_tensors="pt")
+    output = model.eval().generate(**inputs, max_new_tokens=MAX_LENGTH, do_sample=True, top_k=0)
+    completions = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    rewards = fitting_share(prompts, completions)
+    return sum(rewards) / len(rewards)
+
 
 VOCAB = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", ":", *string.ascii_lowercase])}
 PAD, EOS = VOCAB["<pad>"], VOCAB["<eos>"]

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import load
-from benchmarks.acceptor_process import Job, started
+from benchmarks.acceptor import Job, started
 from benchmarks.groups import SHAPE
 from benchmarks.wire import Wire, local_wire
 from replay.journal.reader import JournalReader

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
+from benchmarks.groups import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
 from benchmarks.swap_trainer import serve
-from benchmarks.terms import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
 from producer.interfaces import Adapter, DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.terms import DTYPES, ENGINE_SHARE
+from benchmarks.groups import DTYPES, ENGINE_SHARE
 from producer.interfaces import Adapter
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling

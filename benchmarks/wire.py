@@ -7,6 +7,7 @@ first second, and the journal is counted at the end.
 
 import math
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,10 +21,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.acceptor_process import AcceptorProcess, Job, State, started
+from benchmarks.acceptor import AcceptorProcess, Job, State, started
 from benchmarks.load import Load
-from benchmarks.transport import free_ports
-from protocol.channel.keys import AUTHORIZED, generate
+from protocol.security.keys import AUTHORIZED, generate
 
 _PROCESSES = 8
 _JOIN_S = 120.0  # for all producers
@@ -84,7 +84,7 @@ def local_wire(producers: list[str], *, with_keys: bool) -> Iterator[Wire]:
             generate(keys, name)
         for name in producers:
             shutil.copy(keys / f"{name}.public", keys / AUTHORIZED)
-        endpoint, blob_endpoint = free_ports(2)
+        endpoint, blob_endpoint = _free_endpoint(), _free_endpoint()
         yield Wire(endpoint, blob_endpoint, str(keys))
 
 
@@ -147,6 +147,11 @@ def acknowledgements(
     return Acknowledgements(
         producers, offered_per_s, duration_s, acks[measured, 1], _cores(before, after), per_idle, back_s, refused
     )
+
+
+def _free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def _of(wire: Wire) -> tuple[str, str, str | None]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from benchmarks.terms import ENGINE_FACTS
+from benchmarks.groups import ENGINE_FACTS
 from campaigns.fuzz.zmtp import greeting
 from protocol.channel.client import ZmqClient
 from protocol.channel.connection_guard import limits

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.acceptor import Acceptor
-from benchmarks.terms import HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
-from protocol.channel.keys import AUTHORIZED, TRAINER, generate, trainer_keys
-from protocol.channel.server import ZmqServer
+from benchmarks.groups import HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
+from protocol.security.keys import AUTHORIZED, TRAINER, generate, trainer_keys
+from protocol.transport.zeromq_server import ZmqServer
 
 from . import relay_side, shaped_links
 from .relay_side import Arrival, Side

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES
 from producer.interfaces import DownloadedPolicy, LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox

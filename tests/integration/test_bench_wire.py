@@ -5,16 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scale, transport, wire
+from benchmarks import scale, wire
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.mark.parametrize("name", ["tcp + CURVE", "pickle over PUSH/PULL, ipc"])
-def test_transport_measures_both_sides(name: str) -> None:
-    measured = transport.measure(transport.CASES[name], groups=200)
-    assert measured.keys() == {"groups_per_s", "receiver_cpu_us", "sender_cpu_us"}
-    assert all(value > 0 for value in measured.values())
 
 
 def test_scale_finds_every_acknowledged_group_in_the_journal(

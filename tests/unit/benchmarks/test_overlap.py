@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from benchmarks import overlap_base
-from benchmarks.overlap_report import (
-    Step,
-    arm,
-    balanced_layers,
-    is_equal_reward,
-    ratio,
-)
-from benchmarks.overlap_rewards import fitting_share
+from benchmarks.overlap_arms import Step, arm, balanced_layers, is_equal_reward, ratio
+from benchmarks.overlap_base import fitting_share
 from benchmarks.suite import benchmarks, run, summary
 
 
