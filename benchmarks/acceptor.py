@@ -23,18 +23,17 @@ import numpy as np
 import psutil
 
 from benchmarks.groups import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES, NEEDS, SHAPE
-from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
-from consumer.intake.fleet import SessionTerms
-from consumer.intake.intake import Dispatchers, Intake
-from consumer.publishing.policy_store import PolicyStore
-from consumer.publishing.published_policy import PublishedPolicy
+from consumer.link.commit_queue import RolloutStorage
+from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.fleet import SessionTerms
+from consumer.link.intake import Dispatchers, Intake
+from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.waiting import ThreadErrors
-from protocol.config.sections.learning import RerollSection
-from protocol.files.shared_memory import NO_MEMORY, SharedMemory
-from protocol.security.keys import trainer_keys
-from protocol.throttle import Throttle
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.keys import trainer_keys
+from protocol.channel.server import ZmqServer
+from protocol.config.learning import RerollSection
+from protocol.runtime.logs import Throttle
+from protocol.runtime.scratch import NO_MEMORY, SharedMemory
 from protocol.wire.messages import Sampling
 from replay.batches.cutting import BatchCutter
 from replay.batches.signal_watch import SignalWatch

@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
 from slipstream.journal.content import ContentReader
 
@@ -252,7 +252,7 @@ def run_pair(run_dir: Path, settings: Sequence[str]) -> None:
         changes = [*settings, f"run_dir={run_dir}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
         arguments = ["--gpu", "cpu", "--config", CONFIG, *(word for change in changes for word in ("--set", change))]
         producer = _start("producer.cli", PRODUCER_CORE, arguments, run_dir / "producer.log")
-        trainer = _start("consumer.cli", TRAINER_CORE, arguments, run_dir / "trainer.log")
+        trainer = _start("consumer.app.cli", TRAINER_CORE, arguments, run_dir / "trainer.log")
         processes = [producer, trainer]
         try:
             while all(process.poll() is None for process in processes):

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.acceptor import Acceptor
 from benchmarks.groups import DTYPES, MAX_MESSAGE_BYTES
-from consumer.publishing.published_policy import PublishedPolicy
-from consumer.publishing.publisher import Publisher
-from consumer.publishing.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
+from consumer.link.policy_store import PublishedPolicy
+from consumer.link.publisher import Publisher
+from consumer.link.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
 from consumer.waiting import WaitPolicy
 from protocol.channel.server import ZmqServer
 from protocol.runtime.scratch import NO_MEMORY, SharedMemory, shared_memory

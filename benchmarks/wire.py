@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.acceptor import AcceptorProcess, Job, State, started
 from benchmarks.load import Load
-from protocol.security.keys import AUTHORIZED, generate
+from protocol.channel.keys import AUTHORIZED, generate
 
 _PROCESSES = 8
 _JOIN_S = 120.0  # for all producers

@@ -13,8 +13,8 @@ import psutil
 import zmq
 
 from benchmarks.groups import ENGINE_FACTS
-from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
-from protocol.transport.zeromq_client import ZmqClient
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
 from protocol.wire.messages import Group, Lease
 from tests.scripted import ScriptedProducer, made_up_group
 from tests.unit.protocol.channel_harness import eventually, reserve_port

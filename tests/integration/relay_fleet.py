@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.acceptor import Acceptor
 from benchmarks.groups import HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
-from protocol.security.keys import AUTHORIZED, TRAINER, generate, trainer_keys
-from protocol.transport.zeromq_server import ZmqServer
+from protocol.channel.keys import AUTHORIZED, TRAINER, generate, trainer_keys
+from protocol.channel.server import ZmqServer
 
 from . import relay_side, shaped_links
 from .relay_side import Arrival, Side
