@@ -150,7 +150,7 @@ These follow from the file and cannot be set. `--check` shows them.
 | value | follows from |
 |---|---|
 | completions per step | `pipeline.groups_per_step` x `sampling.num_generations` |
-| engine `max_loras` | `pipeline.max_staleness` (`auto`: the greatest of `auto_staleness`) + 2: every version whose groups \
+| engine `max_loras` | `pipeline.max_staleness` + 2: every version whose groups \
 can still be trained, and the one being loaded; with `serve.enabled` + `serve.max_versions` + 2; with `evaluation` + 1 |
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |
 | control endpoint | `transport.endpoint`, else `ipc://RUN_DIR/control.ipc` |
@@ -174,8 +174,6 @@ def default_of(field: FieldInfo) -> str:
         return "derived"
     if isinstance(default, BaseModel):
         return "as below"
-    if isinstance(default, tuple):
-        return f"`{list(default)}`"
     return f"`{default:_}`" if isinstance(default, int) and default >= 100_000 else f"`{default}`"
 
 

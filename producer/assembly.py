@@ -204,7 +204,7 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGat
         mailbox.put,
         lambda policy: mailbox.put(TakeAgain(policy)),
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
-        config.pipeline.staleness_limit,
+        config.pipeline.max_staleness,
     )
 
 

@@ -7,7 +7,7 @@ nothing is lost; the same call succeeds later. Methods wait for the disk alone, 
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from replay.batches.cutting import CutBatch
@@ -31,16 +31,13 @@ class RolloutBuffer(Lifecycle):
     newest_version: int = -1
     _version: int = -1  # nothing is published yet
 
-    def __post_init__(self) -> None:
-        self._lease_budget = self.cutter.budget
-
     # The I/O thread's side.
 
     @locked
     def lease(self, producer: str, *, now: float, timeout_s: float) -> LeaseRecord[Key] | None:
         """The next lease for `producer`, or None while the staleness budget is spent."""
         pending = self.ledger.leases.num_leases + self.cutter.num_ready
-        floor = self._lease_budget.floor(pending, self.cutter.next_step, self.cutter.least_fresh)
+        floor = self.cutter.budget.floor(pending, self.cutter.next_step, self.cutter.least_fresh)
         if floor > self._version:
             return None
         record = self.ledger.lease(
@@ -112,12 +109,6 @@ class RolloutBuffer(Lifecycle):
     def check_stalled(self) -> None:
         """No batch came for too long; raises as `SignalWatch.check_stalled`."""
         self.signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
-
-    @locked
-    def lease_within(self, max_staleness: int) -> None:
-        """From now on prompts are leased so that their groups come to be at most so many versions old. What is out
-        already, and the bound on what is trained, stay as they are."""
-        self._lease_budget = replace(self._lease_budget, max_staleness=max_staleness)
 
     @locked
     def published(self, version: int) -> None:

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -67,7 +66,6 @@ from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
-from replay.prompts.adaptive_staleness import StalenessController
 from replay.prompts.evaluation_leases import Metric
 from replay.prompts.failure_budgets import FailureClass, FailureWatch, RetryBudget
 from replay.prompts.ledger import PromptLedger
@@ -159,8 +157,7 @@ def live_run(
     terms = _terms(components, facts, session, turns)
     intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
-    staleness = staleness_controller(config, start.state)
-    pipeline = LivePipeline(storage, intake, waits, errors, config.replay, staleness, evaluation)
+    pipeline = LivePipeline(storage, intake, waits, errors, config.replay, evaluation)
     opened.enter_context(closing(pipeline))
     feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
     connections = Connections(feed, pipeline, report, waits, evaluation, feed if turns else None)
@@ -294,17 +291,6 @@ def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
         "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
         "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
     }
-
-
-def staleness_controller(config: RunConfig, state: dict[str, Any]) -> StalenessController | None:
-    """What adapts the staleness under `max_staleness: auto`, as it was at the checkpoint with this pipeline state."""
-    pipeline = config.pipeline
-    if pipeline.max_staleness != "auto":
-        return None
-    controller = StalenessController(*pipeline.auto_staleness, pipeline.auto_min_effective_share)
-    if "staleness" in state:
-        controller.restore(state["staleness"])
-    return controller
 
 
 def evaluation_of(

@@ -69,7 +69,7 @@ _GAUGES = {
     "replay/share": ("replayed_ratio", "Share of the batch that was replayed."),
     "pipeline/max_staleness": (
         "max_staleness_versions",
-        "Staleness within which prompts are leased now: pipeline.max_staleness, or what `auto` has come to.",
+        "pipeline.max_staleness: the greatest staleness that a group may have when it is trained.",
     ),
     "pipeline/micro_batch_tokens": (
         "micro_batch_tokens",

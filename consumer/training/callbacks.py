@@ -25,7 +25,6 @@ from replay.journal.tables import StepCut
 from replay.prompts.staleness import StalenessBudget
 
 _MOST_LOGS = 100  # that transformers keeps and writes into checkpoints; steps.jsonl has all of them
-_EFFECTIVE_SHARE = "sampling/importance_sampling_ratio/effective_sample_share"
 
 
 @dataclass(eq=False)
@@ -80,7 +79,7 @@ class RunControl(TrainerCallback):
         assert batch is not None
         latest = {name: value for name, value in self.trainer.step_numbers.items() if not math.isnan(value)}
         wait_s, step_s = self.connections.feed.wait_s, time.monotonic() - self._began
-        standing = self.connections.pipeline.observe(latest.get(_EFFECTIVE_SHARE), wait_s / max(1e-9, wait_s + step_s))
+        standing = self.connections.pipeline.observe()
         self.connections.report.step(
             state.global_step,
             latest | self.trainer.last_step | self._metrics | standing,

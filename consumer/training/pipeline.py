@@ -28,7 +28,6 @@ from replay.batches.cutting import CutBatch
 from replay.journal.database import JournalFullError
 from replay.journal.retention import Retention
 from replay.journal.tables import StepCut
-from replay.prompts.adaptive_staleness import StalenessController
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +85,8 @@ class Pipeline:
         """How step `step`, or the newest one before it that is known, was cut before."""
         return self._recorded(step)
 
-    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
-        """Takes note of how a step went, and returns how the pipeline stands.
-
-        Args:
-            effective_share: Kish's effective sample share of its tokens, if known.
-            wait_share: share of its time that the trainer waited for rollouts.
-        """
+    def observe(self) -> dict[str, float]:
+        """Return how many groups and prompts are where after a step, by metric."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +120,6 @@ class LivePipeline(Pipeline):
 
     Args:
         errors: is told what ended the thread that publishes.
-        staleness: adapts the staleness that leases are given within; None leaves it as configured.
         evaluation: is told of every policy before it is published.
     """
 
@@ -135,7 +128,6 @@ class LivePipeline(Pipeline):
     waits: WaitPolicy
     errors: ThreadErrors
     settings: ReplaySection
-    staleness: StalenessController | None = None
     evaluation: EvaluationControl | None = None
 
     def __post_init__(self) -> None:
@@ -143,8 +135,6 @@ class LivePipeline(Pipeline):
         self._undoing, self._undone = threading.Lock(), -1  # the last step of the batch whose try does not count
         self._retention = Retention(self._journal)
         self._publisher = Publisher(self._announce, self.waits, self.intake.describe, self.errors)
-        if self.staleness is not None:
-            self._buffer.lease_within(self.staleness.staleness)
 
     def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
         self.end_step(step, cut)
@@ -176,19 +166,11 @@ class LivePipeline(Pipeline):
 
         self.waits.wait_until(attempt, "room on the disk of run_dir", self.intake.describe, pause_s=_PAUSE_S)
 
-    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
-        depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
-        if self.staleness is None:
-            return depth
-        change = self.staleness.note(effective_share=effective_share, wait_share=wait_share)
-        if change is not None:
-            logger.info("max_staleness: %s", change)
-            self._buffer.lease_within(self.staleness.staleness)
-        return depth | {"pipeline/max_staleness": float(self.staleness.staleness)}
+    def observe(self) -> dict[str, float]:
+        return {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
 
     def state(self) -> dict[str, Any]:
-        state = self._buffer.state()
-        return state if self.staleness is None else state | {"staleness": self.staleness.state()}
+        return self._buffer.state()
 
     def checkpointed(self, checkpoints_dir: Path) -> None:
         kept = checkpoints.committed(checkpoints_dir)

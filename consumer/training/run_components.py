@@ -81,7 +81,7 @@ class RunComponents:
         )
         budget = StalenessBudget(
             config.pipeline.groups_per_step,
-            config.pipeline.staleness_limit,
+            config.pipeline.max_staleness,
             config.pipeline.sync_interval,
             arguments.num_iterations,
         )
@@ -107,7 +107,7 @@ class RunComponents:
             registry,
             self.config.reward_names,
             max_steps=self.arguments.max_steps,
-            max_staleness=self.config.pipeline.staleness_limit,
+            max_staleness=self.config.pipeline.max_staleness,
         )
         return StepReport(
             Path(self.config.run_dir),

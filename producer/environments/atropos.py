@@ -41,7 +41,7 @@ class Atropos:
         self.max_body_bytes = max(
             config.serve.max_request_bytes, _BYTES_PER_TOKEN * values.num_generations * max_model_len
         )
-        self._max_staleness = config.pipeline.staleness_limit
+        self._max_staleness = config.pipeline.max_staleness
         # An environment leaves when step and queue together pass the number of steps. What is in the queue may have no signal.
         self._num_steps = int(config.trainer["max_steps"]) + 2 * (self._max_staleness + 1)
         self._budget = (self._max_staleness + 1) * config.pipeline.groups_per_step

@@ -29,7 +29,7 @@ SHARED: dict[str, tuple[str, ...] | None] = {
     "rewards": ALL,
     "environment": ALL,
     "sampling": ALL,
-    "pipeline": ("groups_per_step", "max_staleness", "auto_staleness", "stall_timeout_s", "gpu_handover_s"),
+    "pipeline": ("groups_per_step", "max_staleness", "stall_timeout_s", "gpu_handover_s"),
     "swap": ALL,
     "serve": ALL,
     "transport": (

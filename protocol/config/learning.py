@@ -4,9 +4,9 @@ and when nothing is, and the run ends (`guards`).
 docs/algorithms.md has the formulas behind them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from protocol.config.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
 
@@ -48,19 +48,10 @@ class PipelineSection(Section):
         "run ends with exit code 77. Default: 6 on one host; 60 on several, whose network may need half a minute to find "
         "another way.",
     )
-    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = Field(
         1,
-        description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy; `auto` "
-        "moves it within `auto_staleness`.",
-    )
-    auto_staleness: tuple[Annotated[int, Field(ge=0, le=64)], Annotated[int, Field(ge=0, le=64)]] = Field(
-        (1, 4),
-        description="Least and greatest staleness of `max_staleness: auto`. The greatest bounds what is trained, and the "
-        "LoRA slots of the engine follow from it.",
-    )
-    auto_min_effective_share: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.5,
-        description="`max_staleness: auto` narrows when the effective sample size falls below this share of the tokens.",
+        description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy. The LoRA slots "
+        "of the engine follow from it.",
     )
     fill: Literal["full", "partial"] = Field(
         "full",
@@ -93,29 +84,10 @@ class PipelineSection(Section):
         1800.0, description="Either daemon stops when it had work to wait for and saw no progress for so long."
     )
 
-    @field_validator("auto_staleness", mode="before")
-    @classmethod
-    def _no_booleans(cls, value: Any) -> Any:
-        if isinstance(value, list | tuple) and any(isinstance(one, bool) for one in value):
-            raise ValueError("expected two numbers, not booleans")
-        return value
-
-    @field_validator("auto_staleness")
-    @classmethod
-    def _in_order(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if value[0] > value[1]:
-            raise ValueError("the least staleness comes first")
-        return value
-
     @property
     def partial_after_s(self) -> float | None:
         """How long the trainer waits for a full batch before a partial one will do; None: for ever."""
         return self.fill_timeout_s if self.fill == "partial" else None
-
-    @property
-    def staleness_limit(self) -> int:
-        """The staleness that nothing trained for the first time ever exceeds."""
-        return self.auto_staleness[1] if self.max_staleness == "auto" else self.max_staleness
 
 
 class ReplaySection(Section):

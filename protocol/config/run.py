@@ -121,7 +121,7 @@ class RunConfig(Section):
     @property
     def training_loras(self) -> int:
         """Adapters that training may need at once: every version whose groups can still be trained, and the one being loaded."""
-        return self.pipeline.staleness_limit + 2
+        return self.pipeline.max_staleness + 2
 
     @property
     def max_loras(self) -> int:

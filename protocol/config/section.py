@@ -68,12 +68,11 @@ class Section(BaseModel):
 _NO_BOUND = 1e9  # bounds from here on only keep values representable on the wire
 _WORDS = {str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
 _ARTICLES = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a "}
-_COUNTS = {2: "two", 3: "three", 4: "four"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
-    """A description such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64". `constraints` are those
+    """A description such as "integer >= 1" or "number from 0 to 1, or none". `constraints` are those
     of pydantic or annotated_types. A type that has no words yet raises `KeyError` or `ValueError`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -87,10 +86,6 @@ def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
         return " or ".join(part for part in (", ".join(others), last) if part)
     if origin is list:
         return "list of " + ("mappings" if is_section(arguments[0]) else type_in_words(arguments[0]))
-    if origin is tuple:
-        (words,) = {type_in_words(part) for part in arguments}
-        noun, _, bounds = words.partition(" ")
-        return f"{_COUNTS[len(arguments)]} {noun}s {bounds}".strip()
     if origin is dict or is_section(annotation):
         return "mapping"
     return f"{_WORDS[annotation]} {_bounds_in_words(constraints)}".strip()
@@ -107,11 +102,9 @@ def is_section(annotation: Any) -> bool:
 
 
 def is_compound(annotation: Any) -> bool:
-    """Whether it takes values of several types, or several values: pydantic then reports each part by itself."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return len([part for part in arguments if part is not NoneType]) > 1
-    return origin is tuple
+    """Tell whether a field takes values of several types: pydantic then reports each type by itself."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return len([part for part in parts if part is not NoneType]) > 1
 
 
 def nearest(name: str, names: Sequence[str], otherwise: str) -> str:

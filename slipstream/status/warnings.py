@@ -145,7 +145,7 @@ def _of_training(trainer: TrainerView) -> Iterator[Warned]:
         yield Warned("nonfinite_steps", text, cure)
     share = trainer.effective_sample_share
     if share is not None and share < LIMITS.effective_sample_share:
-        cure = "too far off-policy: lower pipeline.max_staleness (or `auto`), or the learning rate"
+        cure = "too far off-policy: lower pipeline.max_staleness or the learning rate"
         yield Warned("effective_sample_low", f"the effective sample size is {percent(share)} of the tokens", cure)
     if (share := trainer.truncated_share or 0.0) > LIMITS.truncated_share:
         text = f"{percent(share)} of the completions are cut off at the greatest length"

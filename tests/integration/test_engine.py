@@ -219,7 +219,7 @@ async def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_ve
 @on_engine
 async def test_groups_that_outlive_their_staleness_leave_the_slots_to_the_next_policy(live, registry):
     """vLLM schedules no request for one more adapter while the running ones name as many as it has slots."""
-    registry.max_staleness = live.config.pipeline.staleness_limit
+    registry.max_staleness = live.config.pipeline.max_staleness
     access = EngineAccess(
         registry, Admission(64, 4, lambda: None), InFlight(live.engine, registry, Counters(), "finish")
     )

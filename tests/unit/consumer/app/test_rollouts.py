@@ -24,7 +24,7 @@ ALL = [[1.0, 1.0]] * 4
 
 def buffer_of(folder: Path, journal: FillableJournal, **sections: Any) -> RolloutBuffer:
     config = run_config(folder, rewards=FORMAT_AND_ANSWER, dataset={"shuffle": False}, **sections)
-    budget = StalenessBudget(config.pipeline.groups_per_step, config.pipeline.staleness_limit)
+    budget = StalenessBudget(config.pipeline.groups_per_step, config.pipeline.max_staleness)
     recipe = RewardRecipe.of(config, "sum_then_normalize")
     setup: Any = SimpleNamespace(config=config, prompts=range(6), budget=budget, rewards=recipe)
     result = rollout_buffer(setup, journal, "s")

@@ -80,10 +80,10 @@ def test_a_taskset_of_verifiers_comes_along_if_the_folder_has_it(folder: Path) -
         {"rewards": {"functions": [{"posted": "score"}]}, "serve": {"enabled": True}},
         {"environment": {"nemo_gym": {"url": "http://gym:1/run"}}, "rewards": {}, "serve": {"enabled": True, "port": 8000}},
         {"swap": {"mode": "merged"}, "evaluation": {"dataset": {"path": "held-out.jsonl"}, "metric": "exact"}},
-        {"pipeline": {"max_staleness": "auto", "auto_staleness": [1, 6]}, "reroll": {"reward": "exact"}},
+        {"pipeline": {"max_staleness": 6}, "reroll": {"reward": "exact"}},
         {"lora": {"r": 4, "target_modules": ["lm_head"]}, "swap": {"probe_every": 0}},
     ],
-    ids=["atropos", "posted", "nemo-gym", "merged", "auto", "lm-head"],
+    ids=["atropos", "posted", "nemo-gym", "merged", "staleness", "lm-head"],
 )  # fmt: skip
 def test_what_producers_get_is_a_configuration_that_asks_the_same_of_them(
     folder: Path, sections: dict[str, Any]

@@ -245,7 +245,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
             *("sources", "shuffle", "max_prompt_tokens"),
         },
         "pipeline": {
-            *("trainer_tokens_per_micro_batch", "auto_min_effective_share", "fill", "fill_timeout_s", "sync_interval"),
+            *("trainer_tokens_per_micro_batch", "fill", "fill_timeout_s", "sync_interval"),
             *("lease_timeout_s", "max_data_attempts", "max_infra_attempts", "data_backoff_s", "infra_backoff_s"),
             *("max_failed_share", "shard_base", "rank_silence_s", "gpu"),
         },
@@ -284,7 +284,6 @@ def test_producers_read_no_key_that_is_left_out() -> None:
     )
     read = set(re.findall(r"config\.([a-z]+)\.([a-z_]+)", text))
     properties = {
-        "staleness_limit",
         "on_swap",
         "names",
         "computed",

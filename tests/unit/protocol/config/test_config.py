@@ -57,18 +57,8 @@ def test_what_trainer_leaves_out_keeps_our_default_and_is_shown(run_yaml: Path) 
     assert shown["trainer"]["save_steps"] == 50
 
 
-def test_the_slots_of_an_adaptive_staleness_are_those_of_its_greatest(run_yaml: Path) -> None:
-    for text, limits, slots in (("", (1, 4), 6), ("  auto_staleness: [0, 9]\n", (0, 9), 11)):
-        config = load(run_yaml, MINIMAL + "pipeline:\n  max_staleness: auto\n" + text)
-        assert config.pipeline.max_staleness == "auto"
-        assert config.pipeline.auto_staleness == limits
-        assert config.max_loras == slots == config.pipeline.staleness_limit + 2
-        assert load(run_yaml, dump_config(config)) == config
-    assert load(run_yaml, overrides=["pipeline.auto_staleness=[2, 8]"]).max_loras == 3, "a number is not moved"
-
-
 def test_bounds_that_may_just_be_met(run_yaml: Path) -> None:
-    overrides = ["replay.min_size=8", "replay.max_size=8", "pipeline.auto_staleness=[3, 3]"]
+    overrides = ["replay.min_size=8", "replay.max_size=8"]
     load(run_yaml, overrides=[*overrides, "reroll.reward=exact", "advantage.overlong_buffer_tokens=256"])
 
 

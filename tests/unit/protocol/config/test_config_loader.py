@@ -151,13 +151,8 @@ def test_an_override_of_another_form_is_refused(run_yaml: Path, override: str) -
         ("model={pth: x, path: y}", "--set model.pth: unknown key `pth`; did you mean `path`?"),
         ("trainr.beta=1", "--set trainr: unknown key `trainr`; did you mean `trainer`?"),
         (
-            "pipeline.max_staleness=soon",
-            "--set pipeline.max_staleness: expected an integer from 0 to 64, or `auto` (got 'soon')",
-        ),
-        (
-            "pipeline.auto_staleness=[a, 65]",
-            "--set pipeline.auto_staleness: expected two integers from 0 to 64 (got 'a')\n"
-            "--set pipeline.auto_staleness: expected two integers from 0 to 64 (got 65)",
+            "pipeline.trainer_tokens_per_micro_batch=soon",
+            "--set pipeline.trainer_tokens_per_micro_batch: expected an integer >= 1, or `auto` (got 'soon')",
         ),
         (
             "pipeline.sync_interval=0",
