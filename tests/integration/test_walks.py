@@ -1,0 +1,25 @@
+"""The command that traces the four walks through the house."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_each_walk_is_traced_from_its_first_file_to_its_last() -> None:
+    command = [sys.executable, "-m", "docs.walks", "--list"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr
+    walks = re.split(r"^a ", ended.stdout, flags=re.MULTILINE)[1:]
+    files = [re.findall(r"^    (\S+\.py): ", walk, re.MULTILINE) for walk in walks]
+    assert [int(re.findall(r" (\d+) +\d+ +\d+ +\d+\n", walk)[0]) for walk in walks] == [len(own) for own in files]
+    assert len(files) == 4
+    for own, ours in zip(files, ("producer/", "consumer/", "consumer/", "producer/"), strict=True):
+        assert any(file.startswith(ours) for file in own)
+        assert any(file.startswith("protocol/") for file in own)
+        assert all((REPOSITORY / file).is_file() for file in own)
