@@ -1,9 +1,9 @@
 """Trace the four walks through the house and count the files on each: `python -m docs.walks [--list]`.
 
 Both daemons run as their commands do, on a tiny model. This process plays the other side over the real sockets, and
-`tests.scripted_engine` plays vLLM unless `--vllm` is given. A function is on a walk if it runs between its two ends, in any thread
-or child of the daemon, and does not run while the daemon is idle. A function that also runs then is on the walk if it calls one
-that does not.
+`tests.scripted_engine` plays vLLM unless `--vllm` is given. A function is on a walk if it runs between its two ends, in any
+thread or child of the daemon, and does not run while the daemon is idle. A function that also runs then is on the walk if it
+calls one that does not.
 """
 
 import argparse
@@ -224,7 +224,7 @@ class Peer:
     """A producer of scripted answers that sends only what it is asked to."""
 
     def __init__(self, config: Any) -> None:
-        from protocol.transport.zeromq_client import ZmqClient
+        from protocol.channel.client import ZmqClient
 
         self.channel = ZmqClient("walk", config.control_endpoint, config.blob_endpoint, 2**26)
         self.received: list[Any] = []
@@ -246,7 +246,7 @@ class Peer:
 def walk_trainer(folder: Path, config: Any, phase: Phase) -> list[tuple[Any, Any, bytes]]:
     """Trace the walks of a batch and of a policy that leaves; return policies with their offers and bytes."""
     from protocol.wire import messages
-    from protocol.wire.digests import base_model_digest, tokenizer_digest
+    from protocol.wire.model_folder import base_model_digest, tokenizer_digest
     from tests.scripted import facts, made_up_group
 
     model = Path(config.model.path)
@@ -289,7 +289,7 @@ def walk_trainer(folder: Path, config: Any, phase: Phase) -> list[tuple[Any, Any
 
 def walk_producer(folder: Path, config: Any, phase: Phase, policies: list[Any], engine: str) -> None:
     """Trace the walks of a lease and of a policy that arrives."""
-    from protocol.transport.zeromq_server import ZmqServer
+    from protocol.channel.server import ZmqServer
     from protocol.wire import messages
     from tests.scripted_trainer import ScriptedTrainer, lease
 
