@@ -48,13 +48,11 @@ check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate_configuration.py --check
 	$(BIN)/python docs/generate_metrics.py --check
-	$(BIN)/python docs/generate_status_picture.py --check
 	$(BIN)/python -m deploy.grafana.generate --check
 
-docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md, the picture of rl-status and Grafana's dashboards
+docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md and Grafana's dashboards
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
-	$(BIN)/python docs/generate_status_picture.py
 	$(BIN)/python -m deploy.grafana.generate
 
 chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1, RANKS=1)

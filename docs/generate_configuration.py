@@ -73,7 +73,7 @@ call in the main thread of one |
 A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never a
 zero. If a function failed for the whole group, the others count; if it failed for some completions, these are left out of the
 group, because their sums would not compare with the others'. A group that nothing scored is a failed lease. `None` from a
-function means *not applicable* and adds nothing to the sum, as in TRL. `rl-reward try` shows what an entry says of real
+function means *not applicable* and adds nothing to the sum, as in TRL. `slipstream reward try` shows what an entry says of real
 completions before a run.
 """
 
@@ -118,7 +118,7 @@ Of Slipstream's own:
 SFT = """\
 ### `sft`
 
-[`trl.SFTConfig`](https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig), read by `rl-sft`, which trains an adapter
+[`trl.SFTConfig`](https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig), read by `slipstream sft`, which trains an adapter
 on the rows of the `dataset` section by imitation, for `lora.init_from`. Often useful: `learning_rate`, `max_steps`,
 `num_train_epochs`, `per_device_train_batch_size`, `max_length`.
 """

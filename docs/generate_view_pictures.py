@@ -1,4 +1,4 @@
-"""Takes the pictures of `rl-view` in docs/images, of a run that is there.
+"""Takes the pictures of `slipstream view` in docs/images, of a run that is there.
 
     make demo && python docs/generate_view_pictures.py --run runs/demo
 

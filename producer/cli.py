@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_line.parser("rl-producer", description, connects=True)
     connecting = parser.add_argument_group("with --connect")
     connecting.add_argument(
-        "--keys", metavar="FOLDER", help="of this producer's key and trainer.public (rl-keys); needed over TCP"
+        "--keys", metavar="FOLDER", help="of this producer's key and trainer.public (slipstream keys); needed over TCP"
     )
     connecting.add_argument(
         "--model", metavar="FOLDER", help="the base model on this host, where the trainer's is no hub name"

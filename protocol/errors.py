@@ -19,7 +19,9 @@ class ExitCode(IntEnum):
     DATASET = 65  # dataset missing, empty, or without the named column
     DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
     NO_SIGNAL = 67  # no group had rewards that differ, or nothing was scored: there is nothing to learn from
-    NO_ANSWER = 68  # no daemon (rl-status --once), trainer (rl-producer --connect) or Ray (rl-cluster) answers
+    NO_ANSWER = (
+        68  # no daemon (slipstream status --once), trainer (rl-producer --connect) or Ray (slipstream cluster) answers
+    )
     ENGINE = 69  # the generation engine died or cannot serve what was asked
     BUG = 70  # an exception nobody expected; the traceback is printed
     DEVICE = 71  # a GPU index that does not exist, or a GPU has too little memory
@@ -30,7 +32,7 @@ class ExitCode(IntEnum):
     INCOMPATIBLE_PEER = 76  # the handshake refused: other model, schema, dtype, ...
     RANK_LOST = 77  # one of several trainer ranks ended, stood still or computed something else; --resume goes on
     CONFIG = 78  # configuration refused, by us or by the library that owns the section
-    NO_RESOURCES = 79  # rl-cluster: the nodes have no room for the run; the message says what is missing
+    NO_RESOURCES = 79  # slipstream cluster: the nodes have no room for the run; the message says what is missing
     BUNDLE = 80  # rl-producer --connect: the trainer has no bundle to give, or it cannot be used on this host
     INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a final checkpoint
 

@@ -1,5 +1,5 @@
-"""What both daemons open first: the HTTP port with `/metrics`, `/targets` for Prometheus, `/status` for `rl-status`, `/healthz`
-and `/readyz`.
+"""What both daemons open first: the HTTP port with `/metrics`, `/targets` for Prometheus, `/status` for
+`slipstream status`, `/healthz` and `/readyz`.
 
 Guarantee: it answers GET of these five and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither
 the daemon's loops nor slow clients delay an answer. Each of the pages is read on one more thread; while a page takes long to

@@ -1,4 +1,4 @@
-"""One reader of the files that a run leaves behind, for `rl-journal`, `rl-status` and reports.
+"""One reader of the files that a run leaves behind, for `slipstream journal`, `slipstream status` and reports.
 
 Guarantee: it changes nothing and never delays a run that goes on. A file that does not exist has no lines. A line that is still
 being written is left out, and so is a line that is no JSON object. A number that is not finite is None, whether the release that

@@ -1,4 +1,4 @@
-"""Tables for people and JSON for programs, as `rl-journal` writes them.
+"""Tables for people and JSON for programs, as `slipstream journal` writes them.
 
 Guarantee: what came over the wire cannot move the cursor or forge a line; JSON is always valid (no NaN); tables of any
 length are written in bounded memory.
@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from rich.filesize import pick_unit_and_suffix
-
-from protocol.runtime.json_lines import encode_line
+from protocol.files.json_lines import encode_line
 
 _ROWS_AT_ONCE = 500
 
@@ -50,6 +48,8 @@ def clock(seconds: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
+    from rich.filesize import pick_unit_and_suffix
+
     unit, name = pick_unit_and_suffix(num_bytes, ["B", "KiB", "MiB", "GiB"], 1024)
     return f"{num_bytes} B" if name == "B" else f"{num_bytes / unit:.1f} {name}"
 

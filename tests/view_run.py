@@ -1,4 +1,4 @@
-"""A run as `rl-view` finds one: journal, tokenizer, steps, timelines, evaluations, with texts of a chat model.
+"""A run as `slipstream view` finds one: journal, tokenizer, steps, timelines, evaluations, with texts of a chat model.
 
 Guarantee: everything is a function of the numbers asked for, but for the time of arrival, which the journal says itself.
 """

@@ -23,7 +23,7 @@ from campaigns.chaos import collect
 from campaigns.chaos.checker import check
 from campaigns.chaos.run_folder import DEFAULT, prepare
 from campaigns.cluster.machine import ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
-from slipstream.journal.cli import main as rl_journal
+from slipstream.cli import run as slipstream
 
 _KINDS = {"producer": 5, "trainer": 2, "rank": 2, "node": 3}
 _PRODUCERS = 3
@@ -74,7 +74,7 @@ def campaign(folder: Path, kills: int, minutes: float, seed: int) -> dict[str, A
         print(f"Ray itself: {recoveries[-1]}", file=sys.stderr, flush=True)
         said = run.command("down", "--config", "run.yaml")
     verdict = check(collect.collect(folder, config))
-    verified = rl_journal(["--run", str(folder / "run"), "verify"])
+    verified = slipstream(["journal", "--run", str(folder / "run"), "verify"])
     counts = Counter(problem.kind for problem in verdict.problems)
     return {
         "ok": not verdict.problems

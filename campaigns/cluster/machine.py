@@ -72,14 +72,14 @@ class ClusterRun:
         self._environment |= {"RAY_ADDRESS": self.nodes.address}
 
     def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        """The command with these arguments; what it says is in `rl-cluster.log`."""
-        with (self.folder / "rl-cluster.log").open("ab") as log:
-            command = [sys.executable, "-m", "slipstream.cluster.cli", *arguments]
+        """The command with these arguments; what it says is in `cluster.log`."""
+        with (self.folder / "cluster.log").open("ab") as log:
+            command = [sys.executable, "-m", "slipstream", "cluster", *arguments]
             return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=self._environment)
 
     def command(self, *arguments: str, code: int = 0, timeout_s: float = 300.0) -> str:
         """The same, until it ends; what it said."""
-        command = [sys.executable, "-m", "slipstream.cluster.cli", *arguments]
+        command = [sys.executable, "-m", "slipstream", "cluster", *arguments]
         ended = subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, timeout=timeout_s, env=self._environment
         )
@@ -115,7 +115,7 @@ class ClusterRun:
     def words(self) -> str:
         """What was said so far, for a test that fails."""
         logs = [
-            self.folder / "rl-cluster.log",
+            self.folder / "cluster.log",
             self.run_dir / "cluster/events.log",
             self.run_dir / "cluster/trainer.log",
         ]

@@ -1,14 +1,15 @@
 """`python -m campaigns.cluster.moving`: the demo under Ray, and the demo moved from place to place while it learns.
 
 Guarantee: it exits with 0 only if both runs end at their last step, the second one after a pair of processes, Ray, SLURM and a
-pair again, one after the other in the same folder with the same YAML; if each step was taken once; if `rl-journal verify` finds
-nothing; and if both answer as many held-out prompts as the demo does. Everything is real, vLLM too; Ray's three nodes, each of
-SLURM's two and the pairs are on this machine.
+pair again, one after the other in the same folder with the same YAML; if each step was taken once; if `slipstream journal verify`
+finds nothing; and if both answer as many held-out prompts as the demo does. Everything is real, vLLM too; Ray's three
+nodes, each of SLURM's two and the pairs are on this machine.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +25,9 @@ import yaml
 
 from campaigns.cluster.machine import REPOSITORY, cluster_run, eventually, newest_step
 from examples.arithmetic import demo
-from protocol.runtime import json_lines as rotated_lines
-from slipstream.journal.cli import main as rl_journal
-from tests.integration.slurm import Slurm, free_ports
+from protocol.files import rotated_lines
+from slipstream.cli import run as slipstream
+from tests.integration.slurm import Slurm, edited_scripts, free_ports
 
 _MOVES_AT = (15, 30, 45)
 _ACCURACY = 0.97  # which the demo reaches with every seed that was tried
@@ -83,7 +84,7 @@ def _judged(folder: Path, run: Callable[[Path], dict[str, float]]) -> dict[str, 
     stages = run(folder)
     steps = [line["step"] for line in rotated_lines.read(folder / "run/steps.jsonl")]
     accuracy = greedy_accuracy(demo.BASE, demo.BASE / "eval.jsonl", folder / "run/adapter")
-    verified = rl_journal(["--run", str(folder / "run"), "verify"])
+    verified = slipstream(["journal", "--run", str(folder / "run"), "verify"])
     each_once = steps == list(range(1, _last_step(folder) + 1))
     return {
         "ok": each_once and verified == 0 and accuracy >= _ACCURACY,
@@ -140,11 +141,12 @@ def _slurm(folder: Path, until: int) -> None:
             assert done.returncode == 0, done.stderr
             return done.stdout
 
-        endpoint = f"transport.endpoint=tcp://127.0.0.1:{free_ports(3)[0]}"
-        ask(sys.executable, "-m", "slipstream.cluster.cli", "render", "slurm", *_CONFIG, "--set", endpoint, "--out", "jobs",
-            *_SIZE, "--cpus", "1", "--producers", "2", "--trainer-node", "n2")  # fmt: skip
-        words = ask("jobs/submit.sh").splitlines()[-1].replace(",", "").replace(";", "").split()
-        trainer, producers = words[words.index("job") + 1], words[words.index("producers:") + 2]
+        endpoint = f"tcp://127.0.0.1:{free_ports(3)[0]}"
+        edited_scripts(folder, Path(sys.executable).parent, endpoint)
+        job = folder / "trainer.sbatch"
+        own_values = f'--set "transport.endpoint={endpoint}" --set transport.keys=keys --ranks 2'
+        job.write_text(job.read_text().replace("--resume)", f"--resume {own_values})"))
+        trainer, producers = re.findall(r": job (\d+)", ask("./submit.sh", "2"))
         eventually(lambda: newest_step(folder / "run") >= until, _STAGE_S)
         for job in (trainer, producers):
             ask("scancel", job)

@@ -1,4 +1,4 @@
-"""A PEFT adapter on disk, as `save_pretrained`, `rl-sft` and every checkpoint write it.
+"""A PEFT adapter on disk, as `save_pretrained`, `slipstream sft` and every checkpoint write it.
 
 Guarantee: an adapter that was read is a LoRA in safetensors, finite, and changes the model that it is put on.
 """

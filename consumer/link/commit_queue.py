@@ -89,7 +89,7 @@ class Arrivals:
         self._end_lease(message.lease_id, message.reason, message.detail)
 
     def refuse(self, count: str, warning: str, reason: str, frame: bytes) -> None:
-        """Counts a frame that cannot be used, and keeps it for inspection (`rl-journal quarantine`)."""
+        """Counts a frame that cannot be used, and keeps it for inspection (`slipstream journal quarantine`)."""
         self.storage.buffer.totals[count] += 1
         self.warn(count, warning)
         if len(self._bad_frames) < _MAX_BAD_FRAMES:

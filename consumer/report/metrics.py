@@ -43,7 +43,7 @@ _TOTALS = {
     "rerolls_leased": ("rerolls_leased", "Leases given for prompts that returned."),
     "rested": ("prompts_rested", "Solved prompts in cooldown."),
     "swaps_refused": ("swaps_refused", "Policy versions that producers refused, once for each producer."),
-    "bad_frames": ("frames_refused", "Frames that were no message; kept for `rl-journal quarantine`."),
+    "bad_frames": ("frames_refused", "Frames that were no message; kept for `slipstream journal quarantine`."),
 }
 _DEPTHS = {
     "ready": ("groups_ready", "Groups that wait to be trained for the first time."),

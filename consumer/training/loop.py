@@ -157,7 +157,7 @@ class TrainingLoop:
             )
         return (
             f"step {step} was not taken: {found}. Weights and optimizer are as before it; the batch is in {folder} "
-            f"(step.json, groups.safetensors; `rl-journal show` decodes a group). {cause}"
+            f"(step.json, groups.safetensors; `slipstream journal show` decodes a group). {cause}"
         )
 
     def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:

@@ -175,7 +175,7 @@ def pipeline() -> dashboard.Dashboard:
         ),
         graph(
             "Given up",
-            "Prompts given up, groups quarantined and frames refused since the run began; rl-journal quarantine "
+            "Prompts given up, groups quarantined and frames refused since the run began; slipstream journal quarantine "
             "lists them with reasons.",
             "short",
             Series(latest("rl_trainer_dead_letters_total"), "dead letters"),

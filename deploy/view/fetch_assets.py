@@ -1,4 +1,4 @@
-"""Fetches the browser libraries of `rl-view` from npm, into the package that serves them.
+"""Fetches the browser libraries of `slipstream view` from npm, into the package that serves them.
 
     python -m deploy.view.fetch_assets
 

@@ -164,7 +164,7 @@ class _HandshakeWatch:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == 400:
             return (
                 f"does not know the key of {keys.identity} ({fingerprint(keys.secret.public())}): give its host "
-                f"{keys.identity}.public, and there run `rl-keys authorize {keys.identity}`"
+                f"{keys.identity}.public, and there run `slipstream keys authorize {keys.identity}`"
             )
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             return "has no keys, and this producer has: set transport.keys for both or for neither"

@@ -6,7 +6,7 @@ in no text that this process makes. Every refusal names the file and the fix.
     keys/trainer.secret          the trainer's host only, 0600
     keys/trainer.public          every host
     keys/NAME.secret             the host of producer NAME only, 0600
-    keys/NAME.public             where `rl-keys authorize` can find it
+    keys/NAME.public             where `slipstream keys authorize` can find it
     keys/authorized/NAME.public  the trainer's host: producers that may connect
 
 A key file is one line: the kind of key, the name of its owner and the key in Z85. Under systemd a secret may instead be the
@@ -160,7 +160,7 @@ def _own_secret(folder: Path, role: str, wanted: str | None, how: str) -> tuple[
     file = _credential(role) or folder / f"{wanted}.secret"
     if not file.exists():
         raise ConfigError(
-            f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {wanted}{how}"
+            f"transport.keys: {file}: no such file. Make it: slipstream keys --keys {folder} generate {wanted}{how}"
         )
     name, secret = read_secret(file)
     _check_owner(file, name, wanted or name)
@@ -250,10 +250,10 @@ def _parse(file: Path, content: bytes, kind: str) -> tuple[str, bytes]:
             (other for other in (_SECRET, _PUBLIC) if other != kind and content.startswith(other.encode())), None
         )
         found = f"holds a {wrong}" if wrong else "is not a key file"
-        raise ConfigError(f"{file}: {found}; expected one line `{kind} NAME KEY`, as rl-keys writes it")
+        raise ConfigError(f"{file}: {found}; expected one line `{kind} NAME KEY`, as slipstream keys writes it")
     name, key = words[1].decode("ascii", "replace"), words[2]
     if not _IDENTITY.match(name):
-        raise ConfigError(f"{file}: the name in it is none that rl-keys would give")
+        raise ConfigError(f"{file}: the name in it is none that slipstream keys would give")
     if len(key) != _KEY_CHARACTERS or not set(key) <= set(z85.Z85CHARS):
         raise ConfigError(f"{file}: the key in it is damaged: it is not {_KEY_CHARACTERS} characters of Z85")
     return name, key

@@ -65,7 +65,8 @@ class RunConfig(Section):
         "needs no GPU. See docs/engine-server.md.",
     )
     producers: ProducersSection | None = Field(
-        None, description="How many producers `rl-cluster` keeps, by the load. Without it: as many as it is told."
+        None,
+        description="How many producers `slipstream cluster` keeps, by the load. Without it: as many as it is told.",
     )
     lora: dict[str, Any] = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),
@@ -73,7 +74,7 @@ class RunConfig(Section):
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
     trainer: dict[str, Any] = Field(default_factory=lambda: dict(trainer_keys.DEFAULTS), description="trl.GRPOConfig.")
-    sft: dict[str, Any] = Field(default_factory=dict, description="trl.SFTConfig, of `rl-sft`.")
+    sft: dict[str, Any] = Field(default_factory=dict, description="trl.SFTConfig, of `slipstream sft`.")
 
     @field_validator(*RESERVED)
     @classmethod

@@ -109,7 +109,7 @@ REFUSED: dict[str, Refusal] = (
     )
     | _refused(
         "the trainer uploads nothing while it trains",
-        "rl-export --push-to-hub",
+        "slipstream export --push-to-hub",
         push_to_hub=False,
         hub_model_id=None,
         hub_token=None,
@@ -118,7 +118,7 @@ REFUSED: dict[str, Refusal] = (
         hub_always_push=False,
         hub_revision=None,
     )
-    | _refused("the trainer uploads nothing", "rl-journal export", log_completions_hub_repo=None)
+    | _refused("the trainer uploads nothing", "slipstream journal export", log_completions_hub_repo=None)
     | _refused(
         "producers evaluate",
         "the `evaluation` section",

@@ -52,7 +52,7 @@ class SignalWatch:
         if self._low > self._high:
             return (
                 f"{head}: no completion was scored at all. The reward functions returned None or NaN for every one; see what "
-                "they were given with `rl-journal show`, mend them, and go on with --resume"
+                "they were given with `slipstream journal show`, mend them, and go on with --resume"
             )
         if self._high - self._low < 1e-6:
             got = f"every completion was worth {self._low:g}"
@@ -60,7 +60,7 @@ class SignalWatch:
             got = f"completions of a group were worth the same, from {self._low:g} in one group to {self._high:g} in another"
         return (
             f"{head}: {got}, and {truncated:.0%} of the completions were cut by sampling.max_completion_length. Likely causes: "
-            "the reward function does not recognize answers in the form that the model gives (look at some: `rl-journal show`); "
-            "the task is far too hard or too easy for this model; completions are cut before the answer; "
-            "sampling.temperature is so low that all completions of a prompt are alike. Mend it, and go on with --resume"
+            "the reward function does not recognize answers in the form that the model gives (look at some: "
+            "`slipstream journal show`); the task is far too hard or too easy for this model; completions are cut before the "
+            "answer; sampling.temperature is so low that all completions of a prompt are alike. Mend it, and go on with --resume"
         )

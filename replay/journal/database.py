@@ -117,7 +117,7 @@ class Database:
             ) from error
         except (apsw.CorruptError, apsw.NotADBError) as error:
             self._failure = (
-                f"{self.path} is damaged ({error}); see what rl-journal verify says, or restore a copy of run_dir"
+                f"{self.path} is damaged ({error}); see slipstream journal verify, or restore a copy of run_dir"
             )
             raise JournalError(self._failure) from error
         except apsw.Error as error:

@@ -99,7 +99,7 @@ FRAME = """SELECT group_id, epoch, prompt_id, reroll, attempt, policy_version, o
 def intact_frame(journal: Path, group_id: str, found: list[Any]) -> bytes:
     """The message of a group, from the row that `FRAME` found. Raises JournalError if it is not there or does not fit the row."""
     if not found:
-        raise JournalError(f"{journal} does not hold group {group_id}; `rl-journal list` shows what it holds")
+        raise JournalError(f"{journal} does not hold group {group_id}; `slipstream journal list` shows what it holds")
     *fields, crc = found[0]
     if fields[-1] is None:
         raise JournalError(f"{journal}: group {group_id} has no body; restore a copy of run_dir")

@@ -1,21 +1,17 @@
-"""`rl-cluster down`: ends a run in good order.
+"""`slipstream cluster down`: ends a run in good order.
 
 Guarantee: producers say goodbye first, so that what they have finished is journaled; then the trainer ends its step and writes a
 checkpoint. What has not ended by its deadline is killed, which loses nothing that was acknowledged. Then the resources are given
 back, and a Ray that `up` started is ended.
 """
 
-import argparse
 import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.errors import ExitCode
 from slipstream.cluster import session
-from slipstream.cluster.place import add_place, run_dir
 from slipstream.cluster.session import Session
-from slipstream.command import whole
 from slipstream.tables import say
 
 if TYPE_CHECKING:
@@ -23,23 +19,6 @@ if TYPE_CHECKING:
 
 _DEADLINE_S = 300
 _LOOK_EVERY_S = 0.2
-
-
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("down", help="drain and end a run")
-    add_place(parser)
-    parser.add_argument(
-        "--deadline", metavar="S", type=lambda text: whole(text, 1, 86_400), default=_DEADLINE_S,
-        help="seconds until producers that have not ended are killed, and as many more for the trainer (default: %(default)s)",
-    )  # fmt: skip
-    parser.set_defaults(work=_down)
-
-
-def _down(chosen: argparse.Namespace) -> ExitCode:
-    place = run_dir(chosen)
-    with session.connected(place, chosen.address) as ray:
-        take_down(place, ray, chosen.deadline)
-    return ExitCode.OK
 
 
 def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> None:

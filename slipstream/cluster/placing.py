@@ -1,11 +1,9 @@
-"""From the arguments of `rl-cluster up` and a configuration to a manager that runs.
+"""From the arguments of `slipstream cluster up` and a configuration to a manager that runs.
 
 Guarantee: a run that does not fit, or cannot be on its node, is refused before anything of it was started. Of a run that is there
 already the manager goes on, with what was asked anew.
 """
 
-import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -17,20 +15,19 @@ from ray.exceptions import RayError
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, NoAnswerError, NoResourcesError
 from slipstream.cluster import probe
+from slipstream.cluster.asked import Asked, plan_of
 from slipstream.cluster.fleet.actors import free_per_node
 from slipstream.cluster.fleet.managing import ManagerHandle, NoAnswer, last_line
 from slipstream.cluster.fleet.plan import Plan, on_host
 from slipstream.cluster.fleet.resources import Need, missing_text, without_place
-from slipstream.cluster.gpu_use import producer_gpus
 from slipstream.cluster.probe import NodeFacts
-from slipstream.cluster.server_files import server_files
 from slipstream.tables import say
 
 _FITS_WITHIN_S = 20.0
 _PROBE_S = 40.0
 
 
-def placed(chosen: argparse.Namespace, config: RunConfig, run_dir: Path) -> ManagerHandle:
+def placed(asked: Asked, config: RunConfig, run_dir: Path) -> ManagerHandle:
     """
     Raises:
         ConfigError: the run cannot be on the trainer's node, or what was asked contradicts the configuration.
@@ -40,58 +37,22 @@ def placed(chosen: argparse.Namespace, config: RunConfig, run_dir: Path) -> Mana
     manager = ManagerHandle.find()
     if manager is not None:
         try:
-            return _adopted(manager, chosen, config)
+            return _adopted(manager, asked, config)
         except NoAnswer as error:
             raise NoAnswerError(
                 f"the manager of the run in {run_dir} does not answer: its node is gone, perhaps, and it comes back with that. "
-                "rl-cluster down ends what is left"
+                "slipstream cluster down ends what is left"
             ) from error
-    host = chosen.trainer_node or ray.util.get_node_ip_address()
+    host = asked.trainer_node or ray.util.get_node_ip_address()
     hosts = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]})
     if host not in hosts:
         raise ConfigError(f"--trainer-node {host}: Ray has no such node; its nodes are {', '.join(hosts)}")
-    file = os.path.abspath(chosen.config)
+    file = os.path.abspath(asked.config)
     facts = _facts(host, run_dir, file)
     probe.check(facts, str(run_dir), file)
-    plan = plan_of(chosen, config, run_dir, facts)
+    plan = plan_of(asked, config, run_dir, facts)
     wait_for_room(plan)
     return ManagerHandle.start(plan)
-
-
-def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts: NodeFacts) -> Plan:
-    """The daemons meet over TCP with keys, because Ray may place them on any node."""
-    transport, bounds = config.transport, config.producers
-    least, most = (bounds.min, bounds.max) if bounds else (0, 0)
-    producers = chosen.producers or max(1, least)
-    if bounds and not least <= producers <= most:
-        raise ConfigError(
-            f"--producers {producers}: the configuration has producers.min={least} and producers.max={most}"
-        )
-    model = os.path.expanduser(config.model.path)
-    own = transport.endpoint if (transport.endpoint or "").startswith("tcp://") and transport.keys else None
-    endpoint = own or f"tcp://{facts.host}:{facts.port}"
-    keys = os.path.abspath(transport.keys) if transport.keys else str(run_dir / "cluster" / "keys")
-    set_here = [] if own else [f"transport.keys={keys}", f"transport.endpoint={endpoint}"]
-    places = [f"engine_server.{key}={json.dumps(str(place))}" for key, place in server_files(config).items()]
-    return Plan(
-        run_dir=str(run_dir),
-        config=os.path.abspath(chosen.config),
-        folder=os.getcwd(),
-        overrides=[*chosen.overrides, *set_here],
-        producer_overrides=[*places, *chosen.producer_overrides],
-        model=chosen.model or (os.path.abspath(model) if os.path.isdir(model) else ""),
-        ranks=chosen.ranks,
-        on_gpus=chosen.gpus > 0,
-        gpus=producer_gpus(config, chosen.gpus),
-        cpus=chosen.cpus,
-        host=facts.host,
-        endpoint=endpoint,
-        keys=keys,
-        backup=os.path.abspath(chosen.backup) if chosen.backup else "",
-        producers=producers,
-        least=least,
-        most=most,
-    )
 
 
 def wait_for_room(plan: Plan) -> None:
@@ -109,12 +70,12 @@ def wait_for_room(plan: Plan) -> None:
         time.sleep(0.5)
 
 
-def _adopted(manager: ManagerHandle, chosen: argparse.Namespace, config: RunConfig) -> ManagerHandle:
+def _adopted(manager: ManagerHandle, asked: Asked, config: RunConfig) -> ManagerHandle:
     """What runs keeps its place, its endpoint and its keys."""
     plan = manager.report().plan
     facts = NodeFacts(plan.host, "", "", None, True, int(plan.endpoint.rpartition(":")[2]))
-    wanted = plan_of(chosen, config, Path(plan.run_dir), facts)
-    if chosen.producers is None:
+    wanted = plan_of(asked, config, Path(plan.run_dir), facts)
+    if asked.producers is None:
         wanted = msgspec.structs.replace(wanted, producers=max(plan.producers, wanted.least))
     say(f"found the run at {plan.host}; what runs keeps its configuration until it starts again")
     manager.adopt(wanted)

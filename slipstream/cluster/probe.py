@@ -50,7 +50,7 @@ def look(host: str, run_dir: str, config: str) -> bytes:
 
 
 def check(facts: NodeFacts, run_dir: str, config: str) -> None:
-    """Here, where `rl-cluster up` runs.
+    """Here, where `slipstream cluster up` runs.
 
     Raises:
         ConfigError: the run cannot be on that node.
@@ -76,7 +76,7 @@ def check(facts: NodeFacts, run_dir: str, config: str) -> None:
     if _has_journal(Path(run_dir)) and not facts.has_journal:
         raise ConfigError(
             f"run_dir: this machine has the run in {run_dir}, and the trainer's node {host} has not. Name the node that has it "
-            "with --trainer-node, or move it: rl-journal backup"
+            "with --trainer-node, or move it: slipstream journal backup"
         )
 
 

@@ -1,7 +1,7 @@
 """The connection of a command to Ray, and a Ray on this machine where nobody named one.
 
-Guarantee: a Ray that does not answer, or is of another version, is named with the fix within a minute. A Ray that `rl-cluster up`
-started outlives it, and `rl-cluster down` ends it by its process id; others are never stopped.
+Guarantee: a Ray that does not answer, or is of another version, is named with the fix within a minute. A Ray that
+`slipstream cluster up` started outlives it, and `slipstream cluster down` ends it by its process id; others are never stopped.
 """
 
 import contextlib
@@ -72,7 +72,9 @@ def connected(run_dir: Path, named: str | None) -> Iterator[Session]:
     require_ray()
     address = find_address(run_dir, named)
     if address is None:
-        raise NoAnswerError(f"no Ray runs for {run_dir}: start the run with rl-cluster up, or name Ray with --address")
+        raise NoAnswerError(
+            f"no Ray runs for {run_dir}: start the run with slipstream cluster up, or name Ray with --address"
+        )
     _check_answers(address)
     own = _own(run_dir)
     os.environ.update(_loopback() if is_loopback(address) else {})
@@ -138,7 +140,7 @@ def end_own(run_dir: Path, own: OwnRay) -> None:
 def require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "rl-cluster needs Ray, which is not installed; in Slipstream's checkout: pip install '.[ray]'"
+            "slipstream cluster needs Ray, which is not installed; in Slipstream's checkout: pip install '.[ray]'"
         )
 
 
@@ -165,7 +167,7 @@ def explained(error: RuntimeError, address: str) -> Exception:
     if "Version mismatch" in text:
         return IncompatiblePeerError(f"--address {address}: {text}. Install the same Ray and Python on all nodes")
     return ConfigError(
-        f"--address {address}: this machine cannot use that Ray; run rl-cluster on one of its nodes ({text})"
+        f"--address {address}: this machine cannot use that Ray; run slipstream cluster on one of its nodes ({text})"
     )
 
 

@@ -1,9 +1,8 @@
-"""`rl-cluster status`: what runs where, and what the daemons say of themselves.
+"""`slipstream cluster status`: what runs where, and what the daemons say of themselves.
 
-Guarantee: it reads. The numbers are those of rl-status, from the daemons' own documents, wherever they were placed.
+Guarantee: it reads. The numbers are those of slipstream status, from the daemons' own documents, wherever they were placed.
 """
 
-import argparse
 import io
 import sys
 import time
@@ -11,30 +10,14 @@ import time
 import msgspec
 from rich.console import Console
 
-from protocol.errors import ExitCode
 from slipstream.cluster.fleet.plan import DaemonReport, FleetReport
-from slipstream.cluster.place import add_place, manager_of
 from slipstream.tables import clock, printable, say, say_json, say_table
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("status", help="what runs where, and how the run goes")
-    add_place(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    parser.set_defaults(work=_status)
-
-
-def _status(chosen: argparse.Namespace) -> ExitCode:
-    with manager_of(chosen) as manager:
-        report = manager.report()
-    if chosen.json:
+def show(report: FleetReport, *, as_json: bool = False) -> None:
+    if as_json:
         say_json(msgspec.to_builtins(report))
-    else:
-        show(report)
-    return ExitCode.OK
-
-
-def show(report: FleetReport) -> None:
+        return
     from slipstream.cluster.fleet.loads import answers
     from slipstream.status.reading import read
     from slipstream.status.render import render

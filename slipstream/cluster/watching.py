@@ -1,4 +1,4 @@
-"""What `rl-cluster up` shows while a run goes on, and how it ends.
+"""What `slipstream cluster up` shows while a run goes on, and how it ends.
 
 Guarantee: every event of the manager is one line. A manager or a Ray that stays silent ends the watch with the fix, not the run.
 """
@@ -37,7 +37,7 @@ class Watch:
                 silent = "; ".join(report.unreachable) if report else "the manager has no place"
                 raise NoResourcesError(
                     f"not everything runs after {_PLACED_S:g} s: {(report and report.missing) or silent}. What runs goes on; "
-                    "rl-cluster down ends it"
+                    "slipstream cluster down ends it"
                 )
             time.sleep(_LOOK_EVERY_S)
 
@@ -64,7 +64,7 @@ class Watch:
             if time.monotonic() - self._heard > _SILENCE_S:
                 raise NoAnswerError(
                     f"the manager of the run has not answered for {_SILENCE_S:g} s ({type(error).__name__}): its node or Ray is "
-                    "gone. Give the same rl-cluster up again: it finds what runs, and starts what does not"
+                    "gone. Give the same slipstream cluster up again: it finds what runs, and starts what does not"
                 ) from error
             return None
         self._heard = time.monotonic()

@@ -1,4 +1,4 @@
-"""`rl-journal backup` copies a run as it is now, while its trainer goes on.
+"""`slipstream journal backup` copies a run as it is now, while its trainer goes on.
 
 Guarantee: the folder appears under its name when it is complete and on the disk, or not at all. `rl-trainer --resume` goes on
 from it as from the original after a crash: its journal holds every group that its checkpoint, or a start from scratch, needs. It

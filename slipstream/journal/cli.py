@@ -1,133 +1,157 @@
-"""The `rl-journal` command looks into a run's journal, also while the trainer is running.
+"""The subcommands of `slipstream journal`, which read a run's journal, also while the trainer is running.
 
-Guarantee: it never changes the journal; `--help` imports no heavy library; every error is one line on standard error and
-ends the process with its own exit code.
+Guarantee: no subcommand changes the journal, and `--help` imports no heavy library.
 """
 
-import argparse
-import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from protocol.errors import ExitCode
 from replay.journal.rows import STATES, GroupFilter
-from slipstream.command import add_run, run_place, run_tool, tool_parser, whole
-from slipstream.journal.stats import stats
-from slipstream.journal.views import lineage, list_groups, quarantine
-from slipstream.run_reader import RunReader
+from slipstream.options import LARGEST, Function, Group, Range, json_option, named_run, run_option
 
-PROGRAM = "rl-journal"
+if TYPE_CHECKING:
+    from replay.journal.reader import JournalReader
+
 VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.prompts.rerolls, which this command need not import
+_WHOLE = click.IntRange(0, LARGEST)
+_FILTERS = (
+    ("--version", "versions", Range(_WHOLE), "policy version that generated the group"),
+    ("--step", "steps", Range(_WHOLE), "optimizer step that trains the group for the first time"),
+    ("--state", "state", click.Choice(STATES), "what became of it"),
+    ("--reward", "rewards", Range(click.FLOAT), "mean reward, such as 0.5:1"),
+    ("--prompt", "prompt_id", _WHOLE, "number of the prompt in the dataset"),
+    ("--verdict", "verdict", click.Choice(VERDICTS), "the verdict of the judging reward on its completions"),
+    ("--replays", "replays", Range(_WHOLE), "how often it was replayed"),
+)
+"""Options that choose groups, with the fields of `GroupFilter`."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    chosen = _parser().parse_args(arguments)
-    return run_tool(PROGRAM, lambda: _look(chosen))
+@click.group(cls=Group)
+@run_option()
+def journal() -> None:
+    """Read the journal of a run, also while it goes on."""
 
 
-def _look(chosen: argparse.Namespace) -> ExitCode:
-    """Runs one command, which imports the heavy libraries that it needs."""
-    with closing(RunReader(run_place(chosen)).journal()) as reader:
-        match chosen.command:
-            case "stats":
-                stats(reader, as_json=chosen.json)
-            case "list":
-                list_groups(reader.rows(_wanted(chosen), chosen.limit), as_json=chosen.json)
-            case "quarantine":
-                quarantine(reader, as_json=chosen.json)
-            case "lineage":
-                lineage(reader, chosen.step)
-            case "show":
-                from slipstream.journal.show import show
+@contextmanager
+def _opened() -> "Iterator[JournalReader]":
+    from slipstream.run_reader import RunReader
 
-                show(reader, chosen.group, every_token=chosen.tokens)
-            case "export":
-                from slipstream.journal.export import export
-
-                export(reader, _wanted(chosen), chosen.limit, chosen.to)
-            case "backup":
-                from slipstream.journal.backup import backup
-
-                backup(reader, chosen.to)
-            case "verify":
-                from slipstream.journal.verify import verify
-
-                return verify(reader)
-    return ExitCode.OK
+    with closing(RunReader(named_run().path()).journal()) as reader:
+        yield reader
 
 
-def _wanted(chosen: argparse.Namespace) -> GroupFilter:
-    return GroupFilter(
-        chosen.version, chosen.step, chosen.state, chosen.reward, chosen.prompt, chosen.verdict, chosen.replays
-    )
+def _filters(function: Function) -> Function:
+    for flag, field, kind, text in reversed(_FILTERS):
+        function = click.option(flag, field, type=kind, help=text)(function)
+    return function
 
 
-def _parser() -> argparse.ArgumentParser:
-    result = tool_parser(PROGRAM, "Looks into the journal of a run, also while its trainer is running.")
-    add_run(result, "the run's folder, or its journal file")
-    commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
+@journal.command()
+@run_option()
+@json_option
+def stats(as_json: bool) -> None:
+    """Count groups, steps, policies and failures."""
+    from slipstream.journal.stats import stats
 
-    counted = commands.add_parser("stats", help="how many groups, steps, policies and failures there are")
-    listed = commands.add_parser("list", help="groups, one per line, newest last")
-    shown = commands.add_parser("show", help="one group: prompt, completions, rewards, log-probs")
-    shown.add_argument("group", metavar="ID", help="as `list` shows it")
-    shown.add_argument("--tokens", action="store_true", help="every token with its log-prob")
-    exported = commands.add_parser("export", help="groups with their tokens, log-probs and rewards as a file")
-    exported.add_argument(
-        "--to", metavar="FILE", required=True, type=_export_file, help="FILE.jsonl or FILE.parquet, one row per group"
-    )
-    copied = commands.add_parser("backup", help="a copy of journal and newest checkpoint that a trainer can go on from")
-    copied.add_argument("--to", metavar="FOLDER", required=True, type=Path, help="a new folder")
-    commands.add_parser("verify", help="read everything, say what is wrong, and exit 74 if anything is")
-    refused = commands.add_parser("quarantine", help="groups, frames and prompts that were given up, and why")
-    made = commands.add_parser("lineage", help="which groups made a step, and which policy it made")
-    made.add_argument("step", metavar="STEP", type=whole)
+    with _opened() as reader:
+        stats(reader, as_json=as_json)
 
-    for command in (counted, listed, refused):
-        command.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
-    for command, limit in ((listed, 50), (exported, 0)):
-        command.add_argument("--version", metavar="N[:M]", type=_range, help="policy version that generated the group")
-        command.add_argument(
-            "--step", metavar="N[:M]", type=_range, help="optimizer step that trains the group for the first time"
+
+@journal.command("list")
+@run_option()
+@_filters
+@click.option("--limit", type=_WHOLE, default=50, show_default=True, help="the newest N, 0 for all")
+@json_option
+def list_groups(limit: int, as_json: bool, **wanted: Any) -> None:
+    """List groups, one per line, newest last."""
+    from slipstream.journal.views import list_groups
+
+    with _opened() as reader:
+        list_groups(reader.rows(GroupFilter(**wanted), limit), as_json=as_json)
+
+
+@journal.command()
+@run_option()
+@click.argument("group", metavar="ID")
+@click.option("--tokens", is_flag=True, help="every token with its log-prob")
+def show(group: str, tokens: bool) -> None:
+    """Show one group: prompt, completions, rewards, log-probs."""
+    from slipstream.journal.show import show
+
+    with _opened() as reader:
+        show(reader, group, every_token=tokens)
+
+
+def _export_file(context: click.Context, parameter: click.Parameter, value: str) -> Path:
+    if not value.endswith((".jsonl", ".parquet")):
+        raise click.BadParameter(f"expected a name that ends in .jsonl or .parquet (got {value!r})")
+    return Path(value)
+
+
+@journal.command()
+@run_option()
+@_filters
+@click.option("--limit", type=_WHOLE, default=0, show_default=True, help="the newest N, 0 for all")
+@click.option(
+    "--to", metavar="FILE", required=True, callback=_export_file, help="FILE.jsonl or FILE.parquet, one row per group"
+)
+def export(limit: int, to: Path, **wanted: Any) -> None:
+    """Write groups with their tokens, log-probs and rewards to a file."""
+    if not to.endswith((".jsonl", ".parquet")):
+        raise click.BadParameter(
+            f"expected a name that ends in .jsonl or .parquet (got {to!r})",
+            param_hint="'--to'",
+            ctx=click.get_current_context(),
         )
-        command.add_argument("--state", choices=STATES, help="what became of it")
-        command.add_argument(
-            "--reward", metavar="MIN:MAX", type=_rewards, help="mean reward; write --reward=-1:0 for negative ones"
-        )
-        command.add_argument("--verdict", choices=VERDICTS, help="what the judging reward said of its completions")
-        command.add_argument("--replays", metavar="N[:M]", type=_range, help="how often it was replayed")
-        command.add_argument("--prompt", metavar="ID", type=whole, help="number of the prompt in the dataset")
-        command.add_argument(
-            "--limit", metavar="N", type=whole, default=limit, help="the newest N, 0 for all (default: %(default)s)"
-        )
-    for command in commands.choices.values():  # behind the command, too
-        add_run(command, "the run's folder, or its journal file", argparse.SUPPRESS)
-    return result
+    from slipstream.journal.export import export
+
+    with _opened() as reader:
+        export(reader, GroupFilter(**wanted), limit, to)
 
 
-def _range(text: str) -> tuple[int, int]:
-    first, separator, last = text.partition(":")
-    bounds = whole(first), whole(last if separator else first)
-    if bounds[0] > bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text} is empty, the larger number comes last")
-    return bounds
+@journal.command()
+@run_option()
+@click.option("--to", metavar="FOLDER", required=True, type=click.Path(path_type=Path), help="a new folder")
+def backup(to: Path) -> None:
+    """Copy journal and newest checkpoint; a trainer can go on from the copy."""
+    from slipstream.journal.backup import backup
+
+    with _opened() as reader:
+        backup(reader, to)
 
 
-def _rewards(text: str) -> tuple[float, float]:
-    try:
-        low, high = map(float, text.split(":"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected two numbers such as 0.5:1 (got {text!r})") from None
-    if not low <= high:
-        raise argparse.ArgumentTypeError(f"{text} is empty, the larger number comes last")
-    return low, high
+@journal.command()
+@run_option()
+def verify() -> ExitCode:
+    """Read everything, report what is wrong, and exit with 74 if anything is."""
+    from slipstream.journal.verify import verify
+
+    with _opened() as reader:
+        return verify(reader)
 
 
-def _export_file(text: str) -> Path:
-    if not text.endswith((".jsonl", ".parquet")):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .jsonl or .parquet (got {text!r})")
-    return Path(text)
+@journal.command()
+@run_option()
+@json_option
+def quarantine(as_json: bool) -> None:
+    """List the groups, frames and prompts that were given up, with reasons."""
+    from slipstream.journal.views import quarantine
+
+    with _opened() as reader:
+        quarantine(reader, as_json=as_json)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@journal.command()
+@run_option()
+@click.argument("step", type=_WHOLE)
+def lineage(step: int) -> None:
+    """List the groups that made a step, and the policy that it made."""
+    from slipstream.journal.views import lineage
+
+    with _opened() as reader:
+        lineage(reader, step)

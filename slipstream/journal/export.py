@@ -1,4 +1,4 @@
-"""`rl-journal export` writes groups as JSON lines or as a Parquet table, one row per group.
+"""`slipstream journal export` writes groups as JSON lines or as a Parquet table, one row per group.
 
 Guarantee: the file appears under its name when it is complete, or not at all. Memory is bounded by one Parquet row group.
 """

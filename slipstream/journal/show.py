@@ -1,4 +1,4 @@
-"""`rl-journal show` shows one group as people read it.
+"""`slipstream journal show` shows one group as people read it.
 
 Guarantee: everything that the journal holds of the group is shown or counted. If the tokenizer cannot be loaded, token ids take
 the place of text, and one line says why.
@@ -28,7 +28,7 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
     contents = ContentReader(reader)
     content = contents.read(row) if row is not None else None
     if row is None or content is None:
-        raise JournalError(f"{reader.path} holds no group {group_id}; `rl-journal list` shows what it holds")
+        raise JournalError(f"{reader.path} holds no group {group_id}; `slipstream journal list` shows what it holds")
     _head(row, content, [span_of_steps(use.step, use.last_step) for use in reader.uses(of_group=group_id)])
     try:
         tokenizer = load_tokenizer(reader.facts())

@@ -1,4 +1,4 @@
-"""`rl-journal stats` counts what a journal holds.
+"""`slipstream journal stats` counts what a journal holds.
 
 Guarantee: every group is counted once, in memory that does not grow with the journal.
 """

@@ -1,4 +1,4 @@
-"""`rl-journal verify` checks whether a journal is whole.
+"""`slipstream journal verify` checks whether a journal is whole.
 
 Guarantee: every group is read, whatever is wrong with the others; each problem is one line that says what and where.
 """

@@ -1,4 +1,4 @@
-"""`rl-journal list`, `quarantine` and `lineage` list rows of the journal.
+"""`slipstream journal list`, `quarantine` and `lineage` list rows of the journal.
 
 Guarantee: they read no body, so they are quick on a journal of any size, and their memory is bounded.
 """
@@ -76,7 +76,7 @@ def lineage(reader: JournalReader, step: int) -> None:
     batch = next(reader.batches(step), None)
     if batch is None or batch.step > step:
         raise JournalError(
-            f"{reader.path} holds no groups of step {step}; `rl-journal stats` says which steps it holds"
+            f"{reader.path} holds no groups of step {step}; `slipstream journal stats` says which steps it holds"
         )
     started_from = reader.policy_at(batch.step - 1)
     fresh = [row for group_id in batch.group_ids[: batch.num_fresh] if (row := reader.row(group_id)) is not None]

@@ -1,51 +1,79 @@
-"""The `rl-status` command shows what a run does now, in a terminal or as JSON.
+"""`slipstream status` shows what a run does now, in a terminal or as JSON.
 
-Guarantee: it only reads, imports no heavy library, and works with whichever daemons answer. Every error is one line on standard
-error and ends the process with its own exit code; with `--once`, `ExitCode.NO_ANSWER` says that no daemon answers.
+Guarantee: it only reads, imports no heavy library, and works with whichever daemons answer. With `--once`, `ExitCode.NO_ANSWER`
+means that no daemon answers.
 """
 
-import argparse
 import io
 import sys
 import time
-from contextlib import nullcontext
-from typing import NoReturn
-from urllib.parse import urlsplit
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
-from rich.live import Live
+import click
 
 from protocol.errors import ConfigError, ExitCode
-from protocol.runtime.json_lines import encode_page
-from slipstream.command import add_run, run_place, run_tool, tool_parser
-from slipstream.run_reader import RunReader
-from slipstream.status.render import render
-from slipstream.status.view import View
-from slipstream.status.warnings import warnings
-from slipstream.status.watch import Watch
+from slipstream.options import Address, Command, named_run, run_option
 
-PROGRAM = "rl-status"
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from slipstream.run_reader import RunReader
+    from slipstream.status.view import View
+    from slipstream.status.watch import Watch
+
 _EVERY_S = 2.0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    chosen = _parsed(arguments)
-    return run_tool(PROGRAM, lambda: _show(chosen), interrupted=ExitCode.OK)  # Ctrl-C is how one leaves the live view
+@click.command(cls=Command)
+@run_option("the run's folder; not needed with --url")
+@click.option(
+    "--url",
+    "addresses",
+    type=Address(),
+    multiple=True,
+    help="where a daemon serves its status, also one of another host (may be repeated)",
+)
+@click.option(
+    "--every",
+    metavar="S",
+    type=click.FloatRange(0.1, 3600),
+    help=f"seconds between two looks (default: {_EVERY_S:g}); with --once: look twice, for rates over that time",
+)
+@click.option("--once", is_flag=True, help="print one view and end")
+@click.option("--json", "as_json", is_flag=True, help="with --once: one JSON object, for programs")
+def status(addresses: tuple[str, ...], every: float | None, once: bool, as_json: bool) -> ExitCode:
+    """Show what a run does now.
 
+    It shows whether the run learns, who waits for whom, and what to do.
+    """
+    if every != every:  # NaN is in no range, and no type of click refuses it
+        raise click.UsageError("--every: expected seconds", click.get_current_context())
+    if as_json and not once:
+        raise click.UsageError("--json goes with --once", click.get_current_context())
+    from slipstream.status.watch import Watch
 
-def _show(chosen: argparse.Namespace) -> ExitCode:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # of lines and bars, which escapes would make unreadable
-    watch = Watch(_run(chosen), chosen.url)
-    return _once(watch, chosen) if chosen.once else _forever(watch, chosen.every or _EVERY_S)
+    watch = Watch(_run(by_address=bool(addresses)), addresses)
+    with suppress(KeyboardInterrupt):  # Ctrl-C is how one leaves the live view
+        if once:
+            return _once(watch, every, as_json=as_json)
+        _forever(watch, every or _EVERY_S)
+    return ExitCode.OK
 
 
-def _once(watch: Watch, chosen: argparse.Namespace) -> ExitCode:
+def _once(watch: "Watch", every_s: float | None, *, as_json: bool) -> ExitCode:
+    from rich.console import Console
+
+    from protocol.files.json_lines import encode_page
+    from slipstream.status.warnings import warnings
+
     shown = watch.look()
-    if chosen.every:
-        time.sleep(chosen.every)
+    if every_s:
+        time.sleep(every_s)
         shown = watch.look()
-    if chosen.json:
+    if as_json:
         found = shown.as_dict() | {"warnings": [warning._asdict() for warning in warnings(shown)]}
         sys.stdout.write(encode_page(found))
     else:
@@ -54,12 +82,18 @@ def _once(watch: Watch, chosen: argparse.Namespace) -> ExitCode:
     return ExitCode.OK if shown.answers else ExitCode.NO_ANSWER
 
 
-def _rendered(shown: View, console: Console) -> RenderableType:
+def _rendered(shown: "View", console: "Console") -> "RenderableType":
+    from slipstream.status.render import render
+    from slipstream.status.warnings import warnings
+
     return render(shown, warnings(shown), console.width)
 
 
-def _forever(watch: Watch, every_s: float) -> NoReturn:
-    """Redraws on a terminal; elsewhere writes one view below the other."""
+def _forever(watch: "Watch", every_s: float) -> None:
+    """Redraw on a terminal; elsewhere write one view below the other."""
+    from rich.console import Console
+    from rich.live import Live
+
     console = Console()
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
@@ -71,60 +105,13 @@ def _forever(watch: Watch, every_s: float) -> NoReturn:
             time.sleep(every_s)
 
 
-def _run(chosen: argparse.Namespace) -> RunReader | None:
-    if chosen.run is None and chosen.config is None and chosen.url:
+def _run(*, by_address: bool) -> "RunReader | None":
+    from slipstream.run_reader import RunReader
+
+    named = named_run()
+    if named == (None, None) and by_address:
         return None
-    place = run_place(chosen)
-    run = RunReader(place)
-    if chosen.config is None and not run.is_run():
-        raise ConfigError(f"--run {place}: no daemon has worked there; it is the run_dir of the run's file")
+    run = RunReader(named.path())
+    if named.config is None and not run.is_run():
+        raise ConfigError(f"--run {named.path()}: no daemon has worked there; name the run_dir of the run's file")
     return run
-
-
-def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    result = tool_parser(PROGRAM, "Shows what a run does now: whether it learns, who waits for whom, what to do.")
-    add_run(result, "the run's folder; not needed with --url")
-    result.add_argument(
-        "--url", metavar="HOST:PORT", action="append", default=[], type=_address,
-        help="where a daemon serves its status, also one of another host (may be repeated)",
-    )  # fmt: skip
-    result.add_argument(
-        "--every", metavar="S", type=_seconds,
-        help=f"seconds between two looks (default: {_EVERY_S:g}); with --once: look twice, for rates over that time",
-    )  # fmt: skip
-    result.add_argument("--once", action="store_true", help="print one view and end")
-    result.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
-    result.add_argument(
-        "--web", action="store_true", help="no view of this command: rl-view shows a run in the browser"
-    )
-    chosen = result.parse_args(arguments)
-    if chosen.web:
-        result.error("a run in the browser is rl-view --run RUN_DIR")
-    if chosen.json and not chosen.once:
-        result.error("--json goes with --once")
-    return chosen
-
-
-def _address(text: str) -> str:
-    address = text.removeprefix("http://").partition("/")[0]
-    try:
-        place = urlsplit(f"//{address}")
-        if place.hostname and place.port and "@" not in address:
-            return address
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected HOST:PORT, such as 127.0.0.1:9100 (got {text!r})")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds, 0.1 to 3600 (got {text!r})")
-    return seconds
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -57,7 +57,7 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
 
 
 def _title(trainer: TrainerView) -> Text:
-    title = Text("rl-status", "bold")
+    title = Text("slipstream status", "bold")
     for name, value in (("run", trainer.run), ("release", trainer.release)):
         if value:
             title.append(f" · {name} {printable(value)}", "not bold")

@@ -1,4 +1,4 @@
-"""Numbers as `rl-status` writes them, short and with their unit, and a line of rewards drawn with characters.
+"""Numbers as `slipstream status` writes them, short and with their unit, and a line of rewards drawn with characters.
 
 Guarantee: pure; nothing is wider than asked for; a number that is not known is `-`.
 """

@@ -1,6 +1,6 @@
 """The numbers of the view.
 
-Guarantee: plain values; a number that is not known is None. The fields are the keys of `rl-status --once --json`
+Guarantee: plain values; a number that is not known is None. The fields are the keys of `slipstream status --once --json`
 (docs/monitoring.md), so that a field is renamed only with a note in CHANGELOG.md.
 """
 

@@ -160,14 +160,16 @@ def _of_what_was_refused(trainer: TrainerView) -> Iterator[Warned]:
     finished = given_up + sum(trainer.groups_received.get(outcome, 0) for outcome in ("accepted", "no_signal"))
     if given_up > LIMITS.num_dead_letters and given_up > LIMITS.dead_letter_share * finished:
         text = f"{percent(given_up / finished)} of the prompts were given up, {given_up}"
-        yield Warned("dead_letters", text, "rl-journal quarantine says which and why")
+        yield Warned("dead_letters", text, "slipstream journal quarantine says which and why")
     for reason, count in trainer.connections_refused.items():
         if count:
             text = f"{_number_of(count, 'connection')} refused since the trainer's start: {reason.replace('_', ' ')}"
-            yield Warned("connections_refused", text, "its log says whose; `rl-keys authorize` lets a key in")
+            yield Warned("connections_refused", text, "its log says whose; `slipstream keys authorize` lets a key in")
     if frames := trainer.frames_refused:
         text = f"{_number_of(frames, 'frame')} that came in {'was' if frames == 1 else 'were'} no message"
-        yield Warned("frames_refused", text, "something else talks to the endpoint; rl-journal quarantine shows them")
+        yield Warned(
+            "frames_refused", text, "something else talks to the endpoint; slipstream journal quarantine shows them"
+        )
 
 
 def _number_of(count: int, noun: str) -> str:

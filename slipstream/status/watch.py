@@ -1,10 +1,11 @@
-"""Looks at a run again and again, for `rl-status` and the page that says the same.
+"""Looks at a run again and again, for `slipstream status` and the page that says the same.
 
 Guarantee: a look takes seconds at most, whatever the daemons do; what is remembered is bounded by `WINDOW_S`.
 """
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -20,7 +21,7 @@ _TAIL_BYTES = 512 * 1024  # the lines of some 200 steps
 class Watch:
     """Looks again and again, and remembers the looks that rates are over, and rewards for a run without files."""
 
-    def __init__(self, run: RunReader | None, addresses: list[str]) -> None:
+    def __init__(self, run: RunReader | None, addresses: Sequence[str]) -> None:
         self._run = run
         self._addresses = addresses
         self._looks: deque[tuple[float, list[Answer]]] = deque()

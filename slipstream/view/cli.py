@@ -1,69 +1,58 @@
-"""The `rl-view` command serves a run as pages for the browser, on this machine alone.
+"""`slipstream view` serves a run as pages for the browser, on this machine alone.
 
-Guarantee: it writes nothing to the run and opens no browser; it needs neither torch nor vLLM. Every error is one line on standard
-error and ends the process with its own exit code. Ctrl-C and SIGTERM end it.
+Guarantee: it writes nothing to the run and opens no browser; it needs neither torch nor vLLM. Ctrl-C and SIGTERM end it.
 """
 
-import argparse
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from protocol.errors import ConfigError, ExitCode
-from slipstream.command import add_run, run_place, run_tool, tool_parser, whole
-from slipstream.run_reader import RunReader
+import click
+
+from protocol.errors import ConfigError
+from slipstream.options import Command, named_run, run_option
 from slipstream.tables import say
 
-PROGRAM = "rl-view"
 _NICE = 10  # the daemons of the run come first
 
 
-def main(arguments: list[str] | None = None) -> int:
-    chosen = _parser().parse_args(arguments)
-    return run_tool(PROGRAM, lambda: _serve(chosen), interrupted=ExitCode.OK)  # Ctrl-C is how one ends it
+@click.command(cls=Command)
+@run_option()
+@click.option(
+    "--port", type=click.IntRange(0, 65_535), default=0, help="port on 127.0.0.1 (default: 0, any that is free)"
+)
+@click.option("--compare", metavar="RUN_DIR", type=click.Path(path_type=Path), help="another run, for the page Compare")
+@click.option(
+    "--tokenizer",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="the run's tokenizer, if it is not where the run had it",
+)
+def view(port: int, compare: Path | None, tokenizer: Path | None) -> None:
+    """Show a run in the browser.
 
-
-def _serve(chosen: argparse.Namespace) -> ExitCode:
-    from slipstream.view.server.app import serve  # --help does without
+    There are curves, groups, completions and tokens. Nothing is changed.
+    """
+    from slipstream.run_reader import RunReader
+    from slipstream.view.server.app import serve
     from slipstream.view.server.viewer import Viewer
 
-    places = {"--run": run_place(chosen)} | ({"--compare": chosen.compare} if chosen.compare else {})
+    named = named_run()
+    places = {"--run": named.path()} | ({"--compare": compare} if compare else {})
     for option, place in places.items():
         # A run that is about to begin is named by its configuration.
-        if not place.exists() or ((option == "--compare" or chosen.config is None) and not RunReader(place).is_run()):
-            raise ConfigError(f"{option} {place}: no daemon has worked there; it is the run_dir of the run's file")
-    if chosen.tokenizer is not None and not (chosen.tokenizer / "tokenizer.json").is_file():
-        raise ConfigError(f"--tokenizer {chosen.tokenizer}: it has no tokenizer.json; name a folder that has one")
+        if not place.exists() or ((option == "--compare" or named.config is None) and not RunReader(place).is_run()):
+            raise ConfigError(f"{option} {place}: no daemon has worked there; name the run_dir of the run's file")
+    if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
+        raise ConfigError(f"--tokenizer {tokenizer}: it has no tokenizer.json; name a folder that has one")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.nice(_NICE)
-    serve([Viewer(place, chosen.tokenizer) for place in places.values()], chosen.port, _say_url)
-    return ExitCode.OK
+    with suppress(KeyboardInterrupt):  # Ctrl-C is how one ends it
+        serve([Viewer(place, tokenizer) for place in places.values()], port, _say_url)
 
 
 def _say_url(url: str) -> None:
     say(f"open {url} in a browser of this machine; Ctrl-C ends it")
     sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
-    result = tool_parser(
-        PROGRAM, "Shows a run in the browser: curves, groups, completions, tokens. It changes nothing."
-    )
-    add_run(result, "the run's folder, or its journal file")
-    result.add_argument(
-        "--port", metavar="N", type=_port, default=0, help="port on 127.0.0.1 (default: 0, any that is free)"
-    )
-    result.add_argument("--compare", metavar="RUN_DIR", type=Path, help="another run, for the page Compare")
-    result.add_argument(
-        "--tokenizer", metavar="FOLDER", type=Path, help="the run's tokenizer, if it is not where the run had it"
-    )
-    return result
-
-
-def _port(text: str) -> int:
-    return whole(text, most=65_535)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

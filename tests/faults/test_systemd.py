@@ -39,7 +39,7 @@ exec {PREFIX}/bin/python -m MODULE "$@"
 PROGRAMS = {
     "rl-trainer": "consumer.app.cli",
     "rl-producer": "tests.faults.stand_in_producer",
-    "rl-keys": "slipstream.keys.cli",
+    "slipstream": "slipstream",
 }
 RUN: dict[str, Any] = {
     "run_dir": RUN_DIR,
@@ -89,7 +89,7 @@ class Systemd(Machine):
         """From its next start on the run uses them; the secrets are where the units look for them and nowhere else."""
         keys = "/etc/slipstream/keys"
         for arguments in ("generate trainer", "generate first", "authorize first"):
-            self.run(f"{PREFIX}/bin/rl-keys", "--keys", keys, *arguments.split())
+            self.run(f"{PREFIX}/bin/slipstream", "keys", "--keys", keys, *arguments.split())
         self.run("install", "-d", "-m", "700", "/etc/credstore")
         self.run("mv", f"{keys}/trainer.secret", "/etc/credstore/slipstream.trainer")
         self.run("mv", f"{keys}/first.secret", "/etc/credstore/slipstream.producer-cpu")

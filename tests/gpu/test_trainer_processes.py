@@ -110,11 +110,11 @@ def test_a_warm_start_and_an_export(machine: Machine, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+{i}=", "answer": "seven"} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     on_gpu = ["--gpu", "0", "--config", str(run.config_file)]
-    sft = machine.start("slipstream.sft.cli", *on_gpu)
+    sft = machine.start("slipstream", "sft", *on_gpu)
     assert sft.end(_END_S) == 0, sft.output[-3000:]
     adapter, merged = Path(run.config.run_dir) / "sft", tmp_path / "merged"
     assert (adapter / "adapter_model.safetensors").exists()
-    export = machine.start("slipstream.export.cli", *on_gpu, "--checkpoint", str(adapter), "--to", str(merged))
+    export = machine.start("slipstream", "export", *on_gpu, "--checkpoint", str(adapter), "--to", str(merged))
     assert export.end(_END_S) == 0, export.output[-3000:]
     assert list(merged.glob("*.safetensors"))
 

@@ -1,4 +1,4 @@
-"""A real browser, Debian's chromium, and the command `rl-view` as it runs for people.
+"""A real browser, Debian's chromium, and the command `slipstream view` as it runs for people.
 
 Guarantee: both end with their context. What the browser wrote to its console can be read.
 """
@@ -47,8 +47,8 @@ def browser(downloads: Path) -> Iterator[Any]:
 
 @contextmanager
 def viewed(run: Path, cache: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """`rl-view --run RUN`: the URL that it prints, and the process, which ends with 0."""
-    command = [sys.executable, "-m", "slipstream.view.cli", "--run", str(run)]
+    """`slipstream view --run RUN`: the URL that it prints, and the process, which ends with 0."""
+    command = [sys.executable, "-m", "slipstream", "view", "--run", str(run)]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True

@@ -36,7 +36,7 @@ class Daemon:
     ) -> None:
         self._log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | variables
-        arguments = ("--gpu", "cpu", *arguments)
+        arguments = (*arguments, "--gpu", "cpu") if module == "slipstream" else ("--gpu", "cpu", *arguments)
         self.process = WarmProcess(module, arguments, log, environment, spawns=spawns, network=network)
 
     @property

@@ -16,6 +16,7 @@ from tests.tools import require
 
 from .runs import eventually
 
+REPOSITORY = Path(__file__).parents[2]
 _DAEMONS = ("slurmctld", "slurmd-n1", "slurmd-n2")
 _CONFIGURATION = """
 ClusterName=test
@@ -54,6 +55,21 @@ def free_ports(count: int) -> list[int]:
             for port in range(first, first + count):
                 taken.enter_context(socket.create_server(("127.0.0.1", port)))
             return list(range(first, first + count))
+
+
+def edited_scripts(folder: Path, programs: Path, endpoint: str, nodes: int = 1) -> None:
+    """Copy deploy/slurm into the run's folder, with the edits of a person whose run is on CPUs and at the node n2."""
+    edits = {
+        "/opt/slipstream/bin": str(programs), "node=NODE": "node=n2", "=tcp://NODE:5557": f"={endpoint}", "_gpu=0": "_gpu=cpu",
+        "nodelist=NODE": "nodelist=n2", "#SBATCH --gpus-per-node=1\n": "", "#SBATCH --gpus=1\n": "",
+        "--cpus-per-task=8": "--cpus-per-task=1", "--nodes=1\n#SBATCH --ntasks-per": f"--nodes={nodes}\n#SBATCH --ntasks-per",
+    }  # fmt: skip
+    for file in (REPOSITORY / "deploy" / "slurm").iterdir():
+        text = file.read_text()
+        for old, new in edits.items():
+            text = text.replace(old, new)
+        (folder / file.name).write_text(text)
+        (folder / file.name).chmod(0o755)
 
 
 class Slurm:

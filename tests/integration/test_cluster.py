@@ -1,4 +1,4 @@
-"""`rl-cluster` with real Ray nodes, a real trainer of two ranks, and producers whose engine is scripted."""
+"""`slipstream cluster` with real Ray nodes, a real trainer of two ranks, and producers whose engine is scripted."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from campaigns.cluster.machine import REPOSITORY, ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
-from slipstream.journal.cli import main as rl_journal
+from slipstream.cli import run as slipstream
 
 from .runs import Run
 
@@ -69,10 +69,10 @@ def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun
     assert "producer-1: ended with 0" in said
     assert "trainer: ended with 0" in said
     [copy] = (run.folder / "copies").glob("*/backup-*")
-    assert rl_journal(["--run", str(copy), "verify"]) == 0
+    assert slipstream(["journal", "--run", str(copy), "verify"]) == 0
     assert not any(psutil.pid_exists(process.pid) for process in left)
     assert (run.run_dir / f"checkpoints/checkpoint-{run.step()}").is_dir()
-    assert rl_journal(["--run", str(run.run_dir), "verify"]) == 0
+    assert slipstream(["journal", "--run", str(run.run_dir), "verify"]) == 0
     assert list((run.run_dir / "cluster/keys/authorized").iterdir())
     assert not [path for path in (run.run_dir / "cluster/keys").rglob("*.secret") if path.name != "trainer.secret"]
     run.command("status", "--config", "run.yaml", code=68)
@@ -86,7 +86,7 @@ def test_a_ray_of_this_machine_and_a_run_that_cannot_start(tmp_path: Path) -> No
         "rewards": {"functions": [{"builtin": "exact_match"}]},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "slipstream.cluster.cli", "up", "--config", "run.yaml", "--gpus", "0"]
+    command = [sys.executable, "-m", "slipstream", "cluster", "up", "--config", "run.yaml", "--gpus", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)

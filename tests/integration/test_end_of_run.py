@@ -16,7 +16,7 @@ from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.adapter_folder import TENSORS_FILE
 from protocol.config.loader import load_config
 from protocol.wire.messages import Group, Lease
-from slipstream.journal.cli import main as rl_journal
+from slipstream.cli import run as slipstream
 from slipstream.run_reader import EVALUATIONS, RunReader
 from tests.scripted import made_up_group
 
@@ -118,7 +118,7 @@ def test_a_copy_of_a_live_run_knows_its_evaluations_its_best_and_its_steps(
     eventually(lambda: len(lines(run_dir)) >= 2)
     seen = lines(run_dir)[:2]
     run.wait_for_step(seen[-1]["step"] + 3)
-    assert rl_journal(["--run", str(run_dir), "backup", "--to", str(copy)]) == 0
+    assert slipstream(["journal", "--run", str(run_dir), "backup", "--to", str(copy)]) == 0
     trainer.kill()
     found = checkpoints.latest(copy / "checkpoints")
     assert found is not None

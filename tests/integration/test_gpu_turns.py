@@ -11,7 +11,7 @@ import pytest
 from protocol.errors import ExitCode
 from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
-from slipstream.journal.cli import main as rl_journal
+from slipstream.cli import run as slipstream
 from tests.integration.one_gpu import happened
 
 from .pair import Daemon
@@ -87,7 +87,7 @@ def test_turns_outlive_kills_of_either_side_in_either_turn(
 
     assert run.column("step")[-4:] == list(range(STEPS - 3, STEPS + 1))
     assert sorted(set(run.column("step"))) == list(range(1, STEPS + 1))
-    assert rl_journal(["--run", run.config.run_dir, "verify"]) == 0
+    assert slipstream(["journal", "--run", run.config.run_dir, "verify"]) == 0
     with closing(JournalReader(run.config.journal_file)) as reader:
         trained = [group_id for batch in reader.batches() for group_id in batch.group_ids]
     assert len(trained) == len(set(trained)) == 2 * STEPS

@@ -16,7 +16,7 @@ from producer.environments.agent_program import AgentProgram
 from producer.groups import Record
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
-from slipstream.environments import cli as environment_cli
+from slipstream.cli import run as slipstream
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.nemo_gym_servers import Row, agent_server, ask_policy, real_servers, verified
@@ -172,7 +172,7 @@ def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons:
         agents_file = short_dir / "agent.jsonl"
         agents_file.write_text("".join(json.dumps(row_of(number)) + "\n" for number in range(20)))
         arguments = ["rows", "--config", config, "--from", str(agents_file), "--to", str(short_dir / "data.jsonl")]
-        assert environment_cli.main(arguments) == 0
+        assert slipstream(["environment", *arguments]) == 0
         producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
         daemons.append(producer)
         producer.wait_for("engine ready")

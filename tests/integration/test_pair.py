@@ -54,7 +54,7 @@ def read_steps(folder: Path) -> list[dict]:
 def versions_trained_on(folder: Path) -> list[set[int]]:
     """Of each completion that was trained. Every token has the log-prob that the checkpoint of its version gives it."""
     exported, found = folder / "trained.jsonl", []
-    command = [sys.executable, "-m", "slipstream.journal.cli", "--run", str(folder / "run"), "export"]
+    command = [sys.executable, "-m", "slipstream", "journal", "--run", str(folder / "run"), "export"]
     subprocess.run([*command, "--state", "trained", "--to", str(exported)], check=True, timeout=60)
     for group in map(json.loads, exported.read_text().splitlines()):
         completions = zip(group["completion_ids"], group["logprobs"], group["token_versions"], strict=True)
@@ -70,8 +70,8 @@ def versions_trained_on(folder: Path) -> list[set[int]]:
 
 
 def status(run_dir: Path) -> dict:
-    """What `rl-status` says now."""
-    command = [sys.executable, "-m", "slipstream.status.cli", "--run", str(run_dir), "--once", "--json"]
+    """What `slipstream status` says now."""
+    command = [sys.executable, "-m", "slipstream", "status", "--run", str(run_dir), "--once", "--json"]
     return json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
 
 

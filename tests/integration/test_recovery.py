@@ -12,7 +12,7 @@ import pytest
 from protocol.errors import ExitCode
 from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
-from slipstream.journal.cli import main as rl_journal
+from slipstream.cli import run as slipstream
 from tests.scripted import Answer, half_without_signal, made_up_episodes, made_up_group
 
 from .runs import Run, eventually
@@ -132,7 +132,7 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     trainer = run.trainer()
     run.wait_for_step(3)
     copy = run.folder / "copy"
-    assert rl_journal(["--run", run.config.run_dir, "backup", "--to", str(copy)]) == 0
+    assert slipstream(["journal", "--run", run.config.run_dir, "backup", "--to", str(copy)]) == 0
     trainer.kill()
     reached = run.steps[-1]["step"]
     producer.stop()
@@ -141,7 +141,7 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     assert acked <= {row.group_id for row in reader.rows()}, "every acknowledged group is in the journal"
     reader.close()
 
-    assert rl_journal(["--run", str(copy), "verify"]) == 0
+    assert slipstream(["journal", "--run", str(copy), "verify"]) == 0
     copied = len(rotated_lines.read(copy / "steps.jsonl"))
     restored = run.trainer("--resume", "--set", f"run_dir={copy}", "--set", f"transport.endpoint=ipc://{copy}/c.ipc")
     again = run.trainer("--resume")

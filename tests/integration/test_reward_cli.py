@@ -1,4 +1,4 @@
-"""`rl-reward try` on a real model, and on completions that are given."""
+"""`slipstream reward try` on a real model, and on completions that are given."""
 
 import json
 import subprocess
@@ -12,15 +12,14 @@ import pytest
 from rich.console import Console
 
 from protocol.errors import ExitCode
-from slipstream.rewards.report import report, show
-from slipstream.rewards.trial import Group, Trial
+from slipstream.reward import Group, Trial, report, show
 from tests.integration.models import build_model
 
 pytestmark = pytest.mark.integration
 
 
 def tried(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "slipstream.rewards.cli", "try", "--config", str(folder / "run.yaml"), *arguments]
+    command = [sys.executable, "-m", "slipstream", "reward", "try", "--config", str(folder / "run.yaml"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
@@ -81,7 +80,7 @@ def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
 def test_help_is_quick() -> None:
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "slipstream.rewards.cli", "try", "--help"],
+        [sys.executable, "-X", "importtime", "-m", "slipstream", "reward", "try", "--help"],
         capture_output=True,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""A run under a real SLURM of two nodes, by the files that `rl-cluster render slurm` writes; only the engine is scripted."""
+"""A run under a real SLURM of two nodes, by the files of deploy/slurm; only the engine is scripted."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import ScriptedProducer, facts
 
 from .runs import eventually
-from .slurm import Slurm, free_ports
+from .slurm import Slurm, edited_scripts, free_ports
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -31,10 +31,8 @@ SCRIPTED = "from tests.scripted_engine import Pace, install; install(Pace(0.03, 
 COMMANDS = {
     "rl-trainer": "from consumer.app.cli import main",
     "rl-producer": f"{SCRIPTED}; from producer.cli import main",
-    "rl-keys": "from slipstream.keys.cli import main",
-    "rl-cluster": "from slipstream.cluster.cli import main",
+    "slipstream": "from slipstream.cli import main",
 }
-RENDER = "rl-cluster render slurm --config run.yaml --out jobs --gpus 0 --cpus 1 --trainer-node n2"
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def slurm() -> Iterator[Slurm]:
 class Project:
     """A run's folder with its files for SLURM."""
 
-    def __init__(self, folder: Path, slurm: Slurm, *arguments: str, **trainer: Any) -> None:
+    def __init__(self, folder: Path, slurm: Slurm, *, nodes: int = 1, **trainer: Any) -> None:
         self.folder, self.slurm = folder, slurm
         self.values = run_folder.prepare(folder, folder, 0, run_folder.DEFAULT)
         self.values["transport"]["endpoint"] = f"tcp://127.0.0.1:{free_ports(3)[0]}"
@@ -63,9 +61,7 @@ class Project:
             (programs / name).chmod(0o755)
         own = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._environment = slurm.environment | own
-        self.run(*RENDER.split(), *arguments)
-        for file in (folder / "jobs").iterdir():  # this Python's folder may have other commands
-            file.write_text(file.read_text().replace(str(Path(sys.executable).parent), str(programs)))
+        edited_scripts(folder, programs, self.values["transport"]["endpoint"], nodes)
 
     def set(self, **trainer: Any) -> None:
         self.values["trainer"] |= trainer
@@ -80,21 +76,21 @@ class Project:
         return done.stdout
 
     def submit(self) -> tuple[str, str]:
-        """The jobs of the trainer and of the producers."""
-        words = self.run("jobs/submit.sh").splitlines()[-1].replace(",", "").replace(";", "").split()
-        return words[words.index("job") + 1], words[words.index("producers:") + 2]
+        """The jobs of the trainer and of two producers."""
+        trainer, producers = re.findall(r": job (\d+)", self.run("./submit.sh", "2"))
+        return trainer, producers
 
     @property
     def steps(self) -> list[int]:
         return [step["step"] for step in rotated_lines.read(self.folder / "run" / "steps.jsonl")]
 
     def log(self, name: str) -> str:
-        file = self.folder / "jobs" / f"{name}.log"
+        file = self.folder / f"{name}.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def producer(self, number: int) -> psutil.Process:
         """The daemon, and none of its children, which may have its command line."""
-        words = {f"{self.folder}/jobs/keys", f"transport.identity=producer-{number}"}
+        words = {self.values["transport"]["endpoint"], f"transport.identity=producer-{number}"}
         found = [each for each in psutil.process_iter(["cmdline"]) if words <= set(each.info["cmdline"] or ())]
         return min(found, key=psutil.Process.create_time)
 
@@ -111,7 +107,7 @@ class Project:
 
 
 def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(tmp_path: Path, slurm: Slurm) -> None:
-    project = Project(tmp_path, slurm, "--producers", "2")
+    project = Project(tmp_path, slurm)
     trainer, producers = project.submit()
     project.wait_for_step(2)
     assert slurm.fields(trainer)["NodeList"] == "n2"
@@ -136,11 +132,11 @@ def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(tmp_
 
 
 def test_a_trainer_of_two_nodes(tmp_path: Path, slurm: Slurm) -> None:
-    project = Project(tmp_path, slurm, "--nodes", "2", max_steps=3)
-    project.run("jobs/keys.sh")
-    trainer = project.run("sbatch", "--parsable", "jobs/trainer.sbatch").strip()
+    project = Project(tmp_path, slurm, nodes=2, max_steps=3)
+    trainer, producers = project.submit()
+    slurm.ask("scancel", producers)
     config, model = load_config(str(tmp_path / "run.yaml")), tmp_path / "model"
-    name, keys = "producer-0-1-ab", producer_keys(tmp_path / "jobs" / "keys", "producer-0")
+    name, keys = "producer-0-1-ab", producer_keys(tmp_path / "keys", "producer-0")
     channel = ZmqClient(name, config.control_endpoint, config.blob_endpoint, 2**26, keys)
     digests = {"base_model_digest": base_model_digest(model), "tokenizer_digest": tokenizer_digest(model)}
     producer = ScriptedProducer(channel, facts(**digests, reward_names=["parity"]), name=name).start()

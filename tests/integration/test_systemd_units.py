@@ -130,7 +130,7 @@ def test_every_exit_code_is_judged_once() -> None:
         ExitCode.OK,
         ExitCode.INTERRUPTED,
         ExitCode.NO_RESOURCES,
-    }  # two are no failures, one is of rl-cluster alone
+    }  # two are no failures, one is of slipstream cluster alone
     assert [(int(code), name) for code, name, _ in judged] == [(int(c), c.name) for c in ExitCode if c not in others]
     prevented = " ".join(code for code, _, restarts in judged if restarts == "no")
     assert f"RestartPreventExitStatus={prevented}\n" in common

@@ -17,7 +17,7 @@ from producer.environments.agent_program import AgentProgram, rows
 from producer.groups import Episode
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
-from slipstream.environments import cli as environment_cli
+from slipstream.cli import run as slipstream
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
@@ -161,7 +161,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     )
     ends = {"eos_token_id": [1, *range(60, 120)], "pad_token_id": 0}  # of the model's 400 or so tokens: turns are short
     (short_dir / "model" / "generation_config.json").write_text(json.dumps(ends))
-    assert environment_cli.main(["rows", "--config", config, "--to", str(short_dir / "data.jsonl")]) == 0
+    assert slipstream(["environment", "rows", "--config", config, "--to", str(short_dir / "data.jsonl")]) == 0
     producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
     daemons.append(producer)
     producer.wait_for("engine ready")

@@ -1,4 +1,4 @@
-"""`rl-view` in a real browser."""
+"""`slipstream view` in a real browser."""
 
 import json
 import os

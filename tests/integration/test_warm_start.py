@@ -30,7 +30,7 @@ def test_rl_sft_writes_an_adapter_that_knows_the_rows(start: Callable[..., Run],
     rows = [{"prompt": f"{i}+{i}=", "answer": "seven", "other": i} for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--config", str(run.config_file)]
-    command = Daemon("slipstream.sft.cli", tmp_path / "sft.log", *arguments)
+    command = Daemon("slipstream", tmp_path / "sft.log", "sft", *arguments)
     run.stack.callback(command.close)
     assert command.end(120) == 0, command.output
     folder = Path(run.config.run_dir) / "sft"
@@ -39,7 +39,7 @@ def test_rl_sft_writes_an_adapter_that_knows_the_rows(start: Callable[..., Run],
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert "rl-sft: 20 rows" in command.output
+    assert "slipstream sft: 20 rows" in command.output
     assert "step 40/40  loss" in command.output
     vocabulary = json.loads((run.model / "tokenizer.json").read_text())["model"]["vocab"]
     prompt, completion = ([vocabulary[c] for c in text] for text in ("3+3=", "seven"))
@@ -48,7 +48,7 @@ def test_rl_sft_writes_an_adapter_that_knows_the_rows(start: Callable[..., Run],
     after = reference_logprobs(run.model, folder, prompt, completion, 1.0)
     assert before.mean() < -2
     assert after.mean() > -0.2
-    again = Daemon("slipstream.sft.cli", tmp_path / "again.log", *arguments)
+    again = Daemon("slipstream", tmp_path / "again.log", "sft", *arguments)
     assert again.end(60) == 78
     assert f"--to: {folder} exists already" in again.output
 

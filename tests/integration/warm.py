@@ -41,7 +41,7 @@ class WarmProcess:
         network: Path | None = None,
     ) -> None:
         log.touch()
-        is_trainer = module.startswith(("consumer.", "benchmarks.")) or module.endswith("_trainer")
+        is_trainer = module.startswith(("consumer.", "benchmarks.", "slipstream")) or module.endswith("_trainer")
         self._daemon = zygote("trainer" if is_trainer else "producer").start(
             [module, *arguments],
             log=log,

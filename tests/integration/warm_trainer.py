@@ -1,4 +1,4 @@
-"""What `campaigns.chaos.zygote` imports and runs for `rl-trainer` and `rl-sft`."""
+"""What `campaigns.chaos.zygote` imports and runs for `rl-trainer` and `slipstream sft`."""
 
 from typing import Any
 

@@ -1,21 +1,24 @@
 """Generated pages are current, what they claim about the schema holds, and no link leads nowhere."""
 
 import json
-import pkgutil
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 import yaml
 
+from consumer.cli import main as consumer_main
+from producer.cli import main as producer_main
 from producer.rollouts.prompts import PromptFormat
 from protocol.config import run as schema
 from protocol.config.functions import load_function
 from protocol.config.loader import load_config
+from slipstream.cli import run as run_slipstream
+from slipstream.cli import slipstream
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"
@@ -23,7 +26,7 @@ PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in ("README.md", "AGENTS.md"))]
 
 
-@pytest.mark.parametrize("module", ["generate_configuration", "generate_status_picture"])
+@pytest.mark.parametrize("module", ["generate_configuration"])
 def test_what_is_generated_is_current(module: str) -> None:
     """As a module; below one of them is run as a script."""
     command = [sys.executable, "-m", f"docs.{module}", "--check"]
@@ -137,28 +140,43 @@ def test_every_flag_of_a_command_that_a_page_shows_exists(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of our own commands, in blocks and within a line."""
-    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-    shown: dict[tuple[str, str], set[str]] = {}
+    shown: dict[tuple[str, ...], set[str]] = {}
     for page in PAGES:
-        for program, rest in re.findall(r"\b(rl-[a-z]+)((?:[ \t]+[^\s`#|&;]+)*)", page.read_text()):
-            if program in scripts:
-                words = rest.split()
-                flags = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
-                shown.setdefault((program, _subcommand(program, words)), set()).update(flags)
+        pattern = r"\b(rl-trainer|rl-producer|slipstream(?= [a-z]))((?:[ \t]+[^\s`#|&;]+)*)"
+        for program, rest in re.findall(pattern, page.read_text()):
+            words = rest.split()
+            flags = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
+            if path := _command_path(program, words):
+                shown.setdefault(path, set()).update(flags)
     assert len(shown) > 15
-    for (program, subcommand), flags in shown.items():
-        main = pkgutil.resolve_name(scripts[program])
-        for arguments in ([], [subcommand] if subcommand else []):
-            monkeypatch.setattr(sys, "argv", [program, *arguments, "--help"])
-            with pytest.raises(SystemExit):
-                main()
-        known = capsys.readouterr().out
+    for (program, *subcommand), flags in shown.items():
+        known = _help(program, subcommand, monkeypatch, capsys)
         for flag in flags:
             assert flag in known, f"{program} {subcommand} {flag}"
 
 
-def _subcommand(program: str, words: list[str]) -> str:
-    of = {"rl-reward": ["try"], "rl-environment": ["rows"], "rl-keys": ["generate", "authorize", "revoke", "show"]}
-    of["rl-cluster"] = ["up", "status", "logs", "scale", "down", "render"]
-    of["rl-journal"] = ["stats", "list", "show", "export", "verify", "backup", "quarantine", "lineage"]
-    return next((word for word in words if word in of.get(program, ())), "")
+def _command_path(program: str, words: list[str]) -> tuple[str, ...]:
+    """The program with its subcommands; () for a text that only mentions the name."""
+    command: click.Command | None = slipstream if program == "slipstream" else None
+    path = [program]
+    for word in words:
+        if not isinstance(command, click.Group):
+            break
+        if (inner := command.get_command(click.Context(command), word)) is not None:
+            command = inner
+            path.append(word)
+    return () if path == ["slipstream"] else tuple(path)
+
+
+def _help(
+    program: str, subcommand: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Of a subcommand and of what it is a subcommand of."""
+    if program == "slipstream":
+        for end in range(1, len(subcommand) + 1):
+            assert run_slipstream([*subcommand[:end], "--help"]) == 0
+    else:
+        monkeypatch.setattr(sys, "argv", [program, "--help"])
+        with pytest.raises(SystemExit):
+            {"rl-trainer": consumer_main, "rl-producer": producer_main}[program]()
+    return capsys.readouterr().out

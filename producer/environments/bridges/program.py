@@ -39,7 +39,9 @@ def row_of(task: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         row = None
     if not isinstance(row, dict):
-        raise ProblemError("the row has no `task` of an environment; make the dataset with `rl-environment rows`")
+        raise ProblemError(
+            "the row has no `task` of an environment; make the dataset with `slipstream environment rows`"
+        )
     return row
 
 

@@ -1,7 +1,7 @@
 """Copies of a run in another place, such as a network disk, that outlive the node of the trainer.
 
-Guarantee: a copy appears whole under its name or not at all (`rl-journal backup`). The newest two copies of a run stay, and
-nothing but older copies of the same run is deleted. A copy that fails is an event, and the next one is tried at its time.
+Guarantee: a copy appears whole under its name or not at all (`slipstream journal backup`). The newest two copies of a run stay,
+and nothing but older copies of the same run is deleted. A copy that fails is an event, and the next one is tried at its time.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def back_up(run_dir: str, folder: str) -> str:
     """
     place = Path(folder) / namespace(run_dir)
     to = _new_name(place)
-    command = [sys.executable, "-P", "-m", "slipstream.journal.cli", "--run", run_dir, "backup", "--to", str(to)]
+    command = [sys.executable, "-P", "-m", "slipstream", "journal", "--run", run_dir, "backup", "--to", str(to)]
     try:
         place.mkdir(parents=True, exist_ok=True)
         made = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -48,7 +48,7 @@ def back_up(run_dir: str, folder: str) -> str:
 
 
 def _new_name(place: Path) -> Path:
-    """Return a path of this second, and of this process: the manager and `rl-cluster down` may both make a copy."""
+    """Return a path of this second, and of this process: the manager and `slipstream cluster down` may both make a copy."""
     return place / f"backup-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 

@@ -62,7 +62,7 @@ class Looks:
 
 
 def answers(reports: Sequence[DaemonReport], at: float) -> list[Answer]:
-    """As `rl-status` would have got them from the daemons' addresses."""
+    """As `slipstream status` would have got them from the daemons' addresses."""
     return [
         Answer(
             DaemonAddress(report.node or "?", "rl-trainer" if report.name == TRAINER else "rl-producer", report.name),

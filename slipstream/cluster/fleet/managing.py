@@ -76,7 +76,7 @@ class ManagerActor:
 
 
 class ManagerHandle:
-    """The manager as `rl-cluster` sees it. Every method raises `RayError` if it does not answer."""
+    """The manager as `slipstream cluster` sees it. Every method raises `RayError` if it does not answer."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

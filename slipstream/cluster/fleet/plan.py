@@ -11,16 +11,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.runtime.metrics import Status
+from protocol.service.status import Status
+from slipstream.cluster import MOST_PRODUCERS
 
 TRAINER, MANAGER = "trainer", "manager"
-MOST_PRODUCERS = 4096
 
 Phase = Literal["new", "locked", "running", "pausing", "ended"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run as `rl-cluster up` places it. Paths are those of the trainer's node.
+    """One run as `slipstream cluster up` places it. Paths are those of the trainer's node.
 
     Args:
         folder: where the commands are started, because paths in `config` are relative to it.

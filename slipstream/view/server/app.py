@@ -67,7 +67,9 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
 
     def bug(request: Request, error: Exception) -> Response:
         traceback.print_exception(error)
-        return page(request, "problem.html", viewer.name, 500, text="a bug of rl-view; its standard error says more")
+        return page(
+            request, "problem.html", viewer.name, 500, text="a bug of slipstream view; its standard error says more"
+        )
 
     def keys(request: Request) -> Response:
         return page(request, "keys.html", viewer.name)

@@ -41,7 +41,7 @@ class Guard:
         self._app = app
         self._token = token.encode()
         # Cookies know no ports, so each viewer has one of its own.
-        self._cookie = f"rl-view-{hashlib.sha256(self._token).hexdigest()[:12]}"
+        self._cookie = f"slipstream-{hashlib.sha256(self._token).hexdigest()[:12]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refusal(scope) or self._entry(scope) or self._app
@@ -58,7 +58,7 @@ class Guard:
         host = headers.get("host", "")
         if _name(host) not in _LOOPBACK:
             return PlainTextResponse(
-                "the Host header names no loopback address; open the URL that rl-view printed\n", 421
+                "the Host header names no loopback address; open the URL that slipstream view printed\n", 421
             )
         origin = headers.get("origin")
         if (origin is not None and origin != f"http://{host}") or headers.get("sec-fetch-site", "") not in _OWN_SITES:
@@ -91,4 +91,6 @@ def _name(host: str) -> str | None:
 
 
 def _no_token() -> Response:
-    return PlainTextResponse("the token is missing or wrong; open the URL that rl-view printed when it started\n", 403)
+    return PlainTextResponse(
+        "the token is missing or wrong; open the URL that slipstream view printed when it started\n", 403
+    )

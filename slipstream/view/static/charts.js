@@ -107,7 +107,7 @@
           show(news);
         }
       } catch (error) {
-        live.textContent = "rl-view does not answer any more; start it again.";
+        live.textContent = "slipstream view does not answer any more; start it again.";
       }
     }
     setTimeout(look, Math.max(EVERY_MS, 10 * (performance.now() - began)));

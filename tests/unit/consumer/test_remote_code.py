@@ -18,10 +18,10 @@ from consumer.training.run_components import model_config
 from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
-from protocol.wire.model_folder import base_model_digest, tokenizer_digest
-from slipstream.export import merge as export
+from protocol.wire.digests import base_model_digest, tokenizer_digest
+from slipstream import export as export
 from slipstream.journal.content import load_tokenizer as tokenizer_of_journal
-from slipstream.sft.trainer import build_sft_arguments, train
+from slipstream.sft import build_sft_arguments, train
 from tests.integration.models import build_model_with_code
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import loss_and_gradients, slipstream_trainer

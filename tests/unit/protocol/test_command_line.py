@@ -222,7 +222,7 @@ def test_a_device_without_memory_is_no_bug_wherever_it_shows(capsys: pytest.Capt
     def work() -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    assert exit_code("rl-export", work) == ExitCode.DEVICE
+    assert exit_code("slipstream export", work) == ExitCode.DEVICE
     shown = capsys.readouterr().err
     assert "Tried to allocate 2.00 GiB" in shown
     assert "Traceback" not in shown
@@ -256,7 +256,7 @@ def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
     assert ExitCode.INTERRUPTED == 130
 
 
-@pytest.mark.parametrize("module", ["producer.cli", "consumer.app.cli", "slipstream.sft.cli", "slipstream.export.cli"])
+@pytest.mark.parametrize("module", ["producer.cli", "consumer.cli"])
 def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
     program = (
         f"import atexit, sys\nfrom {module} import main\n"

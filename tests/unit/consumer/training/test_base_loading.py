@@ -13,8 +13,8 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.errors import ConfigError, DeviceError
-from protocol.gpu.memory import GIB
-from slipstream.sft.trainer import build_sft_arguments
+from protocol.gpu.needs import GIB
+from slipstream.sft import build_sft_arguments
 from tests.unit.consumer.builders import run_config
 
 TINY_BYTES = 120_000  # less than the tiny model takes in float32

@@ -54,7 +54,7 @@ def test_what_is_no_address_is_refused(endpoint: str, keys: str) -> None:
 
 def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
     said = refusal("tcp://127.0.0.1:5557", str(tmp_path / "nowhere"), ["transport.identity=gpu01"])
-    assert f"{tmp_path}/nowhere/gpu01.secret: no such file. Make it: rl-keys" in said
+    assert f"{tmp_path}/nowhere/gpu01.secret: no such file. Make it: slipstream keys" in said
 
 
 def test_what_the_address_says_is_not_said_twice(keys: str) -> None:

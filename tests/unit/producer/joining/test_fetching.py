@@ -170,7 +170,7 @@ def test_a_key_that_nobody_authorized_is_named_in_the_end(
     )
     assert error.exit_code == ExitCode.NO_ANSWER
     assert f"no trainer has answered at {tcp} for 0 s: it does not know the key of gpu01 (" in str(error)
-    assert "rl-keys authorize gpu01" in str(error)
+    assert "slipstream keys authorize gpu01" in str(error)
 
 
 def test_a_trainer_with_another_key_than_expected_is_not_listened_to(

@@ -72,7 +72,7 @@ def test_a_producer_takes_the_key_of_its_host_unless_told(folder: Path, monkeypa
     assert producer_keys(folder, None).identity == "gpu01"
     monkeypatch.setattr("socket.gethostname", lambda: "gpu02")
     assert refusal(producer_keys, folder, None) == (
-        f"transport.keys: {folder}/gpu02.secret: no such file. Make it: rl-keys --keys {folder} generate gpu02, then "
+        f"transport.keys: {folder}/gpu02.secret: no such file. Make it: slipstream keys --keys {folder} generate gpu02, then "
         "authorize gpu02.public on the trainer's host; or name another key with transport.identity"
     )
 
@@ -167,9 +167,9 @@ def test_what_a_producer_needs_of_the_trainer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "is not a key file; expected one line `slipstream-secret-key NAME KEY`, as rl-keys writes it"),
+        ("", "is not a key file; expected one line `slipstream-secret-key NAME KEY`, as slipstream keys writes it"),
         ("slipstream-public-key a {key}", "holds a slipstream-public-key; expected one line `slipstream-secret-key"),
-        ("slipstream-secret-key a/b {key}", "the name in it is none that rl-keys would give"),
+        ("slipstream-secret-key a/b {key}", "the name in it is none that slipstream keys would give"),
         ("slipstream-secret-key a {key}x", "the key in it is damaged: it is not 40 characters of Z85"),
         ("slipstream-secret-key a ~{key:.39}", "the key in it is damaged: it is not 40 characters of Z85"),
     ],
@@ -244,7 +244,7 @@ def test_authorized_keys_follow_their_folder(
         "authorized: b",
         "no longer authorized: a",
         "no longer authorized: b",
-        "no producer is authorized: nobody can connect until `rl-keys authorize` lets one in",
+        "no producer is authorized: nobody can connect until `slipstream keys authorize` lets one in",
         f"not authorized: {folder}/b.public holds the key of a",
     ]
 

@@ -202,7 +202,7 @@ def test_the_checksum_is_the_crc32_of_the_row_and_its_frame() -> None:
 
 
 def test_a_group_that_is_not_there_is_named(journal: Journal) -> None:
-    with pytest.raises(JournalError, match=r"does not hold group 0-8-0-1-s; `rl-journal list` shows"):
+    with pytest.raises(JournalError, match=r"does not hold group 0-8-0-1-s; `slipstream journal list` shows"):
         journal.frames(["0-8-0-1-s"])
 
 
@@ -234,9 +234,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path, co
     path = tmp_path / "journal.sqlite"
     path.write_bytes(content)
     for _ in range(2):
-        with pytest.raises(
-            JournalError, match=r"is damaged \(.*\); see what rl-journal verify says, or restore a copy"
-        ):
+        with pytest.raises(JournalError, match=r"is damaged \(.*\); see slipstream journal verify, or restore a copy"):
             Journal(path)
     assert path.read_bytes() == content
 

@@ -167,7 +167,9 @@ def test_the_policy_of_a_step_is_found_without_reading_the_others(tmp_path: Path
 def test_frames_in_the_order_asked_for(reader: JournalReader) -> None:
     messages = [decode(frame) for frame in reader.frames(ids([4, 0]))]
     assert messages == [group_message("0-4-0-1-s", 1), group_message("0-0-0-1-s", 0)]
-    with pytest.raises(JournalError, match=r"does not hold group 0-99-0-1-s; `rl-journal list` shows what it holds$"):
+    with pytest.raises(
+        JournalError, match=r"does not hold group 0-99-0-1-s; `slipstream journal list` shows what it holds$"
+    ):
         reader.frames(ids([0, 99]))
 
 

@@ -21,7 +21,7 @@ def run(folder: Path, run_id: str) -> str:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes copies as `rl-journal backup` does, without a process for each, at the next of `TIMES`."""
+    """Makes copies as `slipstream journal backup` does, without a process for each, at the next of `TIMES`."""
     times = iter(TIMES * 2)
     monkeypatch.setattr("time.strftime", lambda form: next(times))
 
@@ -89,7 +89,7 @@ def test_a_copy_that_cannot_be_deleted_is_no_failed_backup(tmp_path: Path, monke
 
 def test_a_failure_is_said_and_nothing_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "there/backup-1").mkdir(parents=True)
-    assert "no backup: rl-journal: error: " in back_up(str(tmp_path / "gone"), str(tmp_path / "there"))
+    assert "no backup: slipstream journal: error: " in back_up(str(tmp_path / "gone"), str(tmp_path / "there"))
     assert "backup-1" in names(tmp_path / "there")
     (tmp_path / "file").touch()
     assert "no backup in" in back_up(str(tmp_path), str(tmp_path / "file/there"))

@@ -1,7 +1,5 @@
 """The command line, and what is refused before anything starts."""
 
-import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,21 +9,12 @@ import yaml
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, NoResourcesError
 from slipstream.cluster import cli, placing
+from slipstream.cluster.asked import Asked, plan_of
 from slipstream.cluster.fleet.plan import Plan, namespace, on_host
 from slipstream.cluster.probe import NodeFacts
 from tests.unit.slipstream.cluster.builders import PLAN, plan
 
-PAGE = Path(__file__).parents[4] / "docs/cluster.md"
 FACTS = NodeFacts("10.0.0.5", "", "ext4", None, False, 20_000)
-
-
-@pytest.mark.parametrize(
-    "line", sorted(set(re.findall(r"^rl-cluster .*$|(?<=`)rl-cluster [^`]*(?=`)", PAGE.read_text(), re.M)))
-)
-def test_every_command_of_the_page_is_one(line: str) -> None:
-    words = shlex.split(line)[1:]
-    if len(words) > 1:
-        assert cli._parser().parse_args(words).command == words[0]
 
 
 @pytest.fixture
@@ -42,8 +31,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(file: Path, *arguments: str) -> Plan:
-    chosen = cli._parser().parse_args(["up", "--config", str(file), *arguments])
-    return placing.plan_of(chosen, load_config(str(file), chosen.overrides), file.parent / "run", FACTS)
+    with cli.up.make_context("up", ["--config", str(file), *arguments]) as context:
+        asked = Asked(**context.params)
+    return plan_of(asked, load_config(str(file), asked.overrides), file.parent / "run", FACTS)
 
 
 def test_the_plan_of_a_plain_file(file: Path) -> None:

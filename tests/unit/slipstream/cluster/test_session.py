@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from protocol.errors import ConfigError, ExitCode, IncompatiblePeerError, NoAnswerError
+from slipstream.cli import run
 from slipstream.cluster import session
-from slipstream.cluster.cli import main
 from slipstream.cluster.session import OwnRay, connected, explained, find_address
 from tests.integration.pair import gone
 
@@ -41,14 +41,14 @@ def _no_ray_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_ray_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--run", str(tmp_path)]) == ExitCode.NO_ANSWER
-    assert "start the run with rl-cluster up, or name Ray with --address" in capsys.readouterr().err
+    assert run(["cluster", "status", "--run", str(tmp_path)]) == ExitCode.NO_ANSWER
+    assert "start the run with slipstream cluster up, or name Ray with --address" in capsys.readouterr().err
 
 
 def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    assert main(["down", "--run", str(tmp_path), "--address", address]) == ExitCode.NO_ANSWER
+    assert run(["cluster", "down", "--run", str(tmp_path), "--address", address]) == ExitCode.NO_ANSWER
     assert f"--address {address}: no Ray answers there; start one" in capsys.readouterr().err
 
 
@@ -79,7 +79,7 @@ def test_ray_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["status", "--run", str(tmp_path)]) == ExitCode.CONFIG
+    assert run(["cluster", "status", "--run", str(tmp_path)]) == ExitCode.CONFIG
     assert "pip install '.[ray]'" in capsys.readouterr().err
 
 
@@ -99,7 +99,7 @@ def test_another_version_of_ray_or_python_as_ray_itself_says_it() -> None:
             assert version in str(error)
     other = explained(RuntimeError("no node here"), "10.0.0.5:6379")
     assert isinstance(other, ConfigError)
-    assert "run rl-cluster on one of its nodes" in str(other)
+    assert "run slipstream cluster on one of its nodes" in str(other)
 
 
 def test_what_ray_prints_of_its_own_can_be_silenced() -> None:

@@ -87,7 +87,7 @@ def test_an_end_that_no_trainer_has(watch: Callable[..., Watch]) -> None:
 
 
 def test_a_silent_manager_ends_the_watch_after_a_minute(watch: Callable[..., Watch]) -> None:
-    with pytest.raises(NoAnswerError, match=r"has not answered for 60 s .*Give the same rl-cluster up again"):
+    with pytest.raises(NoAnswerError, match=r"has not answered for 60 s .*Give the same slipstream cluster up again"):
         watch(RUN, GetTimeoutError("")).wait_until_it_ends()
     assert watch(GetTimeoutError(""), RUN, [report("trainer", "ended", exit_code=0)]).wait_until_it_ends() == 0
 

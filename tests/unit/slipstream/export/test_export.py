@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from consumer.training.quantization import quantization_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from slipstream.export import merge as export
-from slipstream.export.merge import choose_adapter
+from slipstream import export as export
+from slipstream.export import choose_adapter
 from tests.integration.models import random_adapter, reference_logprobs
 from tests.unit.consumer.builders import run_config
 
@@ -134,7 +134,7 @@ def test_uploads_go_where_they_were_told_and_nowhere_else(monkeypatch: pytest.Mo
     assert export.upload(tmp_path, "me/model") == "https://hub.example/me/model"
     assert hub.calls == [
         ("me/model", {"private": True, "exist_ok": True}),
-        ("me/model", {"folder_path": tmp_path, "commit_message": "rl-export"}),
+        ("me/model", {"folder_path": tmp_path, "commit_message": "slipstream export"}),
     ]
     with pytest.raises(ConfigError, match=rf"--push-to-hub me/full: OSError: no space. The model is in {tmp_path}"):
         export.upload(tmp_path, "me/full")

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.training.trl_arguments import build_lora
 from consumer.training.vision_language import load_model
-from slipstream.export import merge as export
-from slipstream.sft.trainer import build_sft_arguments, train
+from slipstream import export as export
+from slipstream.sft import build_sft_arguments, train
 from tests.integration.models import reference_logprobs
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import run_config

@@ -1,4 +1,4 @@
-"""`rl-journal`, run in this process, and journals that are damaged."""
+"""`slipstream journal`, run in this process, and journals that are damaged."""
 
 import json
 from contextlib import closing
@@ -9,7 +9,7 @@ import apsw
 import pytest
 
 from protocol.errors import ExitCode
-from slipstream.journal.cli import main
+from slipstream.cli import run
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -20,17 +20,14 @@ def damage(path: Path, sql: str, bindings: tuple[Any, ...] = ()) -> None:
 
 
 class Command:
-    """Runs `rl-journal --run RUN_DIR ...` in this process."""
+    """Runs `slipstream journal --run RUN_DIR ...` in this process."""
 
     def __init__(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.run_dir = run_dir
         self._capsys = capsys
 
     def __call__(self, *arguments: str, code: int = ExitCode.OK) -> str:
-        try:
-            ended = main(["--run", str(self.run_dir), *arguments])
-        except SystemExit as end:
-            ended = int(end.code or 0)
+        ended = run(["journal", "--run", str(self.run_dir), *arguments])
         out, self.err = self._capsys.readouterr()
         assert ended == code, self.err
         return out

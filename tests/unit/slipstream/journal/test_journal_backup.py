@@ -1,4 +1,4 @@
-"""`rl-journal backup` beside a journal that is being written: whole copies, or none."""
+"""`slipstream journal backup` beside a journal that is being written: whole copies, or none."""
 
 import functools
 import json

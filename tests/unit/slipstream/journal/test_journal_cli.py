@@ -1,4 +1,4 @@
-"""`rl-journal` itself: where the journal is, what goes wrong, what it imports."""
+"""`slipstream journal` itself: where the journal is, what goes wrong, what it imports."""
 
 import re
 import shutil
@@ -13,7 +13,8 @@ import pytest
 from protocol.errors import ExitCode
 from replay.journal.writer import Journal
 from replay.prompts.rerolls import Verdict
-from slipstream.journal.cli import VERDICTS, main
+from slipstream.cli import run
+from slipstream.journal.cli import VERDICTS
 from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.replay.journal.test_journal_reader import contents, entry
 from tests.unit.slipstream.journal.command import Command
@@ -73,8 +74,8 @@ def test_every_command_on_an_empty_journal(command: Command, tmp_path: Path) -> 
     command("lineage", "1", code=ExitCode.JOURNAL)
     command("show", "0-0-0-1-s", code=ExitCode.JOURNAL)
     assert command.err == (
-        f"rl-journal: error: {command.run_dir}/journal.sqlite holds no group 0-0-0-1-s; "
-        "`rl-journal list` shows what it holds\n"
+        f"slipstream journal: error: {command.run_dir}/journal.sqlite holds no group 0-0-0-1-s; "
+        "`slipstream journal list` shows what it holds\n"
     )
 
 
@@ -84,37 +85,38 @@ def test_where_the_journal_is(
     (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^run_dir: .*$", f"run_dir: {tmp_path}/run", MINIMAL))
     monkeypatch.chdir(tmp_path / "run")
     for place in (["--run", str(journal.path)], ["--config", f"{tmp_path}/run.yaml"], []):
-        assert main([*place, "list", "--limit", "1"]) == ExitCode.OK
+        assert run(["journal", *place, "list", "--limit", "1"]) == ExitCode.OK
         assert "0-10-0-1-s" in capsys.readouterr().out
-        assert main(["list", *place, "--limit", "1"]) == ExitCode.OK
+        assert run(["journal", "list", *place, "--limit", "1"]) == ExitCode.OK
         assert "0-10-0-1-s" in capsys.readouterr().out
-    assert main(["--config", "absent.yaml", "stats"]) == ExitCode.CONFIG
-    assert capsys.readouterr().err.startswith("rl-journal: error: absent.yaml: no such file. ")
-    assert main(["--run", "absent", "stats"]) == ExitCode.JOURNAL
+    assert run(["journal", "--config", "absent.yaml", "stats"]) == ExitCode.CONFIG
+    assert capsys.readouterr().err.startswith("slipstream journal: error: absent.yaml: no such file. ")
+    assert run(["journal", "--run", "absent", "stats"]) == ExitCode.JOURNAL
     assert capsys.readouterr().err == (
-        "rl-journal: error: absent/journal.sqlite: no such file; "
+        "slipstream journal: error: absent/journal.sqlite: no such file; "
         "a journal is RUN_DIR/journal.sqlite, written by rl-trainer\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "flag"),
     [
-        ([], "the following arguments are required: COMMAND; see rl-journal --help"),
-        (["list", "--step", "3:1"], "argument --step: 3:1 is empty, the larger number comes last; see rl-journal list"),
-        (["list", "--step", "x"], "argument --step: expected a whole number (got 'x'); see rl-journal list"),
-        (["list", "--reward", "1"], "argument --reward: expected two numbers such as 0.5:1 (got '1'); see rl-journal"),
-        (["list", "--reward", "nan:1"], "argument --reward: nan:1 is empty, the larger number comes last; see"),
-        (["list", "--limit", "-1"], "argument --limit: expected a whole number (got '-1'); see rl-journal list"),
-        (["export", "--to", "x.csv"], "argument --to: expected a name that ends in .jsonl or .parquet (got 'x.csv'); "),
-        (["list", "--verdict", "bad"], "argument --verdict: invalid choice: 'bad' (choose from "),
-        (["list", "--replays", "-1"], "argument --replays: expected "),
-        (["list", "--state", "gone"], "argument --state: invalid choice: 'gone' (choose from "),
+        (["list", "--step", "3:1"], "--step"),
+        (["list", "--step", "x"], "--step"),
+        (["list", "--reward", "x:1"], "--reward"),
+        (["list", "--reward", "nan:1"], "--reward"),
+        (["list", "--limit", "-1"], "--limit"),
+        (["export", "--to", "x.csv"], "--to"),
+        (["list", "--verdict", "bad"], "--verdict"),
+        (["list", "--replays", "-1"], "--replays"),
+        (["list", "--state", "gone"], "--state"),
     ],
 )
-def test_usage_errors_are_one_line(command: Command, arguments: list[str], message: str) -> None:
+def test_usage_errors_are_one_line(command: Command, arguments: list[str], flag: str) -> None:
     assert command(*arguments, code=ExitCode.USAGE) == ""
-    assert command.err.startswith(f"rl-journal: error: {message}")
+    assert command.err.startswith("slipstream journal: error: ")
+    assert flag in command.err
+    assert command.err.endswith(f"see slipstream journal {arguments[0]} --help\n")
     assert command.err.count("\n") == 1
 
 
@@ -128,14 +130,14 @@ def test_a_bug_ends_with_its_traceback_and_code(
     monkeypatch.setattr("slipstream.journal.stats.collect", lambda reader: dict[str, int]()["a bug"])
     command("stats", code=ExitCode.BUG)
     assert command.err.startswith("Traceback (most recent call last)")
-    assert command.err.endswith("rl-journal: this is a bug; please report it with its traceback\n")
+    assert command.err.endswith("slipstream journal: this is a bug; please report it with its traceback\n")
 
 
 def test_looking_at_rows_imports_nothing_heavy(journal: Journal) -> None:
     program = (
-        "import sys\nfrom slipstream.journal.cli import main\n"
+        "import sys\nfrom slipstream.cli import run\n"
         f"for arguments in (['--run', '{journal.path}', 'list'], ['--run', '{journal.path}', 'stats'], ['list', '--help']):\n"
-        "    try:\n        code = main(arguments)\n    except SystemExit as end:\n        code = end.code\n"
+        "    code = run(['journal', *arguments])\n"
         "heavy = ('torch', 'transformers', 'pyarrow', 'numpy', 'datasets', 'trl', 'vllm')\n"
         "print([name for name in heavy if name in sys.modules], code or 0, file=sys.stderr)"
     )
@@ -146,7 +148,7 @@ def test_looking_at_rows_imports_nothing_heavy(journal: Journal) -> None:
 
 def test_output_that_nobody_reads_to_its_end(journal: Journal) -> None:
     journal.append(entry(number, frame=b"x") for number in range(11, 5000))
-    command = f"{sys.executable} -m slipstream.journal.cli --run {journal.path} list --limit 0"
+    command = f"{sys.executable} -m slipstream journal --run {journal.path} list --limit 0"
     shown = subprocess.run(
         ["bash", "-c", f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}"],
         cwd=REPOSITORY,
@@ -162,4 +164,4 @@ def test_a_name_that_the_system_refuses(command: Command) -> None:
     too_long = "a" * 300
     command.run_dir = Path(too_long)
     command("stats", code=ExitCode.CONFIG)
-    assert command.err == f"rl-journal: error: {too_long}: File name too long\n"
+    assert command.err == f"slipstream journal: error: {too_long}: File name too long\n"

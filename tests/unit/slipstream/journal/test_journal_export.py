@@ -1,4 +1,4 @@
-"""`rl-journal export`: whole files, or none."""
+"""`slipstream journal export`: whole files, or none."""
 
 import json
 import math
@@ -80,7 +80,7 @@ def test_an_export_that_fails_leaves_what_was_there(
     to.write_text("the last one")
     damage(journal.path, "DELETE FROM bodies WHERE seq = 11")
     command("export", "--to", str(to), code=ExitCode.JOURNAL)
-    expected = f"rl-journal: error: {journal.path}: group 0-10-0-1-s has no body; restore a copy of run_dir\n"
+    expected = f"slipstream journal: error: {journal.path}: group 0-10-0-1-s has no body; restore a copy of run_dir\n"
     assert command.err == expected
     assert to.read_text() == "the last one"
     assert sorted(file.name for file in tmp_path.iterdir()) == [to.name, "run"]
@@ -112,7 +112,7 @@ def test_files_that_the_run_writes_are_not_replaced(
     command("export", "--to", name, code=ExitCode.JOURNAL)
     assert (
         command.err
-        == f"rl-journal: error: --to {name}: the run itself writes a file of this name; choose another name\n"
+        == f"slipstream journal: error: --to {name}: the run itself writes a file of this name; choose another name\n"
     )
     assert (command.run_dir / name).read_text() == "{}\n"
     command("export", "--to", "groups.jsonl")

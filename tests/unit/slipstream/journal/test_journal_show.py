@@ -1,4 +1,4 @@
-"""`rl-journal show`: one group as people read it."""
+"""`slipstream journal show`: one group as people read it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rl-journal stats`: how much of what."""
+"""`slipstream journal stats`: how much of what."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""`rl-journal verify`: what is wrong with a journal, and where."""
+"""`slipstream journal verify`: what is wrong with a journal, and where."""
 
 import re
 from contextlib import closing

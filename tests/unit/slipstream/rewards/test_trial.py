@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from protocol.errors import DatasetError
-from slipstream.rewards.report import report, show
-from slipstream.rewards.trial import Trial, given, until_stop
+from slipstream.reward import Trial, given, report, show, until_stop
 
 LETTERS: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 

@@ -1,4 +1,4 @@
-"""`rl-sft` that ends before its adapter is whole leaves nothing."""
+"""`slipstream sft` that ends before its adapter is whole leaves nothing."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import DeviceError
-from slipstream.sft import trainer as sft
+from slipstream import sft as sft
 from tests.unit.consumer.builders import run_config
 
 
@@ -32,5 +32,5 @@ def test_a_training_that_fails_leaves_nothing(
 
 
 def test_several_gpus_are_refused(tmp_path: Path, tiny_model: Path) -> None:
-    with pytest.raises(DeviceError, match="--gpu 0,1: rl-sft, a short warm start, trains on one GPU"):
+    with pytest.raises(DeviceError, match="--gpu 0,1: slipstream sft, a short warm start, trains on one GPU"):
         sft.run(run_config(tmp_path, tiny_model), [0, 1], to=tmp_path / "sft")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import DatasetError
-from slipstream.sft.rows import training_rows
+from slipstream.sft import training_rows
 
 ASK = [{"role": "user", "content": "1+1="}]
 ANSWER = [{"role": "assistant", "content": "2"}]

@@ -1,8 +1,6 @@
 """The command: arguments, exit codes, JSON, the live view."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,10 +16,10 @@ from protocol.exposition import Targets
 from protocol.runtime.health import Health, Notifier
 from replay.journal.reader import JournalReader
 from replay.journal.writer import Journal
+from slipstream.cli import run as slipstream
 from slipstream.journal.backup import backup
 from slipstream.status import cli
 from slipstream.status import watch as watch_module
-from slipstream.status.cli import main
 from slipstream.status.view import ProducerView, TrainerView
 from slipstream.status.warnings import RULES
 from slipstream.status.watch import Watch
@@ -43,17 +41,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def section() -> str:
     """Of docs/monitoring.md."""
-    return (REPOSITORY / "docs" / "monitoring.md").read_text().partition("\n## rl-status\n")[2].partition("\n## ")[0]
-
-
-def ended(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    return int(end.value.code or 0)
+    return (
+        (REPOSITORY / "docs" / "monitoring.md")
+        .read_text()
+        .partition("\n## slipstream status\n")[2]
+        .partition("\n## ")[0]
+    )
 
 
 def test_one_view_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--run", str(run_dir), "--once"]) == ExitCode.OK
+    assert slipstream(["status", "--run", str(run_dir), "--once"]) == ExitCode.OK
     out = capsys.readouterr().out
     assert "run RUN · release" in out
     assert "the trainer is not ready (starting): wait" in out
@@ -61,7 +58,7 @@ def test_one_view_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_one_object_for_programs_has_every_documented_key(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--run", str(run_dir), "--once", "--json", "--every", "0.1"]) == ExitCode.OK
+    assert slipstream(["status", "--run", str(run_dir), "--once", "--json", "--every", "0.1"]) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
     for shown, kind in ((found["trainer"], TrainerView), (found["producers"][0], ProducerView)):
         assert shown.keys() == {field.name for field in msgspec.structs.fields(kind)}
@@ -80,7 +77,7 @@ def test_every_warning_is_documented() -> None:
 
 def test_nothing_that_answers_has_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics").mkdir()
-    assert main(["--run", str(tmp_path), "--once", "--json"]) == ExitCode.NO_ANSWER == 68
+    assert slipstream(["status", "--run", str(tmp_path), "--once", "--json"]) == ExitCode.NO_ANSWER == 68
     found = json.loads(capsys.readouterr().out)
     assert (found["trainer"], found["producers"], found["answers"]) == (None, [], False)
     assert [warning["name"] for warning in found["warnings"]] == ["nothing_answers"]
@@ -99,14 +96,14 @@ def test_a_copy_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
         backup(run, tmp_path / "copy")
     for place in (tmp_path / "copy", tmp_path / "copy" / "journal.sqlite"):
         capsys.readouterr()
-        assert main(["--run", str(place), "--once"]) == ExitCode.NO_ANSWER
+        assert slipstream(["status", "--run", str(place), "--once"]) == ExitCode.NO_ANSWER
         out = capsys.readouterr().out
         assert says in out
         assert "0.750  steps 1-2" in out
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--run", str(tmp_path), "--once"]) == ExitCode.CONFIG
+    assert slipstream(["status", "--run", str(tmp_path), "--once"]) == ExitCode.CONFIG
     assert "no daemon has worked there" in capsys.readouterr().err
 
 
@@ -123,14 +120,14 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_usage_errors_are_one_line_and_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(*arguments) == ExitCode.USAGE
+    assert slipstream(["status", *arguments]) == ExitCode.USAGE
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_address_is_enough(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (run_dir / "metrics").glob("*.json")
     address = json.loads(file.read_text())[0]["targets"][0]
-    assert main(["--url", f"http://{address}/metrics", "--once", "--json"]) == ExitCode.OK
+    assert slipstream(["status", "--url", f"http://{address}/metrics", "--once", "--json"]) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
     assert (found["trainer"]["address"], found["trainer"]["run"]) == (address, "RUN")
     assert found["rewards"] == []
@@ -147,24 +144,11 @@ def test_ctrl_c_leaves_the_live_view_with_0(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.time, "sleep", nap)
-    monkeypatch.setattr(cli, "Console", lambda: Console(force_terminal=is_terminal, width=80, height=60))
-    assert main(["--run", str(run_dir), "--every", "0.5"]) == ExitCode.OK
+    monkeypatch.setattr("rich.console.Console", lambda: Console(force_terminal=is_terminal, width=80, height=60))
+    assert slipstream(["status", "--run", str(run_dir), "--every", "0.5"]) == ExitCode.OK
     out = capsys.readouterr().out
-    assert out.count("rl-status") >= 2
+    assert out.count("slipstream status") >= 2
     assert ("\x1b[" in out) is is_terminal
-
-
-def test_it_starts_without_the_heavy_libraries() -> None:
-    heavy = ("torch", "vllm", "trl", "transformers", "numpy", "zmq", "apsw")
-    code = f"import sys, slipstream.status.cli; print([name for name in {heavy} if name in sys.modules])"
-    checked = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert checked.stdout == "[]\n"
-
-
-def test_the_browser_is_another_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--web"])
-    assert "rl-view --run RUN_DIR" in capsys.readouterr().err
 
 
 def test_without_the_file_the_line_of_rewards_is_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_what_is_no_finite_reward_is_missing(value: Any, posted: float | None):
 def test_a_row_that_rl_environment_did_not_write_is_named():
     for columns in ({}, {"task": 3}, {"task": "double 2"}, {"task": "[]"}):
         with pytest.raises(
-            ProblemError, match="no `task` of an environment; make the dataset with `rl-environment rows`"
+            ProblemError, match="no `task` of an environment; make the dataset with `slipstream environment rows`"
         ):
             row_of({"columns": columns})
 

@@ -1,0 +1,5 @@
+"""Runs the command as `python -m slipstream`."""
+
+from slipstream.cli import main
+
+main()

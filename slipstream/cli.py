@@ -1,0 +1,244 @@
+"""The command `slipstream`, and the subcommands that hand their options to one function.
+
+Guarantee: `--help` and `--check` import no heavy library. Every error is one line on standard error and ends the process with its
+own exit code (`slipstream.options`).
+"""
+
+import argparse
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from protocol import __version__
+from protocol.errors import ConfigError, DatasetError, ExitCode
+from protocol.import_guard import uncollected
+from protocol.service import logs
+from protocol.service.command_line import leave, say_progress, select_gpus
+from protocol.service.command_line import main as run_configured
+from slipstream.options import Command, Function, Group, config_options, program, usage_error
+from slipstream.tables import say_json
+
+_COMMANDS = {
+    "status": "slipstream.status.cli:status",
+    "view": "slipstream.view.cli:view",
+    "journal": "slipstream.journal.cli:journal",
+    "cluster": "slipstream.cluster.cli:cluster",
+    "sft": "slipstream.cli:sft",
+    "export": "slipstream.cli:export",
+    "reward": "slipstream.cli:reward",
+    "environment": "slipstream.cli:environment",
+    "keys": "slipstream.keys:keys",
+    "env": "slipstream.env:env",
+}
+"""Where each subcommand is. Their modules import at their head no more than `--help` needs."""
+
+
+def main() -> NoReturn:
+    """Run the command of this process and end it, as console scripts and `python -m slipstream` do."""
+    leave(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        return int(slipstream.main(arguments, prog_name="slipstream", standalone_mode=False) or ExitCode.OK)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+    except click.ClickException as error:
+        return usage_error(error)
+    except click.Abort:
+        return ExitCode.INTERRUPTED
+    return ExitCode.USAGE
+
+
+class _LazyGroup(Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        place = _COMMANDS.get(cmd_name)
+        command: click.Command | None = pkgutil.resolve_name(place) if place else None
+        return command
+
+
+@click.command(cls=_LazyGroup)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def slipstream() -> None:
+    """Commands beside rl-producer and rl-trainer.
+
+    Exit codes are those of docs/operations.md. Completion of a shell: `eval "$(_SLIPSTREAM_COMPLETE=bash_source slipstream)"`,
+    or zsh_source or fish_source.
+    """
+
+
+def _check_option(function: Function) -> Function:
+    text = "validate, print the resolved file and exit; `full` also asks TRL and PEFT what only they can judge"
+    choice = click.Choice(("quick", "full"))
+    return click.option("--check", is_flag=False, flag_value="quick", type=choice, help=text)(function)
+
+
+def _gpu_option(default: str) -> Callable[[Function], Function]:
+    text = "index as nvidia-smi counts, a list, a UUID, or cpu"
+    return click.option("--gpu", metavar="N[,N]|cpu", default=default, show_default=True, help=text)
+
+
+@click.command(cls=Command)
+@config_options
+@_check_option
+@_gpu_option("0")
+@click.option("--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/sft)")
+def sft(to: Path | None, **options: Any) -> int:
+    """Train an adapter as a warm start.
+
+    It learns the completions of the dataset. The run takes it with lora.init_from.
+    """
+
+    def check_libraries(config: Any) -> None:
+        with uncollected():
+            from slipstream.sft import check_libraries
+
+        check_libraries(config)
+
+    def work(config: Any, gpus: list[int]) -> ExitCode:
+        with uncollected():
+            from slipstream.sft import run
+
+        return run(config, gpus, to=to or Path(config.run_dir) / "sft")
+
+    return run_configured(argparse.Namespace(**options), program(), check_libraries, work)
+
+
+@click.command(cls=Command)
+@config_options
+@_check_option
+@_gpu_option("0")
+@click.option(
+    "--checkpoint",
+    metavar="WHICH",
+    default="last",
+    show_default=True,
+    help="last, best, the step of a checkpoint, or an adapter's folder",
+)
+@click.option(
+    "--base",
+    type=click.Choice(("original", "dequantized")),
+    default="original",
+    show_default=True,
+    help="of a run with model.quantization: merge into the base of model.path, or into the trainer's base, dequantized",
+)
+@click.option("--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/merged)")
+@click.option("--push-to-hub", metavar="NAME", help="also upload it to this repository, private if it is new")
+def export(checkpoint: str, base: str, to: Path | None, push_to_hub: str | None, **options: Any) -> int:
+    """Merge a trained adapter into its base model.
+
+    The merged model is read back, and must compute what base model and adapter compute together.
+    """
+
+    def work(config: Any, gpus: list[int]) -> ExitCode:
+        with uncollected():
+            from slipstream.export import run
+
+        folder = to or Path(config.run_dir) / "merged"
+        return run(config, gpus, which=checkpoint, to=folder, repository=push_to_hub, dequantized=base == "dequantized")
+
+    return run_configured(argparse.Namespace(**options), program(), lambda config: None, work)
+
+
+@click.group(cls=Group)
+def reward() -> None:
+    """Try the rewards of a configuration."""
+    logs.configure(program())
+
+
+@reward.command("try")
+@config_options
+@click.option("--n", type=click.IntRange(1, 4096), default=8, show_default=True, help="completions per prompt")
+@click.option(
+    "--prompts", type=click.IntRange(1, 4096), default=2, show_default=True, help="first prompts of the dataset"
+)
+@click.option(
+    "--completions",
+    metavar="FILE.jsonl",
+    type=click.Path(path_type=Path),
+    help='score these instead: {"prompt": ..., "completions": [...]} with the columns that the rewards need, one per line',
+)
+@_gpu_option("cpu")
+@click.option("--json", "as_json", is_flag=True, help="for programs: one JSON object")
+def try_rewards(
+    config: str, overrides: list[str], n: int, prompts: int, completions: Path | None, gpu: str, as_json: bool
+) -> ExitCode:
+    """Score completions of the base model, or given ones, and show the result of every reward.
+
+    Exit code 67 means that no group had rewards that differ.
+    """
+    from protocol.config.loader import load_config
+
+    loaded = load_config(config, overrides)
+    gpus = select_gpus(gpu)
+
+    from slipstream.reward import given, report, sampled, scored, show
+    from slipstream.run_inputs import RunInputs
+
+    inputs = RunInputs(loaded)
+    if completions is not None:
+        groups = given(completions, inputs.tokenizer())
+    else:
+        groups = sampled(loaded, inputs, prompts, n, "cuda" if gpus else "cpu")
+    found = report(scored(loaded, inputs.tokenizer(), groups))
+    if as_json:
+        say_json(found)
+    else:
+        from rich.console import Console
+
+        show(found, Console())
+    return ExitCode.OK if any(group["signal"] for group in found["groups"]) else ExitCode.NO_SIGNAL
+
+
+@click.group(cls=Group)
+def environment() -> None:
+    """Write the rows of an environment."""
+    logs.configure(program())
+
+
+@environment.command("rows")
+@config_options
+@click.option(
+    "--to", metavar="FILE.jsonl", type=click.Path(path_type=Path), required=True, help="the file, for dataset.path"
+)
+@click.option("--max-rows", type=click.IntRange(1), help="only the first N (default: all)")
+@click.option(
+    "--from", "source", metavar="FILE.jsonl", help="rows of a NeMo Gym agent, in the form that its own tools take"
+)
+def write_rows(config: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None) -> None:
+    """Write the environment's rows. The file appears whole or not at all."""
+    import asyncio
+
+    asyncio.run(_write_rows(config, overrides, to, max_rows, source))
+
+
+async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None) -> None:
+    from producer.environments.agent_program import rows
+    from protocol.config.loader import load_config
+    from protocol.files.json_lines import encode_line
+    from protocol.files.staged import staged
+
+    section = load_config(file, overrides).environment
+    if not section.is_played_outside:
+        raise ConfigError(f"{file}: environment: only verifiers and nemo_gym have rows of their own")
+    if section.nemo_gym is not None and source is None:
+        raise ConfigError("name the agent's rows: --from FILE.jsonl, which has `responses_create_params` in every line")
+    number = 0
+    try:
+        with staged(to) as partial, partial.open("w", encoding="utf-8") as stream:
+            async for row in rows(section, max_rows, source or ""):
+                stream.write(encode_line(row) + "\n")
+                number += 1
+            if number == 0:
+                raise DatasetError(f"the environment has no rows, so {to} was not written")
+    except OSError as error:
+        raise DatasetError(f"--to {to}: {error.strerror}") from error
+    say_progress(f"{to}: {number} rows")

@@ -1,0 +1,137 @@
+"""`slipstream export` merges an adapter into its base model and writes a folder that needs no PEFT.
+
+Guarantee: the folder appears whole and on the disk, and only if the model in it, when it is read back, computes what base model
+and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written whole; if
+there is no such adapter, the error says which ones there are.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers.utils import logging as transformers_logging
+
+from consumer.checkpoints import folders as checkpoints
+from consumer.checkpoints.adapter_folder import AdapterFolder
+from consumer.checkpoints.folders import CONFIG_FILE
+from protocol.command_line import say_progress
+from protocol.config.operation import TOLERANCES
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, ExitCode
+from slipstream.new_folder import new_folder
+from slipstream.run_inputs import RunInputs
+
+_ROWS, _LENGTH = 4, 32
+_MOST_LOST = 0.5  # the largest share of the adapter's change that rounding may lose
+_OF_IMAGES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""Files of a vision-language checkpoint that no run looks at, and whoever shows it images needs."""
+_NOISE = 1e-4  # nats; a difference below this is no loss
+
+
+def run(
+    config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None, dequantized: bool = False
+) -> ExitCode:
+    """Writes the folder `to` from the adapter that `which` names, and uploads it if a repository of the hub is named.
+    `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained. It is merged into
+    the base model, or into what is left of that when it was quantized as for training and is `dequantized`."""
+    if dequantized and config.model.quantization is None:
+        raise ConfigError("--base dequantized: the run has no model.quantization, so there is nothing to dequantize")
+    transformers_logging.disable_progress_bar()
+    with new_folder(to) as partial:
+        chosen = choose_adapter(config, which)
+        AdapterFolder.read(chosen, "--checkpoint")
+        inputs = RunInputs(config)
+        said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
+    say_progress(f"slipstream export: {chosen} merged into {inputs.model_folder}: {to}; {said}")
+    if repository is not None:
+        say_progress(f"slipstream export: uploaded to {upload(to, repository)}")
+    return ExitCode.OK
+
+
+def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path, *, dequantized: bool) -> str:
+    """Writes the merged model. Returns how well it agrees, in words."""
+    base = inputs.dequantized_model(device) if dequantized else inputs.model(device)
+    vocab_size, generator = base.config.get_text_config().vocab_size, torch.Generator().manual_seed(config.seed)
+    ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
+    adapted = PeftModel.from_pretrained(base, adapter).eval()
+    wanted = logprobs(adapted, ids)
+    with adapted.disable_adapter():
+        moved = float((wanted - logprobs(adapted, ids)).abs().max())
+    merged = adapted.merge_and_unload(safe_merge=True)
+    merged.save_pretrained(to)
+    inputs.tokenizer().save_pretrained(to)
+    for name in _OF_IMAGES:
+        if (file := inputs.model_folder / name).is_file():
+            shutil.copyfile(file, to / name)
+    del adapted, base, merged
+    difference = float((wanted - logprobs(inputs.model(device, to), ids)).abs().max())
+    check(difference, moved, TOLERANCES[config.model.dtype], config.model.dtype)
+    return f"log-probs agree to {difference:.1e} (the adapter moves them by up to {moved:.2g})"
+
+
+def check(difference: float, moved: float, tolerance: float, dtype: str) -> None:
+    """`ConfigError` if the merged model is not what was trained: if the largest `difference` of a log-prob, in nats, from base
+    model with adapter is too large, also beside what the adapter has `moved` of the base model."""
+    if not difference <= tolerance:  # NaN is refused, too
+        raise ConfigError(
+            f"the merged model's log-probs differ by {difference:.2g} from those of base model and adapter, more than "
+            f"{tolerance:g}; nothing was written. Is model.path the model that the adapter was trained on?"
+        )
+    if difference > max(_NOISE, _MOST_LOST * moved):
+        raise ConfigError(
+            f"rounding to {dtype} loses what the adapter changes (log-probs move by {moved:.2g}, and differ by {difference:.2g} "
+            "after merging); nothing was written. Export with --set model.dtype=float32, or serve the adapter itself"
+        )
+
+
+def logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The log-prob of each token but the first: (N, L - 1), float32."""
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Uploads to the repository, which is made, private, if it does not exist, and returns its address; `ConfigError` if the
+    hub refused, or cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="slipstream export")
+    except Exception as error:
+        raise ConfigError(
+            f"--push-to-hub {repository}: {type(error).__name__}: {error}. The model is in {folder}"
+        ) from error
+    return str(address)
+
+
+def choose_adapter(config: RunConfig, which: str) -> Path:
+    if which == "last":
+        return _last(config)
+    if which == "best" or which.isdigit():
+        folder = config.checkpoints_dir / ("best" if which == "best" else f"checkpoint-{int(which)}")
+    else:
+        folder = Path(which)
+    if not (folder / CONFIG_FILE).is_file():
+        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints.committed(config.checkpoints_dir))
+        raise ConfigError(
+            f"--checkpoint {which}: there is no adapter in {folder}; checkpoints of the run: {kept or 'none'}"
+        )
+    return folder
+
+
+def _last(config: RunConfig) -> Path:
+    """The final adapter, unless the run went on after it."""
+    found = checkpoints.newest_adapter(Path(config.run_dir), config.checkpoints_dir)
+    if found is None:
+        raise ConfigError(f"run_dir: {config.run_dir} has no adapter yet: neither a checkpoint nor the final one")
+    return found[0]

@@ -1,0 +1,246 @@
+"""`slipstream reward try`: sampled or given completions, scored by the pool that scores a run, and the report of that.
+
+Guarantee: completions are scored as in a run, with the same workers, limits, retries and rules for missing rewards. Prompts are
+those that producers would be leased; transformers samples completions with the run's settings.
+"""
+
+import asyncio
+import bisect
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from producer.interfaces import Failure, LeaseFailure
+from producer.rewards.pool import RewardPool
+from producer.rollouts.prompts import PromptFormat
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DatasetError
+from protocol.wire.prompts import is_conversational
+from replay.rewards import weighted_sums
+from slipstream.run_inputs import RunInputs
+from slipstream.tables import printable
+
+_PROMPT_WIDTH, _COMPLETION_WIDTH = 40, 60
+
+
+@dataclass
+class Group:
+    """A prompt with its completions, as reward functions get them. Scoring sets `rewards`, float32 (completions, functions)
+    with NaN for missing, and `problem`, which says why nothing was scored."""
+
+    prompt: Any
+    columns: dict[str, Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    rewards: NDArray[np.float32] = field(init=False)
+    problem: str = ""
+
+
+@dataclass
+class Trial:
+    """The result. `failures` counts completions by function and reason; `seconds` has the time of each call by function."""
+
+    names: tuple[str, ...]
+    weights: list[float]
+    groups: list[Group]
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def reward_called(self, function: str, seconds: float) -> None:
+        self.seconds[function].append(seconds)
+
+    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
+        self.failures[function, reason] += num_completions
+
+
+def given(path: Path, tokenizer: Any) -> list[Group]:
+    """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized. Raises DatasetError
+    if the file cannot be read, or a line is not such an object."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line ends than this
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"--completions {path}: cannot be read: {error}") from error
+    groups = [_given_group(line, f"{path}:{number}", tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
+    if not groups:
+        raise DatasetError(f"--completions {path}: it has no lines")
+    return groups
+
+
+def _given_group(line: str, place: str, tokenizer: Any) -> Group:
+    try:
+        row = msgspec.msgpack.decode(msgspec.msgpack.encode(json.loads(line)))  # as a producer is leased it
+        prompt, said = row.pop("prompt"), row.pop("completions")
+        if not isinstance(prompt, str) and not is_conversational(prompt):
+            raise TypeError("`prompt` is neither text nor a list of messages")
+        if not isinstance(said, list) or not said:
+            raise TypeError("`completions` is no list of completions")
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in said]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise DatasetError(
+            f'{place}: {type(error).__name__}: {error}; expected {{"prompt": "...", "completions": ["...", ...]}} and the '
+            "columns that the rewards need"
+        ) from error
+    if not isinstance(prompt, str):
+        said = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in said]
+    return Group(prompt, row, said, ids)
+
+
+def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completions: int, device: str) -> list[Group]:
+    """Completions of the base model for the first prompts of the dataset, with the run's sampling settings and seed. Raises
+    DatasetError if the dataset or one of these prompts cannot be used."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dataset, tokenizer, model = inputs.prompts(), inputs.tokenizer(), inputs.model(device)
+    longest = config.engine.get("max_model_len") or model.config.get_text_config().max_position_embeddings
+    prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs)
+    settings = config.sampling
+    stops = model.generation_config.eos_token_id
+    stops = {stops} if isinstance(stops, int) else set(stops or [tokenizer.eos_token_id])
+    stops = (set() if settings.ignore_eos else stops) | set(settings.stop_token_ids)
+    model.generation_config.eos_token_id = sorted(stops) or None
+    torch.manual_seed(config.seed)
+    groups = []
+    for number in range(min(num_prompts, len(dataset))):
+        prompt, columns = msgspec.msgpack.decode(msgspec.msgpack.encode(dataset[number]))  # as a producer is leased it
+        try:
+            ids = prompts.encode(prompt, settings.max_completion_length)
+        except LeaseFailure as failure:
+            raise DatasetError(f"prompt {number}: {failure.detail}") from failure
+        prompt_ids = torch.tensor([ids], device=device)
+        with torch.inference_mode():
+            sequences = model.generate(
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                do_sample=True,
+                num_return_sequences=num_completions,
+                max_new_tokens=settings.max_completion_length,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                min_p=settings.min_p or None,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0),
+            )
+        completion_ids = []
+        for tokens in sequences[:, len(ids) :].tolist():  # without the padding after the token that ends it
+            end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+            completion_ids.append(until_stop(tokens[: end + 1], settings.stop, tokenizer))
+        groups.append(Group(prompt, columns, prompts.decode(prompt, completion_ids), completion_ids))
+    return groups
+
+
+def until_stop(tokens: list[int], stop: Sequence[str], tokenizer: Any) -> list[int]:
+    """The tokens up to the one with which the first of the texts is whole."""
+
+    def ends(length: int) -> bool:
+        text = tokenizer.decode(tokens[:length])
+        return any(each in text for each in stop)
+
+    return tokens[: bisect.bisect_left(range(len(tokens)), True, key=lambda place: ends(place + 1)) + 1]
+
+
+def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
+    """Scores all groups, as many at once as the workers allow. Raises ConfigError if a reward cannot be loaded, or there is
+    none to try."""
+    rewards = config.rewards.computed
+    if not rewards.functions:
+        raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")
+    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups)
+
+    async def score(pool: RewardPool, group: Group) -> None:
+        try:
+            group.rewards, *_ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+        except LeaseFailure as failure:
+            group.rewards = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
+            group.problem = failure.detail
+
+    async def score_all() -> None:
+        pool = RewardPool(rewards, trial)
+        try:
+            await pool.start()
+            pool.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
+            await asyncio.gather(*(score(pool, group) for group in groups))
+        finally:
+            await pool.close()
+
+    asyncio.run(score_all())
+    return trial
+
+
+def report(trial: Trial) -> dict[str, Any]:
+    """The numbers of every completion, group and reward, with NaN for what is missing, and the warnings."""
+    groups, rewards = [], {}
+    warnings = [f"{name} failed to score {n} completions ({why})" for (name, why), n in sorted(trial.failures.items())]
+    for number, group in enumerate(trial.groups, 1):
+        totals = weighted_sums(group.rewards, np.array(trial.weights))
+        known = totals[~np.isnan(totals)]
+        has_signal = len(known) > 1 and not np.allclose(known, known[0], rtol=1e-5, atol=1e-8)
+        rows = [
+            {"completion": completion, "rewards": dict(zip(trial.names, values, strict=True)), "sum": total}
+            for completion, values, total in zip(
+                group.completions, group.rewards.tolist(), totals.tolist(), strict=True
+            )
+        ]
+        found = {"signal": has_signal, "problem": group.problem or None}
+        groups.append({"prompt": group.prompt, "completions": rows} | found)
+        if group.problem:
+            warnings.append(f"group {number}: nothing was scored: {group.problem}")
+        elif not has_signal:
+            warnings.append(f"group {number}: all equal: no signal")
+    of_all = np.concatenate([group.rewards for group in trial.groups]).astype(np.float64)
+    for name, column in zip(trial.names, of_all.T, strict=True):
+        known, calls = column[~np.isnan(column)], trial.seconds[name]
+        rewards[name] = {
+            "mean": float(known.mean()) if len(known) else math.nan,
+            "std": float(known.std()) if len(known) else math.nan,
+            "missing": len(column) - len(known),
+            "failed": sum(count for (function, _), count in trial.failures.items() if function == name),
+            "call_s": sum(calls) / len(calls) if calls else math.nan,
+        }
+        if len(known) > 1 and known.std() == 0:
+            warnings.append(f"{name} is {known[0]:g} for every completion")
+    if not any(group["signal"] for group in groups):
+        warnings.append("no group has a signal: nothing could be learned from these completions")
+    return {"groups": groups, "rewards": rewards, "warnings": warnings}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    table = Table("prompt", "completion", *found["rewards"], "sum", title="Completions")
+    for group in found["groups"]:
+        prompt = _short(group["prompt"], _PROMPT_WIDTH)
+        for row in group["completions"]:
+            shown = [_number(value) for value in (*row["rewards"].values(), row["sum"])]
+            table.add_row(prompt, _short(row["completion"], _COMPLETION_WIDTH), *shown)
+            prompt = Text("")
+        table.add_section()
+    console.print(table)
+    summary = Table("reward", "mean", "std", "missing", "failed", "seconds per call", title="Rewards")
+    for name, numbers in found["rewards"].items():
+        summary.add_row(Text(name), *map(_number, numbers.values()))
+    console.print(summary)
+    for warning in found["warnings"]:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _short(said: Any, width: int) -> Text:
+    """A text, or the content of the last message, on one line that cannot move the cursor."""
+    text = said if isinstance(said, str) else str(said[-1].get("content", "")) if said else ""
+    line = printable(text)
+    return Text(line if len(line) <= width else f"{line[: width - 1]}…")

@@ -1,0 +1,169 @@
+"""`slipstream sft` trains a supervised warm start from the run's own configuration and dataset, with TRL's SFTTrainer.
+
+Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole and
+on the disk. Every option of `trl.SFTConfig` that is not refused is TRL's own; only the completions count in the loss unless
+`sft.completion_only_loss` says otherwise.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import datasets
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from consumer.checkpoints.adapter_folder import AdapterFolder
+from consumer.prompts.tokenizer import load_tokenizer
+from consumer.training.base_loading import check_base_fits, device_map, loading
+from consumer.training.trl_arguments import build_lora, former_names
+from consumer.training.vision_language import within_text_model
+from protocol.command_line import say_progress
+from protocol.config.library_section import build, for_library
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode
+from protocol.gpu.needs import base_of
+from protocol.import_guard import hidden
+from protocol.service import logs
+from protocol.service.command_line import say_progress
+from protocol.wire.prompts import is_conversational
+from slipstream.new_folder import new_folder
+from slipstream.run_inputs import RunInputs
+
+with hidden("vllm"):
+    from trl import SFTConfig, SFTTrainer
+
+
+_LARGER = "take a GPU with more memory, or --gpu cpu"
+
+
+def check_libraries(config: RunConfig) -> None:
+    """Validates the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
+    build_lora(config)
+    build_sft_arguments(config, Path(config.run_dir), on_gpu=False)
+
+
+def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
+    """Writes the adapter to the new folder `to`, or raises a `SlipstreamError`."""
+    if len(gpus) > 1:
+        # transformers would copy the model to all of them in every step (DataParallel), which PEFT does not support.
+        named = ",".join(map(str, gpus))
+        raise DeviceError(f"--gpu {named}: slipstream sft, a short warm start, trains on one GPU; name one of them")
+    logs.adopt_libraries()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    with new_folder(to) as partial:
+        lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
+        inputs = RunInputs(config)
+        if gpus:
+            check_base_fits(base_of(inputs.model_folder, config.model.dtype, None), _LARGER)
+        rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
+        if config.dataset.chat_template_kwargs:
+            rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
+        say_progress(f"slipstream sft: {len(rows)} rows")
+        train(inputs.model_folder, arguments, lora, rows).save_pretrained(partial)
+        AdapterFolder.read(partial, "slipstream sft")
+    say_progress(f"slipstream sft: wrote {to}; start from it with --set lora.init_from={to}")
+    return ExitCode.OK
+
+
+def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) -> SFTConfig:
+    """`ConfigError` if TRL does not know a key or refuses a value."""
+    chosen = for_library("sft", config.sft)
+    options = chosen.pop("model_init_kwargs", None) or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"sft.model_init_kwargs: expected a mapping (got {options!r})")
+    defaults = {"report_to": "none", "bf16": on_gpu and config.model.dtype == "bfloat16" and not chosen.get("fp16")}
+    with former_names():
+        return build(
+            "sft",
+            SFTConfig,
+            defaults | chosen,
+            output_dir=str(output_dir),
+            seed=config.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            use_cpu=not on_gpu,
+            save_strategy="no",
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": config.model.dtype}
+            | options
+            | {"device_map": device_map("own", on_gpu=on_gpu)},
+        )
+
+
+def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Dataset) -> PeftModel:
+    """Returns the model with the trained adapter; `ConfigError` if TRL or PEFT refused. The rows have `prompt` and
+    `completion`, and perhaps `chat_template_kwargs`."""
+    with loading("TRL or PEFT refused to build the trainer", _LARGER):
+        trainer = SFTTrainer(
+            model=str(model_folder),
+            args=arguments,
+            train_dataset=rows,
+            processing_class=load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code),
+            peft_config=within_text_model(lora, model_folder),
+            callbacks=[_Lines()],
+        )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+class _Lines(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "loss" in logs:
+            accuracy = f"  token accuracy {logs['mean_token_accuracy']:.3f}" if "mean_token_accuracy" in logs else ""
+            say_progress(f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{accuracy}")
+
+
+class Prompts(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]: ...
+
+    def place(self, prompt_id: int) -> str: ...
+
+
+def training_rows(prompts: Prompts, section: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows `{"prompt": ..., "completion": ...}` for TRL, as the section `sft` says; `DatasetError` if a row has no completion,
+    or one of another form than its prompt or the rows before."""
+    form: type | None = None
+    for prompt_id in range(len(prompts)):
+        prompt, columns = prompts[prompt_id]
+        where = prompts.place(prompt_id)
+        if section.get("messages_column"):
+            prompt, completion = _cut(columns, section["messages_column"], where)
+        else:
+            completion = _completion(prompt, columns, section.get("completion_column") or "completion", where)
+        if form is not None and type(prompt) is not form:
+            raise DatasetError(f"{where}: rows before have prompts of another form; text and messages cannot be mixed")
+        form = type(prompt)
+        yield {"prompt": prompt, "completion": completion}
+
+
+def _cut(columns: dict[str, Any], name: str, where: str) -> tuple[Any, Any]:
+    messages = columns.get(name)
+    if messages is None or not is_conversational(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise DatasetError(
+            f"{where}: sft.messages_column: {name!r} must be a list of messages of which the last is the assistant's, got "
+            f"{messages!r:.80}"
+        )
+    return messages[:-1], messages[-1:]
+
+
+def _completion(prompt: Any, columns: dict[str, Any], name: str, where: str) -> Any:
+    if name not in columns:
+        raise DatasetError(
+            f"{where}: sft.completion_column: there is no column {name!r}; beside the prompt there are "
+            f"{', '.join(map(repr, columns)) or 'none'}"
+        )
+    completion = columns[name]
+    if isinstance(completion, str) and completion:
+        return completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
+    if is_conversational(completion) and not isinstance(prompt, str):
+        return completion
+    form = "a text" if isinstance(prompt, str) else "a text or a list of messages"
+    raise DatasetError(
+        f"{where}: sft.completion_column: {name!r} must be {form} that is not empty, got {completion!r:.80}"
+    )
