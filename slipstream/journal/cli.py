@@ -102,12 +102,6 @@ def _export_file(context: click.Context, parameter: click.Parameter, value: str)
 )
 def export(limit: int, to: Path, **wanted: Any) -> None:
     """Write groups with their tokens, log-probs and rewards to a file."""
-    if not to.endswith((".jsonl", ".parquet")):
-        raise click.BadParameter(
-            f"expected a name that ends in .jsonl or .parquet (got {to!r})",
-            param_hint="'--to'",
-            ctx=click.get_current_context(),
-        )
     from slipstream.journal.export import export
 
     with _opened() as reader:
