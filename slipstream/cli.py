@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from protocol.import_guard import uncollected
+from protocol.service.command_line import leave, say_progress, select_gpus
+from protocol.service.command_line import main as run_configured
 
 from protocol import __version__
 from protocol.errors import ConfigError, DatasetError, ExitCode
-from protocol.import_guard import uncollected
 from protocol.service import logs
-from protocol.service.command_line import leave, say_progress, select_gpus
-from protocol.service.command_line import main as run_configured
 from slipstream.options import Command, Function, Group, config_options, program, usage_error
 from slipstream.tables import say_json
 
@@ -221,10 +221,11 @@ def write_rows(config: str, overrides: list[str], to: Path, max_rows: int | None
 
 
 async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None) -> None:
-    from producer.environments.agent_program import rows
-    from protocol.config.loader import load_config
     from protocol.files.json_lines import encode_line
     from protocol.files.staged import staged
+
+    from producer.environments.agent_program import rows
+    from protocol.config.loader import load_config
 
     section = load_config(file, overrides).environment
     if not section.is_played_outside:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import click
+from protocol.service.command_line import exit_code, written
 
 from protocol.errors import ExitCode
-from protocol.service.command_line import exit_code, written
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -12,6 +12,10 @@ from typing import Any, Protocol
 import datasets
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from protocol.gpu.needs import base_of
+from protocol.import_guard import hidden
+from protocol.service.command_line import say_progress
+from protocol.wire.prompts import is_conversational
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -24,11 +28,7 @@ from protocol.command_line import say_progress
 from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode
-from protocol.gpu.needs import base_of
-from protocol.import_guard import hidden
 from protocol.service import logs
-from protocol.service.command_line import say_progress
-from protocol.wire.prompts import is_conversational
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 

@@ -111,7 +111,9 @@ class AuthorizedKeys:
         self._lock = threading.Lock()
         self.refresh()
         if not self._names:
-            logger.warning("no producer is authorized: nobody can connect until `rl-keys authorize` lets one in")
+            logger.warning(
+                "no producer is authorized: nobody can connect until `slipstream keys authorize` lets one in"
+            )
 
     def identity(self, key: bytes) -> str | None:
         return self._names.get(key)

@@ -58,9 +58,9 @@ LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "a
 
 OWN_KEYS = {
     "lora": {
-        "init_from": "Adapter that the policy starts from: a folder (of `rl-sft`, of a checkpoint, of PEFT) or a hub name. It "
-        "must have the rank, alpha and modules that this section says, and change something. Policy version 0 is this adapter, "
-        "and so is the reference policy where `trainer.beta` is not 0."
+        "init_from": "Adapter that the policy starts from: a folder (of `slipstream sft`, of a checkpoint, of PEFT) or a hub "
+        "name. It must have the rank, alpha and modules that this section says, and change something. Policy version 0 is this "
+        "adapter, and so is the reference policy where `trainer.beta` is not 0."
     },
     "sft": {
         "completion_column": "Column with what the model should answer: a text, or a list of messages where the prompt is one. "
@@ -76,7 +76,7 @@ SFT_RESERVED = {
     "trust_remote_code": "model.trust_remote_code",
     "seed": "seed",
     "save_strategy": None,
-    "push_to_hub": "rl-export --push-to-hub",
+    "push_to_hub": "slipstream export --push-to-hub",
     "chat_template_path": "model.path",
     "eos_token": "model.path",
     "pad_token": "model.path",

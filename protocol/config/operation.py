@@ -218,7 +218,7 @@ def next_endpoint(control: str) -> str:
 class TransportSection(Section):
     keys: _Name | None = Field(
         None,
-        description="Folder of keys, made by `rl-keys`: only authorized producers connect, and everything is encrypted. "
+        description="Folder of keys, made by `slipstream keys`: only authorized producers connect, and everything is encrypted. "
         "Needed for an endpoint that other hosts can reach. See docs/security.md.",
     )
     identity: _Name | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
@@ -266,8 +266,9 @@ class TransportSection(Section):
             raise ValueError("expected `ipc:///path` or `tcp://HOST:PORT`")
         if host not in _LOOPBACK and not info.data.get("keys"):
             raise ValueError(
-                f"{host} can be reached from other hosts, so it needs keys. Set transport.keys=keys after `rl-keys generate "
-                "trainer`, `rl-keys generate PRODUCER` and `rl-keys authorize PRODUCER` (docs/security.md), or use 127.0.0.1"
+                f"{host} can be reached from other hosts, so it needs keys. Set transport.keys=keys after `slipstream keys "
+                "generate trainer`, `slipstream keys generate PRODUCER` and `slipstream keys authorize PRODUCER` "
+                "(docs/security.md), or use 127.0.0.1"
             )
         return value
 
@@ -294,7 +295,7 @@ class ObservabilitySection(Section):
     )
     trainer_metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         0,
-        description="0: a free one. The port in use is in `RUN_DIR/metrics/`, where Prometheus and rl-status find it.",
+        description="0: a free one. The port in use is in `RUN_DIR/metrics/`, where Prometheus and slipstream status find it.",
     )
     producer_metrics_port: Annotated[int, Field(ge=0, le=65_000)] = Field(
         0, description="The same for a producer, which adds the index of its first GPU to a port other than 0."

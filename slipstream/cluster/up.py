@@ -7,7 +7,6 @@ goes on without this process: Ctrl-C leaves it running.
 import os
 from pathlib import Path
 
-from protocol.command_line import add_config
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 from slipstream.cluster import session

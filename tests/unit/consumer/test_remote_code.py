@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from protocol.wire.digests import base_model_digest, tokenizer_digest
 from transformers import AutoModelForCausalLM
 
 from consumer.checkpoints.run_facts import run_facts
@@ -18,7 +19,6 @@ from consumer.training.run_components import model_config
 from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
-from protocol.wire.digests import base_model_digest, tokenizer_digest
 from slipstream import export as export
 from slipstream.journal.content import load_tokenizer as tokenizer_of_journal
 from slipstream.sft import build_sft_arguments, train
