@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from protocol.import_guard import uncollected
-from protocol.service.command_line import leave, say_progress, select_gpus
-from protocol.service.command_line import main as run_configured
 
 from protocol import __version__
+from protocol.command_line import leave, say_progress
+from protocol.command_line import main as run_configured
 from protocol.errors import ConfigError, DatasetError, ExitCode
-from protocol.service import logs
+from protocol.gpu.nvml import select_gpus
+from protocol.runtime import logs
+from protocol.runtime.processes import uncollected
 from slipstream.options import Command, Function, Group, config_options, program, usage_error
 from slipstream.tables import say_json
 
@@ -221,11 +222,10 @@ def write_rows(config: str, overrides: list[str], to: Path, max_rows: int | None
 
 
 async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None) -> None:
-    from protocol.files.json_lines import encode_line
-    from protocol.files.staged import staged
-
     from producer.environments.agent_program import rows
     from protocol.config.loader import load_config
+    from protocol.runtime.files import staged
+    from protocol.runtime.json_lines import encode_line
 
     section = load_config(file, overrides).environment
     if not section.is_played_outside:

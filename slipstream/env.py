@@ -8,10 +8,10 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import click
-from protocol.gpu.device import VISIBLE, gpu_facts, visible_gpus
 
 from protocol import __version__
 from protocol.errors import DeviceError
+from protocol.gpu.nvml import VISIBLE, gpu_facts, visible_gpus
 from slipstream.options import Command
 from slipstream.tables import say, size
 

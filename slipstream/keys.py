@@ -44,7 +44,7 @@ def keys() -> None:
 @click.argument("name")
 def make(name: str) -> None:
     """Make the key pair of NAME on its own host: `trainer`, or a producer's identity, such as the name of its host."""
-    from protocol.security.keys import TRAINER, fingerprint, generate
+    from protocol.channel.keys import TRAINER, fingerprint, generate
 
     folder = _folder()
     public = generate(folder, name)
@@ -60,7 +60,7 @@ def make(name: str) -> None:
 @_keys_option
 def show() -> None:
     """Print public keys and their fingerprints."""
-    from protocol.security.keys import AUTHORIZED, fingerprint, read_public
+    from protocol.channel.keys import AUTHORIZED, fingerprint, read_public
 
     folder = _folder()
     if not folder.is_dir():
@@ -83,7 +83,7 @@ def show() -> None:
 @click.argument("key", metavar="NAME|FILE.public")
 def authorize(key: str) -> None:
     """Let a producer connect, on the trainer's host. Its public key is a file, or a name in the keys folder."""
-    from protocol.security.keys import AUTHORIZED, TRAINER, check_identity, fingerprint, read_public, write_public
+    from protocol.channel.keys import AUTHORIZED, TRAINER, check_identity, fingerprint, read_public, write_public
 
     folder, wanted = _folder(), key
     file = Path(wanted) if wanted.endswith(".public") else folder / f"{check_identity(wanted)}.public"
@@ -113,7 +113,7 @@ def authorize(key: str) -> None:
 @click.argument("name")
 def revoke(name: str) -> None:
     """Let the producer of this identity connect no more; one that is connected is cut off."""
-    from protocol.security.keys import AUTHORIZED, check_identity
+    from protocol.channel.keys import AUTHORIZED, check_identity
 
     file = _folder() / AUTHORIZED / f"{check_identity(name)}.public"
     try:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import click
-from protocol.service.command_line import exit_code, written
 
+from protocol.command_line import exit_code, written
 from protocol.errors import ExitCode
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from protocol.wire.prompts import is_conversational
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +26,7 @@ from producer.rewards.pool import RewardPool
 from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
+from protocol.wire.messages import is_conversational
 from replay.rewards import weighted_sums
 from slipstream.run_inputs import RunInputs
 from slipstream.tables import printable

@@ -12,10 +12,6 @@ from typing import Any, Protocol
 import datasets
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from protocol.gpu.needs import base_of
-from protocol.import_guard import hidden
-from protocol.service.command_line import say_progress
-from protocol.wire.prompts import is_conversational
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +24,10 @@ from protocol.command_line import say_progress
 from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode
-from protocol.service import logs
+from protocol.gpu.memory import base_of
+from protocol.runtime import logs
+from protocol.runtime.processes import hidden
+from protocol.wire.messages import is_conversational
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from protocol.files.json_lines import encode_line
+from protocol.runtime.json_lines import encode_line
 
 _ROWS_AT_ONCE = 500
 

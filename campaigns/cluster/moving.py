@@ -25,7 +25,7 @@ import yaml
 
 from campaigns.cluster.machine import REPOSITORY, cluster_run, eventually, newest_step
 from examples.arithmetic import demo
-from protocol.files import rotated_lines
+from protocol.runtime import json_lines as rotated_lines
 from slipstream.cli import run as slipstream
 from tests.integration.slurm import Slurm, edited_scripts, free_ports
 

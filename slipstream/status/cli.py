@@ -64,9 +64,9 @@ def status(addresses: tuple[str, ...], every: float | None, once: bool, as_json:
 
 
 def _once(watch: "Watch", every_s: float | None, *, as_json: bool) -> ExitCode:
-    from protocol.files.json_lines import encode_page
     from rich.console import Console
 
+    from protocol.runtime.json_lines import encode_page
     from slipstream.status.warnings import warnings
 
     shown = watch.look()

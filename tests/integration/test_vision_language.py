@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from protocol.wire.vision_language import vision_language
 
 from protocol.wire.messages import Sampling
+from protocol.wire.model_folder import vision_language
 from slipstream import export as export
 from tests.integration.engines import live_engine
 from tests.integration.models import random_adapter, reference_logprobs

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import click
 import pytest
 import yaml
-from consumer.cli import main as consumer_main
 
+from consumer.app.cli import main as consumer_main
 from producer.cli import main as producer_main
 from producer.rollouts.prompts import PromptFormat
 from protocol.config import run as schema

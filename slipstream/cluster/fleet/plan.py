@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-from protocol.service.status import Status
 
+from protocol.runtime.metrics import Status
 from slipstream.cluster import MOST_PRODUCERS
 
 TRAINER, MANAGER = "trainer", "manager"

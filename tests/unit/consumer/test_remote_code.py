@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from protocol.wire.digests import base_model_digest, tokenizer_digest
 from transformers import AutoModelForCausalLM
 
 from consumer.checkpoints.run_facts import run_facts
@@ -19,6 +18,7 @@ from consumer.training.run_components import model_config
 from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from slipstream import export as export
 from slipstream.journal.content import load_tokenizer as tokenizer_of_journal
 from slipstream.sft import build_sft_arguments, train

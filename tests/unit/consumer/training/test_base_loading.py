@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from protocol.gpu.needs import GIB
 
 from consumer.ranks.exchange import OneRank
 from consumer.training import base_loading
@@ -14,6 +13,7 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.errors import ConfigError, DeviceError
+from protocol.gpu.memory import GIB
 from slipstream.sft import build_sft_arguments
 from tests.unit.consumer.builders import run_config
 

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from protocol.security.keys import fingerprint, read_public
 
+from protocol.channel.keys import fingerprint, read_public
 from slipstream.cli import run
 
 
