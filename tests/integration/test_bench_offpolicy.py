@@ -18,8 +18,7 @@ def test_the_quick_form_measures_and_repeats_nothing(tmp_path: Path) -> None:
     out, plot = tmp_path / "out", tmp_path / "offpolicy.png"
     arguments = ["--quick", "--workers", "1", "--base", str(base), "--out", str(out), "--plot", str(plot)]
 
-    said = run_to_its_end("benchmarks.offpolicy", arguments, tmp_path / "log", 200)
-    assert "| accuracy after 4 steps | staleness 0 | staleness 2 |" in said
+    run_to_its_end("benchmarks.offpolicy", arguments, tmp_path / "log", 200)
     runs = json.loads((out / "results.json").read_text())["scripted"]
     assert len(runs) == 4
     # Of four steps the first two cannot be two versions behind: 0, 1, 2, 2.

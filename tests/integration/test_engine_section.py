@@ -41,21 +41,17 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
     assert built.model == str(tmp_path)
     built = build("engine", AsyncEngineArgs, {"attention_backend": "FLASH_ATTN"}, model=str(tmp_path))
     assert built.attention_backend.name == "FLASH_ATTN"
-    no_integer, no_boolean = "Input should be a valid integer", "Input should be a valid boolean"
-    for key, value, message in [
-        ("max_model_length", 1, "unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?"),
-        (
-            "max_model_len",
-            "abc",
-            f"{no_integer}, unable to parse string as an integer (got 'abc'), says vllm.AsyncEngineArgs",
-        ),
-        ("enforce_eager", "perhaps", f"{no_boolean}, unable to interpret input (got"),
-        ("max_num_seqs", 1.5, f"{no_integer}, got a number with a fractional part"),
-        ("kv_cache_dtype", "int3", "Input should be 'auto', "),
-        ("compilation_config", {"levle": 0}, "Unexpected keyword argument (got {'levle': 0})"),
+    said = refusal("engine", AsyncEngineArgs, {"max_model_length": 1}, model=str(tmp_path))
+    assert said.startswith("engine.max_model_length: ")
+    assert "`max_model_len`" in said
+    for key, value in [
+        ("max_model_len", "abc"),
+        ("enforce_eager", "perhaps"),
+        ("max_num_seqs", 1.5),
+        ("kv_cache_dtype", "int3"),
+        ("compilation_config", {"levle": 0}),
     ]:
-        said = refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path))
-        assert said.startswith(f"engine.{key}: {message}")
+        assert refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path)).startswith(f"engine.{key}: ")
 
 
 def test_limits_of_a_batch_are_those_of_vllm_serve_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
