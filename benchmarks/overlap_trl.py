@@ -16,11 +16,14 @@ import datasets
 import transformers
 from transformers import TrainerCallback
 
-from consumer.training.trl_arguments import GRPOConfig, build_lora, chosen_values, reserved_values
-from consumer.training.trl_loss import GRPOTrainer
+from consumer.learn.options import GRPOConfig, build_lora, chosen_values, reserved_values
 from protocol.config.functions import load_function
 from protocol.config.library_section import build
 from protocol.config.loader import load_config
+from protocol.runtime.processes import hidden
+
+with hidden("vllm"):
+    from trl import GRPOTrainer
 
 _ROWS = 32  # of a micro-batch; TRL pads all of them to the longest completion of the step
 

@@ -25,15 +25,18 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from consumer.learn.options import build_arguments, build_lora
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks, Train
-from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import build_arguments, build_lora
-from consumer.training.trl_loss import GRPOTrainer
 from protocol.command_line import leave
 from protocol.config.run import RunConfig
+from protocol.runtime.processes import hidden
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
+
+with hidden("vllm"):
+    from trl import GRPOTrainer
 
 
 class Place(NamedTuple):

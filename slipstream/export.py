@@ -13,9 +13,9 @@ import torch
 from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
-from consumer.checkpoints import folders as checkpoints
-from consumer.checkpoints.adapter_folder import AdapterFolder
-from consumer.checkpoints.folders import CONFIG_FILE
+from consumer.learn import checkpoints as checkpoints
+from consumer.learn.adapters import AdapterFolder
+from consumer.learn.checkpoints import CONFIG_FILE
 from protocol.command_line import say_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig

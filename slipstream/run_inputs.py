@@ -28,7 +28,7 @@ class RunInputs:
         """The base model, or the one in `folder`, ready to compute log-probs."""
         import torch
 
-        from consumer.training.vision_language import load_model
+        from consumer.learn.model import load_model
 
         dtype = getattr(torch, self._config.model.dtype)
         options = {"dtype": dtype, "trust_remote_code": self._trusted}
@@ -38,8 +38,7 @@ class RunInputs:
         """The base model as the trainer computes with it: quantized, in the dtype of the run."""
         import torch
 
-        from consumer.training.quantization import quantization_config
-        from consumer.training.vision_language import load_model
+        from consumer.learn.model import load_model, quantization_config
 
         dtype, quantization = getattr(torch, self._config.model.dtype), quantization_config(self._config.model)
         options = {"dtype": dtype, "trust_remote_code": self._trusted, "quantization_config": quantization}

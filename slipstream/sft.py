@@ -15,11 +15,10 @@ from peft import LoraConfig, PeftModel
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from consumer.checkpoints.adapter_folder import AdapterFolder
+from consumer.learn.adapters import AdapterFolder
+from consumer.learn.model import check_base_fits, device_map, loading, within_text_model
+from consumer.learn.options import build_lora, former_names
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.training.base_loading import check_base_fits, device_map, loading
-from consumer.training.trl_arguments import build_lora, former_names
-from consumer.training.vision_language import within_text_model
 from protocol.command_line import say_progress
 from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from consumer.checkpoints.run_facts import check_same_batches
+from consumer.learn.run_facts import check_same_batches
 from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.waiting import StopRequested, WaitPolicy

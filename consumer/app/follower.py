@@ -19,15 +19,15 @@ import transformers
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from consumer.checkpoints.initial_adapter import InitialAdapter
+from consumer.learn.adapters import initial_adapter
+from consumer.learn.loss import NotFiniteStep
+from consumer.learn.options import build_arguments, build_lora
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.snapshots import NUM_TOKENS, Probe
-from consumer.loss.step_loss import NotFiniteStep
 from consumer.ranks.exchange import Begin, Piece, PlanError, ProcessRanks, Ranks, Train
 from consumer.ranks.presence import SignsOfLife, last_words
 from consumer.ranks.rendezvous import FOREVER_S, connect
 from consumer.ranks.team import Member
-from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import build_arguments, build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import DeviceError, RankLostError
 from protocol.runtime import logs
@@ -57,7 +57,7 @@ class _Probes(TrainerCallback):  # type: ignore[misc]
     """Passes through a sharded model beside those of rank 0, which needs them for the probe of a policy."""
 
     def __init__(self, trainer: SlipstreamTrainer, config: RunConfig) -> None:
-        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = trainer.model
         tokens = np.zeros(NUM_TOKENS, np.int32)
         self._probe = Probe(tokens, config.swap.probe_every, model, trainer.accelerator.autocast)
         self._sync_interval = config.pipeline.sync_interval
@@ -125,7 +125,7 @@ def _trainer(
     folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code)
     trainer = SlipstreamTrainer(config, arguments, lora, folder, batches, _keeps_none, ranks)
     if config.lora.get("init_from"):
-        trainer.start_from(InitialAdapter.open(config.lora["init_from"], lora), resumed=bool(begin.files))
+        trainer.start_from(initial_adapter(config.lora["init_from"], lora), resumed=bool(begin.files))
     trainer.add_callback(_OwnRandomness(config.seed, ranks.rank))
     return trainer
 

@@ -17,12 +17,14 @@ import torch
 from transformers import TrainerCallback
 
 from consumer.app.feed import BatchFeed, RecordedFeed, RecordedRun
-from consumer.batches.step_cuts import Recorded
-from consumer.checkpoints import folders as checkpoints
-from consumer.checkpoints.run_facts import comparable, dataset_change
 from consumer.evaluate.control import EvaluationControl
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
+from consumer.learn import checkpoints as checkpoints
+from consumer.learn.micro_batches import Recorded
+from consumer.learn.model import loading, unquantized_probe
+from consumer.learn.run_facts import comparable, dataset_change
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.device_moves import DeviceMoves
 from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
@@ -35,16 +37,13 @@ from consumer.link.snapshots import Probe, probe_tokens
 from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.source import PromptSource
 from consumer.prompts.transformed import read_aside
-from consumer.ranks.exchange import ALONE, LedBatches, Ranks, begin
+from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.report.sampled_rollouts import RolloutLog
-from consumer.training.base_loading import loading
 from consumer.training.callbacks import Heartbeat, RunControl
 from consumer.training.loop import TrainingLoop
-from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeline, Pipeline
-from consumer.training.quantization import unquantized_probe
+from consumer.training.pipeline import CheckpointWriter, Connections, Feed, LivePipeline, Pipeline
 from consumer.training.run_components import RunComponents, RunStart
-from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
 from protocol.channel.keys import trainer_keys
@@ -375,9 +374,9 @@ def training_loop(
         config.checkpoints_dir, connections.pipeline, connections.waits, start.run_id, arguments.save_total_limit
     )
     if ranks.world > 1:
-        begin(ranks, len(components.prompts), components.shape.vocab_size, start.checkpoint)
-    batches = LedBatches(connections.feed, ranks)
-    trainer = _trainer(components, batches, checkpoints, start, ranks, connections.pipeline.newest_cut)
+        folder = start.checkpoint.folder if start.checkpoint else None
+        begin(ranks, len(components.prompts), components.shape.vocab_size, start.step, folder)
+    trainer = _trainer(components, connections.feed, checkpoints, start, ranks, connections.pipeline.newest_cut)
     control = RunControl(
         trainer,
         connections,
@@ -392,7 +391,7 @@ def training_loop(
 
 
 def _probe(components: RunComponents, trainer: SlipstreamTrainer) -> Probe:
-    config, model = components.config, trainer.accelerator.unwrap_model(trainer.model)
+    config, model = components.config, trainer.model
     tokens = probe_tokens(components.prompts, trainer.processing_class, config.seed)
     if config.model.quantization is None:
         return Probe(tokens, config.swap.probe_every, model, trainer.accelerator.autocast)
@@ -402,13 +401,13 @@ def _probe(components: RunComponents, trainer: SlipstreamTrainer) -> Probe:
 
 def _trainer(
     components: RunComponents,
-    batches: LedBatches,
+    batches: Feed,
     checkpoints: CheckpointWriter,
     start: RunStart,
     ranks: Ranks,
     recorded: Recorded,
 ) -> SlipstreamTrainer:
-    with loading("TRL or PEFT refused to build the trainer"):
+    with loading("transformers, PEFT or TRL refused to build the trainer"):
         trainer = SlipstreamTrainer(
             components.config, components.arguments, components.lora, components.model_folder, batches, checkpoints.commit,
             ranks, recorded,

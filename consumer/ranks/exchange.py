@@ -9,7 +9,8 @@ at the next check. Rank 0 knows after every step what each rank did in it.
 import datetime
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from consumer.checkpoints.folders import Checkpoint
 from protocol.errors import RankLostError
 from protocol.runtime.processes import resident_bytes
 from protocol.wire.codec import encode as encode_message
@@ -207,28 +207,15 @@ class ProcessRanks:
         return found
 
 
-class LedBatches:
-    """The batches of rank 0."""
+def begin(ranks: Ranks, num_prompts: int, vocab_size: int, step: int, checkpoint: Path | None) -> None:
+    """Tell the other ranks of the run, and hand them the checkpoint of step `step` that it goes on from.
 
-    def __init__(self, batches: Iterable[CutBatch], ranks: Ranks) -> None:
-        self._batches = batches
-        self._ranks = ranks
-
-    def __iter__(self) -> Iterator[CutBatch]:
-        for batch in self._batches:
-            if self._ranks.world > 1:
-                self._ranks.share(Train.of(batch))
-            yield batch
-
-
-def begin(ranks: Ranks, num_prompts: int, vocab_size: int, checkpoint: Checkpoint | None) -> None:
-    """
     Args:
-        checkpoint: that the run goes on from.
+        checkpoint: its folder.
     """
-    files = [file for file in checkpoint.folder.iterdir() if file.is_file()] if checkpoint else []
+    files = [file for file in checkpoint.iterdir() if file.is_file()] if checkpoint else []
     sizes = {file.name: file.stat().st_size for file in files}
-    ranks.share(Begin(num_prompts, vocab_size, checkpoint.step if checkpoint else 0, sizes))
+    ranks.share(Begin(num_prompts, vocab_size, step, sizes))
     for file in files:
         with file.open("rb") as stream:
             while data := stream.read(PIECE_BYTES):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from consumer.batches.tensors import BatchRecipe
+from consumer.learn.micro_batches import BatchRecipe
 from protocol.config.run import RunConfig
 from protocol.runtime.files import unless_full
 from protocol.runtime.json_lines import RotatedLines, encode_line

@@ -11,7 +11,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,25 @@ _GAUGES = {
 }
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as the report has it.
+
+    Args:
+        step: counted from 1.
+        numbers: by TRL's names; a number that the step does not have is left out.
+        wait_s: time that the trainer waited for the batch.
+        step_s: time since then.
+        tokens: sampled tokens in the batch.
+    """
+
+    step: int
+    numbers: dict[str, float]
+    wait_s: float
+    step_s: float
+    tokens: int
+
+
 class LearningMetrics:
     """Belongs to the main thread. `max_staleness` is in versions, as configured."""
 
@@ -137,17 +157,15 @@ class LearningMetrics:
         for versions in staleness:
             self._staleness.observe(versions)
 
-    def step(
-        self, step: int, now: float, numbers: Mapping[str, float], *, wait_s: float, step_s: float, tokens: int
-    ) -> None:
-        """Optimizer step `step` ended; `numbers` as in `steps.jsonl`, `now` in Unix time."""
-        self._step.set(step)
+    def step(self, record: StepRecord, now: float) -> None:
+        """Show a step that ended `now`, in Unix time."""
+        self._step.set(record.step)
         self._last_step_at.set(now)
-        self._wait_s.inc(wait_s)
-        self._step_s.observe(step_s)
-        self._tokens.inc(tokens)
-        self._set(numbers)
-        self._nonfinite.inc(not all(math.isfinite(numbers.get(key, 0.0)) for key in ("loss", "grad_norm")))
+        self._wait_s.inc(record.wait_s)
+        self._step_s.observe(record.step_s)
+        self._tokens.inc(record.tokens)
+        self._set(record.numbers)
+        self._nonfinite.inc(not all(math.isfinite(record.numbers.get(key, 0.0)) for key in ("loss", "grad_norm")))
 
     def logged(self, numbers: Mapping[str, float]) -> None:
         """What transformers logged; only there is the learning rate."""
@@ -162,7 +180,7 @@ class LearningMetrics:
 _MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
 
 
-def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: list[str]) -> dict[str, float]:
+def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
@@ -249,22 +267,23 @@ class StepReport:
         """What transformers logged of a step."""
         self._metrics.logged(numbers)
 
-    def step(self, step: int, metrics: dict[str, float], *, wait_s: float, step_s: float, tokens: int) -> None:
-        """Records optimizer step `step`, counted from 1, for whose batch the trainer waited `wait_s` seconds."""
-        now, spent = time.time(), {"wait_s": wait_s, "step_s": step_s, "tokens": tokens}
-        self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
+    def step(self, record: StepRecord) -> None:
+        """Write the line of a step, set its metrics, and move the bar."""
+        now, step, numbers = time.time(), record.step, record.numbers
+        spent = {"wait_s": record.wait_s, "step_s": record.step_s, "tokens": record.tokens}
+        self._metrics.step(record, now)
         counts = dict(self._counts)  # a copy: the intake's thread adds names to it
         totals = {**success_rates(counts), "counts": counts}
-        self._unwritten.append(f"{encode_line({'step': step, 't': now} | spent | metrics | totals)}\n".encode())
+        self._unwritten.append(f"{encode_line({'step': step, 't': now} | spent | numbers | totals)}\n".encode())
         self._write()
-        whole_s = max(1e-9, wait_s + step_s)
+        whole_s = max(1e-9, record.wait_s + record.step_s)
         fields = spent | {
             "step": step,
             "max_steps": self._max_steps,
-            "reward": metrics["reward"],
-            "staleness": metrics["staleness/mean"],
-            "tokens_per_s": tokens / whole_s,
-            "wait_share": wait_s / whole_s,
+            "reward": numbers["reward"],
+            "staleness": numbers["staleness/mean"],
+            "tokens_per_s": record.tokens / whole_s,
+            "wait_share": record.wait_s / whole_s,
         }
         shown = {
             "reward": f"{fields['reward']:.3f}",
@@ -275,8 +294,8 @@ class StepReport:
         self._bar.update(step - self._bar.n)
         self._bar.set_postfix(shown, refresh=False)
         if self._show_lines:
-            numbers = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(f"step {step}/{self._max_steps}  {numbers}", **fields)
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(f"step {step}/{self._max_steps}  {text}", **fields)
 
     def say(self, text: str, **fields: Any) -> None:
         """A message that does not tear the bar; a record with these fields where logs are JSON."""

@@ -13,14 +13,15 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.snapshots import AdapterSnapshots, Probe
 from consumer.report.sampled_rollouts import RolloutLog
-from consumer.report.steps import batch_metrics
+from consumer.report.steps import StepRecord, batch_metrics
 from consumer.training.pipeline import Connections
-from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, ThreadErrors
 from protocol.runtime import logs
 from protocol.runtime.health import Health
+from replay.batches.cutting import CutBatch
 from replay.journal.tables import StepCut
 from replay.prompts.staleness import StalenessBudget
 
@@ -41,7 +42,7 @@ class RunControl(TrainerCallback):
     _save_due: bool = False
 
     def __post_init__(self) -> None:
-        self._snapshots = AdapterSnapshots(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        self._snapshots = AdapterSnapshots(self.trainer.model)
 
     @property
     def early_stop_reason(self) -> str | None:
@@ -52,61 +53,65 @@ class RunControl(TrainerCallback):
         """Publishes the weights that step `step` starts from."""
         version = self.budget.version_at(step)
         snapshot = self._snapshots.take(self.probe.measure(version))
-        self.connections.pipeline.publish(step, version, snapshot, self._last_cut())
+        self.connections.pipeline.publish(step, version, snapshot)
         logs.bind(version=version)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.monotonic()
-        self.trainer.step_numbers.clear()
-        batch = self.connections.feed.last
-        assert batch is not None
-        cut_by = self.budget.version_at(batch.step)  # further iterations over the batch are some versions on
+        batch = self._batch
         if batch.last_step - batch.num_iterations == state.global_step:
+            cut_by = self.budget.version_at(batch.step)
             self.connections.report.batch([cut_by - group.policy_version for group in batch.groups[: batch.num_fresh]])
-        weights = self.trainer.recipe.rewards.weights
-        self._metrics = batch_metrics(batch, cut_by, weights, self.trainer.reward_func_names)
-        self._metrics["policy_version"] = float(self.budget.version_at(state.global_step))
-        for name, value in self._metrics.items():
-            self.trainer.record_metric(name, value)
-        self.trainer.record_metric("wait_s", self.connections.feed.wait_s)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.budget.sync_interval == 0:
-            self.publish(state.global_step)
-        else:
-            self.connections.pipeline.end_step(state.global_step, self._last_cut())
-        batch = self.connections.feed.last
-        assert batch is not None
-        latest = {name: value for name, value in self.trainer.step_numbers.items() if not math.isnan(value)}
-        wait_s, step_s = self.connections.feed.wait_s, time.monotonic() - self._began
-        standing = self.connections.pipeline.observe()
-        self.connections.report.step(
-            state.global_step,
-            latest | self.trainer.last_step | self._metrics | standing,
-            wait_s=wait_s,
-            step_s=step_s,
-            tokens=sum(int(group.sampled_lengths.sum()) for group in batch.groups),
-        )
-        self.rollouts.note(state.global_step, batch, self.budget.version_at(batch.step))
+        step, batch = state.global_step, self._batch
+        self.connections.pipeline.end_step(step, self._split())
+        published = step % self.budget.sync_interval == 0
+        if published:
+            self.publish(step)
+        self._report(step)
+        self.rollouts.note(step, batch, self.budget.version_at(batch.step))
         if self.connections.evaluation is not None:
             self.connections.evaluation.collect(self.trainer.log_now)
         self.connections.feed.wait_s = 0.0  # further iterations over the same batch do not wait
         self._save_due |= control.should_save
-        is_last = state.global_step >= state.max_steps
-        batch_ended = is_last or state.global_step >= batch.last_step
-        published = is_last or state.global_step % self.budget.sync_interval == 0
+        is_last = step >= state.max_steps
+        batch_ended = is_last or step >= batch.last_step
         stop = batch_ended and (self.stop_requested() or self.early_stop_reason is not None)
-        control.should_save = stop or (self._save_due and batch_ended and published)
+        control.should_save = stop or (self._save_due and batch_ended and (is_last or published))
         control.should_training_stop |= stop
         self._save_due &= not control.should_save
 
-    def _last_cut(self) -> StepCut | None:
-        """How the last step was cut, with its advantages; None before the first."""
-        cut, batch = self.trainer.last_cut, self.connections.feed.last
-        if cut is None or batch is None:
-            return None
-        advantages = self.trainer.recipe.advantages_of(batch.groups)
-        return cut._replace(advantages=advantages.numpy().astype("<f4").tobytes())
+    @property
+    def _batch(self) -> CutBatch:
+        """The batch that is trained."""
+        batch = self.connections.feed.last
+        assert batch is not None
+        return batch
+
+    def _report(self, step: int) -> None:
+        """Make one record of the step, for the report and for trackers."""
+        batch, trained, feed = self._batch, self.trainer.last, self.connections.feed
+        assert trained is not None
+        cut_by = self.budget.version_at(batch.step)  # further iterations over the batch are some versions on
+        weights, names = self.trainer.recipe.rewards.weights, self.trainer.reward_names
+        of_batch = batch_metrics(batch, cut_by, weights, names)
+        of_batch["policy_version"] = float(self.budget.version_at(step - 1))
+        self.trainer.add_to_log(trained.metrics | of_batch | {"wait_s": feed.wait_s})
+        wait_s, step_s = feed.wait_s, time.monotonic() - self._began
+        effective_share = trained.metrics.get(_EFFECTIVE_SHARE)
+        standing = self.connections.pipeline.observe(effective_share, wait_s / max(1e-9, wait_s + step_s))
+        numbers = {name: value for name, value in trained.metrics.items() if not math.isnan(value)}
+        numbers |= {"loss": trained.loss, "grad_norm": trained.grad_norm} | of_batch | standing
+        num_tokens = sum(int(group.sampled_lengths.sum()) for group in batch.groups)
+        self.connections.report.step(StepRecord(step, numbers, wait_s, step_s, num_tokens))
+
+    def _split(self) -> StepCut:
+        """Return how the last step was split into passes, with its advantages."""
+        trained = self.trainer.last
+        assert trained is not None
+        advantages = self.trainer.recipe.advantages_of(self._batch.groups)
+        return trained.split._replace(advantages=advantages.numpy().astype("<f4").tobytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.connections.pipeline.flush()

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from consumer.batches.step_cuts import CompletionTooLargeError
-from consumer.checkpoints.folders import is_committed
-from consumer.loss.step_loss import NotFiniteStep
+from consumer.learn.checkpoints import is_committed
+from consumer.learn.loss import NotFiniteStep
+from consumer.learn.memory import is_out_of_memory
+from consumer.learn.micro_batches import CompletionTooLargeError
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.report.inspection import keep, not_finite
 from consumer.training.callbacks import RunControl
-from consumer.training.memory import is_out_of_memory
 from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunStart
-from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, write_when_there_is_room
 from protocol.errors import DeviceError, NotFiniteError
 from protocol.runtime.files import staged

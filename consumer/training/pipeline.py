@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from consumer.batches.step_cuts import Recorded
-from consumer.checkpoints import folders as checkpoints
 from consumer.evaluate.control import EvaluationControl
+from consumer.learn import checkpoints as checkpoints
+from consumer.learn.micro_batches import Recorded
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.intake import Intake
 from consumer.link.policy_store import PublishedPolicy, Snapshot
@@ -63,19 +63,15 @@ class Pipeline:
     def __init__(self, recorded: Recorded = lambda step: None) -> None:
         self._recorded = recorded
 
-    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
-        """Step `step` ended and made this policy. Releases the snapshot, then or later.
-
-        Args:
-            cut: how the step was cut into passes; None for one that this process did not take.
-        """
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        """Publish the policy that step `step` has made. The snapshot is released, then or later."""
         snapshot.release()
 
     def flush(self) -> None:
         """Returns when every policy is published."""
 
-    def end_step(self, step: int, cut: StepCut | None = None) -> None:
-        """Step `step` ended and made no policy."""
+    def end_step(self, step: int, split: StepCut) -> None:
+        """Record that step `step` ended, and how it was split into passes."""
 
     def undo_try(self, last_step: int) -> None:
         """Do not count this try of the batch that ends with step `last_step`: it is not why the trainer stops. Any thread may
@@ -136,8 +132,7 @@ class LivePipeline(Pipeline):
         self._retention = Retention(self._journal)
         self._publisher = Publisher(self._announce, self.waits, self.intake.describe, self.errors)
 
-    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
-        self.end_step(step, cut)
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
         self._publisher.submit(step, version, snapshot)
 
     def flush(self) -> None:
@@ -155,10 +150,10 @@ class LivePipeline(Pipeline):
     def newest_cut(self, step: int) -> StepCut | None:
         return self._journal.newest_cut(step)
 
-    def end_step(self, step: int, cut: StepCut | None = None) -> None:
+    def end_step(self, step: int, split: StepCut) -> None:
         def attempt() -> bool | None:
             try:
-                self._journal.end_step(step, cut)
+                self._journal.end_step(step, split)
             except JournalFullError:
                 self._disk.spend_reserve()
                 return None

@@ -14,12 +14,12 @@ from peft import LoraConfig
 from prometheus_client import CollectorRegistry
 from transformers import AutoConfig
 
-from consumer.checkpoints.folders import Checkpoint
-from consumer.checkpoints.initial_adapter import InitialAdapter
-from consumer.checkpoints.run_facts import run_facts
+from consumer.learn.adapters import AdapterFolder, initial_adapter
+from consumer.learn.checkpoints import Checkpoint
+from consumer.learn.options import build_arguments, build_lora, check_model
+from consumer.learn.run_facts import run_facts
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
 from consumer.report.steps import LearningMetrics, StepReport
-from consumer.training.trl_arguments import build_arguments, build_lora, check_model
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
@@ -52,7 +52,7 @@ class RunComponents:
     config: RunConfig
     stop: Callable[[], bool]
     lora: LoraConfig
-    initial_adapter: InitialAdapter | None
+    initial_adapter: AdapterFolder | None
     prompts: PromptDataset | Placeholders
     held_out: PromptDataset | None  # what is evaluated
     arguments: Any
@@ -64,7 +64,7 @@ class RunComponents:
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "RunComponents":
         lora = build_lora(config)
-        initial_adapter = InitialAdapter.open(config.lora["init_from"], lora) if config.lora.get("init_from") else None
+        adapter = initial_adapter(config.lora["init_from"], lora) if config.lora.get("init_from") else None
         model_folder = resolve_model(
             config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
@@ -86,9 +86,7 @@ class RunComponents:
             arguments.num_iterations,
         )
         rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
-        return cls(
-            config, stop, lora, initial_adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards
-        )
+        return cls(config, stop, lora, adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards)
 
     def facts(self, run_id: str) -> dict[str, str]:
         facts = run_facts(

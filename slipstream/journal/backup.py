@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from consumer.checkpoints import folders as checkpoints
 from consumer.evaluate.kept_answers import FOLDER as HELD_OUT
 from consumer.evaluate.kept_answers import kept_versions
+from consumer.learn import checkpoints as checkpoints
 from protocol.errors import JournalError
 from protocol.runtime.files import aside, staged
 from protocol.runtime.json_lines import opened

@@ -1,7 +1,7 @@
-"""TRL 1.16.0: everything that consumer/training (trainer, trl_loss, callbacks) takes for granted about it.
+"""TRL 1.16.0 and transformers: everything that consumer/learn takes for granted about them.
 
-When TRL is upgraded and one of these fails, read consumer/training/trl_loss.py with TRL's new source beside it before changing
-the test; tests/unit/consumer/loss/test_loss_parity.py then tells whether the arithmetic still agrees.
+When one of them is upgraded and a test fails, read consumer/learn/trainer.py with the new source beside it before changing
+the test; tests/unit/consumer/learn/test_loss_parity.py then tells whether the arithmetic still agrees.
 """
 
 import ast
@@ -21,13 +21,13 @@ from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import CHOICES, GRPOConfig, build_arguments, build_lora, former_names
-from consumer.training.trl_loss import ChunkedLogProbFunction, GRPOTrainer, StepLossTrainer
+from consumer.learn.options import CHOICES, GRPOConfig, build_arguments, build_lora, former_names
+from consumer.learn.trainer import ChunkedLogProbFunction, SlipstreamTrainer, add_fused_lm_head
 from protocol.config import trainer_keys
 from replay.batches.cutting import CutBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
+from tests.unit.consumer.trl_reference import GRPOTrainer
 
 PINNED = "1.16.0"
 LATER_KEYS = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # of transformers 5.23
@@ -46,8 +46,6 @@ def source(function: Callable[..., Any]) -> str:
 
 
 LINES: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
-    # It is the whole of the loss.
-    (GRPOTrainer.compute_loss, ("return self._compute_loss(model, inputs)",)),
     # A batch may be a list of micro-batches: what runs around compute_loss looks for keys in it, finds none, and goes on.
     (
         Trainer.training_step,
@@ -80,9 +78,18 @@ LINES: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
             "all_entropies.append(outputs.entropy[:, -logits_to_keep:])",
         ),
     ),
-    (GRPOTrainer.__init__, ('self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}',)),
-    (GRPOTrainer.log, ("valid = [v for v in val if not math.isnan(v)]", "self._metrics[mode].clear()")),
-    (GRPOTrainer.training_step, ("self._metrics['train']['step_time'].append(self._current_train_step_time)",)),
+    # Trackers take no NaN.
+    (GRPOTrainer.log, ("metrics[key] = sum(valid) / len(valid) if valid else None",)),
+    # The model is prepared as by its constructor.
+    (
+        GRPOTrainer.__init__,
+        (
+            "model = get_peft_model(model, peft_config, **get_peft_model_kwargs)",
+            "model.enable_input_require_grads()",
+            "disable_dropout_in_model(model)",
+            "self._last_world_entropy = float('inf')",
+        ),
+    ),
     # A checkpoint is written into the output directory that we override.
     (
         Trainer._save_checkpoint,
@@ -98,12 +105,10 @@ ORDERS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     # The norm is asked for after the last backward pass and before the optimizer.
     (Trainer._run_epoch, ("self.training_step(", "self._get_grad_norm(", "self.optimizer.step()")),
     (Trainer.training_step, ("self.compute_loss(", "self.accelerator.backward(")),
-    # Metrics are averaged and cleared after the end of the step.
+    # Metrics are logged after the end of the step.
     (Trainer._run_epoch, ("on_step_begin", "training_step(", "on_step_end", "_maybe_log_save_evaluate")),
     # A checkpoint is whole before on_save.
     (Trainer._maybe_log_save_evaluate, ("self._save_checkpoint(", "on_save")),
-    # vLLM is only started by the argument.
-    (GRPOTrainer.__init__, ("self.use_vllm = args.use_vllm", "VLLMGeneration(")),
     # Batches are fetched when they are trained: one fetched ahead would be settled in a checkpoint before its training.
     (Trainer.get_batch_samples, ("for _ in range(num_batches):", "next(epoch_iterator)")),
     # TRL itself refuses it with an adapter.
@@ -114,7 +119,7 @@ ORDERS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("function", "lines"), LINES, ids=lambda it: getattr(it, "__qualname__", ""))
 def test_lines_that_we_rely_on(function: Callable[..., Any], lines: tuple[str, ...]) -> None:
     missing = [line for line in lines if ast.unparse(ast.parse(line)) not in source(function)]
-    assert not missing, f"TRL changed {function.__qualname__}: consumer/training/trl_loss.py needs {missing}"
+    assert not missing, f"TRL changed {function.__qualname__}: consumer/learn/trainer.py needs {missing}"
 
 
 @pytest.mark.parametrize(("function", "parts"), ORDERS, ids=lambda it: getattr(it, "__qualname__", ""))
@@ -125,7 +130,6 @@ def test_orders_that_we_rely_on(function: Callable[..., Any], parts: tuple[str, 
 
 
 def test_what_else_the_loss_relies_on() -> None:
-    assert GRPOTrainer.loss_is_scaled_for_ga is True
     assert source(Trainer.compute_loss_context_manager).count("autocast_smart_context_manager") == 1
     assert source(Trainer._run_epoch).count("self.get_batch_samples(") == 1
     assert transformers.trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"
@@ -134,7 +138,7 @@ def test_what_else_the_loss_relies_on() -> None:
 
 
 def test_the_pinned_release_is_installed() -> None:
-    assert importlib.metadata.version("trl") == PINNED, f"these tests and consumer/training were written for {PINNED}"
+    assert importlib.metadata.version("trl") == PINNED, f"these tests and consumer/learn were written for {PINNED}"
 
 
 @pytest.mark.parametrize(
@@ -148,12 +152,14 @@ def test_the_pinned_release_is_installed() -> None:
         ("_get_grad_norm", ["self", "model", "grad_norm"]),
         ("_load_rng_state", ["self", "checkpoint"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
         ("_generate", ["self", "prompts"]),  # replaced by the parity tests
         ("_generate_and_score_completions", ["self", "inputs"]),
         ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
     ],
 )
 def test_signatures(name: str, parameters: list[str]) -> None:
+    """Those of transformers, which TRL overrides alike, and those that the parity tests replace."""
     method = getattr(GRPOTrainer, name, None)
     assert method is not None, f"GRPOTrainer.{name} is gone"
     actual = list(inspect.signature(method).parameters)
@@ -161,28 +167,32 @@ def test_signatures(name: str, parameters: list[str]) -> None:
 
 
 def test_we_override_the_seams_and_nothing_else() -> None:
-    both = vars(StepLossTrainer) | vars(SlipstreamTrainer)
-    ours = {name for name, value in both.items() if inspect.isfunction(value)}
-    seams = {"__init__", "get_train_dataloader", "_prepare_inputs", "training_step", "compute_loss"}
-    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm", "_move_model_to_device", "log"}
-    assert {name for name in ours if hasattr(GRPOTrainer, name)} == seams, (
-        "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
+    ours = {name for name, value in vars(SlipstreamTrainer).items() if not isinstance(value, (str, type(None), dict))}
+    seams = {"__init__", "get_train_dataloader", "_prepare_inputs", "training_step", "compute_loss", "log"}
+    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm", "_move_model_to_device"}
+    seams |= {"_load_optimizer_and_scheduler"}
+    assert {name for name in ours if hasattr(Trainer, name)} == seams, (
+        "a new override of transformers needs a contract test; a new name of it may have become an override by accident"
     )
 
 
 def test_the_loss_that_ours_was_written_after() -> None:
-    """When it changes, see what consumer/loss/step_loss.py has to follow; the parity tests tell of what they compare."""
+    """When it changes, see what consumer/learn/loss.py has to follow; the parity tests tell of what they compare."""
     names = ("_compute_loss", "get_off_policy_mask", "get_gamma_weights")
     texts = [inspect.getsource(inspect.unwrap(getattr(GRPOTrainer, name))) for name in names]
     assert hashlib.sha256("\n".join(texts).encode()).hexdigest() == LOSS_DIGEST
 
 
-def test_attributes_that_the_constructor_sets() -> None:
-    text = source(GRPOTrainer.__init__)
-    for name in ("num_iterations", "beta", "log_completions", "reward_func_names", "_metrics", "_logs", "_tokenizer"):
-        assert f"self.{name} = " in text, f"GRPOTrainer.__init__ no longer sets {name}"
-    for key in ("prompt", "completion", "rewards", "advantages", "extra"):
-        assert f"'{key}': " in text, f"GRPOTrainer._logs no longer has {key}"
+def test_the_lm_head_that_trl_gives_to_models_that_are_not_plain() -> None:
+    parameters = list(inspect.signature(add_fused_lm_head).parameters)
+    assert parameters == ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
+
+
+def test_the_state_of_the_adaptive_entropy_bonus_is_kept_as_trl_does() -> None:
+    assert "entropy_ctrl_state.json" in source(GRPOTrainer._load_optimizer_and_scheduler)
+    assert "{'entropy_coef': self.entropy_coef, 'last_world_entropy': self._last_world_entropy}" in source(
+        GRPOTrainer._save_checkpoint
+    )
 
 
 class Interrupted(Exception):

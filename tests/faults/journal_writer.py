@@ -13,7 +13,7 @@ from pathlib import Path
 
 import apsw
 
-from consumer.checkpoints import folders as checkpoints
+from consumer.learn import checkpoints as checkpoints
 from replay.journal.tables import Entry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from consumer.checkpoints import folders as checkpoints
+from consumer.learn import checkpoints as checkpoints
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
 from replay.journal.writer import Journal

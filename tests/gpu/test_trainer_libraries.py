@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from consumer.app.gpu_share import CudaDevice
+from consumer.learn import model as sharding
+from consumer.learn.model import is_sharded, shard_base
 from consumer.ranks import exchange as work
-from consumer.ranks import sharding
 from consumer.ranks.exchange import ALONE, ProcessRanks
-from consumer.ranks.sharding import is_sharded, shard_base
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu
 from tests.gpu.syncs import Syncs
@@ -56,7 +56,9 @@ def test_rows_are_packed_by_transformers_own_flash_code(family: str, tmp_path: P
     packed.train()
     assert syncs.found.total() <= 1, syncs.found  # for an attention mask that this kernel has no use for
     assert set(flash.calls) == {"flash_attn_varlen_func"}
-    assert packed.last_step["grad_norm"] == pytest.approx(padded.last_step["grad_norm"], rel=0.05)
+    assert packed.last is not None
+    assert padded.last is not None
+    assert packed.last.grad_norm == pytest.approx(padded.last.grad_norm, rel=0.05)
 
 
 def test_a_share_of_the_gpu_is_a_limit_and_is_held(gpu: Gpu) -> None:
@@ -91,7 +93,7 @@ def test_ranks_add_gradients_on_the_gpu_and_gather_on_the_host(two_ranks: Proces
 def test_a_base_is_shared_layer_by_layer(tmp_path: Path, model: Model, two_ranks: ProcessRanks, gpu: Gpu) -> None:
     device = torch.device("cuda", 0)
     made = trainer(tmp_path, model("llama"))
-    base = made._causal_model
+    base = made.base
     whole = gpu.allocated_bytes
     shard_base("layers", base, two_ranks, device)
     assert is_sharded(base)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from consumer.training.base_loading import loading
+from consumer.learn.model import loading
 from protocol.errors import DeviceError
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu
@@ -26,7 +26,7 @@ def base_bytes(model: Path) -> int:
 def test_a_base_lies_on_the_gpu_as_a_whole(tmp_path: Path, model: Model) -> None:
     made = trainer(tmp_path, model("llama"))
     assert {str(each.device) for each in made.model.parameters()} == {"cuda:0"}
-    assert not getattr(made._causal_model, "_hf_hook", None)
+    assert not getattr(made.base, "_hf_hook", None)
 
 
 def test_a_base_that_does_not_fit_is_refused_and_not_offloaded(

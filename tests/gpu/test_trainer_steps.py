@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from consumer.training.memory import random_state, set_random_state
+from consumer.learn.memory import random_state, set_random_state
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from tests.gpu.conftest import Model
@@ -26,9 +26,9 @@ def test_a_step_that_is_large_enough_to_be_measured(tmp_path: Path, model: Model
     """From the memory that a pass of 9,608 tokens takes, the trainer learns how many tokens the next may have."""
     trained = trainer(tmp_path, model("llama"), completions=LONG, sampled=2)
     trained.train()
-    assert trained.last_cut is not None
-    assert trained.last_cut.tokens == FIRST_TOKENS
-    assert trained._cuts.tokens > FIRST_TOKENS
+    assert trained.last is not None
+    assert trained.last.split.tokens == FIRST_TOKENS
+    assert trained._splitter.tokens > FIRST_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,11 @@ def test_a_step_without_room_is_cut_into_smaller_passes(tmp_path: Path, model: M
     trained = trainer(tmp_path, model("llama"), **options)
     limited(gpu, 24 * MIB)
     trained.train()
-    assert trained.last_cut is not None
-    assert trained.last_cut.tokens < FIRST_TOKENS
-    assert trained.last_step == pytest.approx(whole.last_step, rel=1e-4, abs=1e-6)
+    assert trained.last is not None
+    assert trained.last.split.tokens < FIRST_TOKENS
+    assert whole.last is not None
+    assert trained.last.loss == pytest.approx(whole.last.loss, rel=1e-4, abs=1e-6)
+    assert trained.last.grad_norm == pytest.approx(whole.last.grad_norm, rel=1e-4, abs=1e-6)
 
 
 def test_a_completion_without_room_ends_the_trainer(tmp_path: Path, model: Model, gpu: Gpu) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.device_moves import DeviceMoves
 from consumer.link.snapshots import AdapterSnapshots, Probe
-from consumer.training.trainer import SlipstreamTrainer
 from replay.batches.cutting import CutBatch
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu

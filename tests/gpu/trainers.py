@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import build_arguments, build_lora
+from consumer.learn.options import build_arguments, build_lora
+from consumer.learn.trainer import SlipstreamTrainer
 from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import rollout_group, run_config
 

@@ -14,7 +14,7 @@ from tests.integration import warm
 
 _USED = (
     "consumer.app.daemon",
-    "consumer.training.trainer",
+    "consumer.learn.trainer",
     "consumer.link.device_moves",
     "hypothesis",
     "tests.gpu.trainers",

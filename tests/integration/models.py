@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from consumer.training.vision_language import load_model, within_text_model
+from consumer.learn.model import load_model, within_text_model
 from protocol.wire.adapter_blob import AdapterBlob, pack
 
 transformers_logging.disable_progress_bar()

@@ -15,7 +15,7 @@ from consumer.ranks.exchange import ProcessRanks
 from consumer.ranks.rendezvous import connect
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.float64 import in_float64
-from tests.unit.consumer.loss.test_loss_parity import off_policy, some_groups
+from tests.unit.consumer.learn.test_loss_parity import off_policy, some_groups
 from tests.unit.consumer.ranks.test_parity import OPTIONS, of_step
 from tests.unit.consumer.trl_reference import slipstream_trainer
 

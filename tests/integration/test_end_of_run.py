@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from campaigns.chaos import aims
-from consumer.checkpoints import folders as checkpoints
-from consumer.checkpoints.adapter_folder import TENSORS_FILE
+from consumer.learn import checkpoints as checkpoints
+from consumer.learn.adapters import TENSORS_FILE
 from protocol.config.loader import load_config
 from protocol.wire.messages import Group, Lease
 from slipstream.cli import run as slipstream

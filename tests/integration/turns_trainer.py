@@ -6,8 +6,8 @@ import signal
 from typing import Any
 
 from consumer.app import cli
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.device_moves import DeviceMoves
-from consumer.training.trainer import SlipstreamTrainer
 from tests.integration.one_gpu import OneGpu
 
 _back, _out, _step = DeviceMoves.back, DeviceMoves.out, SlipstreamTrainer.training_step

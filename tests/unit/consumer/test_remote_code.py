@@ -11,11 +11,11 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from consumer.checkpoints.run_facts import run_facts
+from consumer.learn.options import build_lora
+from consumer.learn.run_facts import run_facts
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.run_components import model_config
-from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
@@ -70,9 +70,9 @@ def test_without_trust_nothing_of_it_is_read_and_the_error_says_the_fix(model: P
 
 def test_the_trainer_trains_it(model: Path) -> None:
     trainer = slipstream_trainer(config_of(model), model)
-    assert type(trainer._causal_model).__name__ == "OwnForCausalLM"
+    assert type(trainer.base).__name__ == "OwnForCausalLM"
     assert type(trainer.processing_class).__name__ == "OwnTokenizer"
-    assert model_config(model, trust_remote_code=True).vocab_size == trainer._causal_model.config.vocab_size
+    assert model_config(model, trust_remote_code=True).vocab_size == trainer.base.config.vocab_size
     assert loss_and_gradients(trainer, trainer._prepare_inputs(trainer.recipe.tensors(groups())))[1].abs().max() > 0
 
 

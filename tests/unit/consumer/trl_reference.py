@@ -14,15 +14,19 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from consumer.batches.tensors import MicroBatch
-from consumer.loss.importance import Correction, importance_factors, resolve
-from consumer.loss.step_loss import Pass, part_of_loss
+from consumer.learn.importance import Correction, importance_factors, resolve
+from consumer.learn.loss import Pass, part_of_loss
+from consumer.learn.micro_batches import MicroBatch
+from consumer.learn.options import GRPOConfig, build_arguments, build_lora
+from consumer.learn.trainer import SlipstreamTrainer, TrainedStep
 from consumer.ranks.exchange import ALONE, Ranks
-from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import GRPOConfig, build_arguments, build_lora
-from consumer.training.trl_loss import GRPOTrainer
 from protocol.config.run import RunConfig
+from protocol.runtime.processes import hidden
 from replay.groups import RolloutGroup
+from replay.journal.tables import StepCut
+
+with hidden("vllm"):
+    from trl import GRPOTrainer
 
 LORA_STD = 0.1
 
@@ -106,8 +110,14 @@ def loss_and_gradients(trainer: GRPOTrainer, batch: Any) -> tuple[float, torch.T
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     if isinstance(trainer, SlipstreamTrainer):
-        trainer.note_step()
+        trainer.last = TrainedStep(StepCut(0, 0, None), loss.item(), trainer.end_passes())
     return loss.item(), torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
+
+
+def metrics_of(trainer: SlipstreamTrainer) -> dict[str, float]:
+    """The metrics of the last step."""
+    assert trainer.last is not None
+    return trainer.last.metrics
 
 
 def loss_options(**changes: Any) -> SimpleNamespace:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from consumer.app import wiring as training
-from consumer.checkpoints.folders import Checkpoint
+from consumer.learn.checkpoints import Checkpoint
 from consumer.training.run_components import RunStart
 from protocol.errors import ConfigError, DeviceError
 

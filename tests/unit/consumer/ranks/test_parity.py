@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from consumer.batches.step_cuts import StepCutter
-from consumer.loss.importance import PRESETS
-from consumer.training.trainer import SlipstreamTrainer
-from replay.batches.cutting import CutBatch
+from consumer.learn.importance import PRESETS
+from consumer.learn.micro_batches import StepSplitter
+from consumer.learn.trainer import SlipstreamTrainer
 from tests.unit.consumer.builders import run_config
-from tests.unit.consumer.loss.test_loss_parity import LOSS_TYPES, off_policy, some_groups
+from tests.unit.consumer.learn.test_loss_parity import LOSS_TYPES, off_policy, some_groups
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
-from tests.unit.consumer.trl_reference import lora_parameters, slipstream_trainer
+from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slipstream_trainer
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -40,13 +39,12 @@ UNLIKE = ("step_time", "pipeline/micro_batch_tokens")
 
 def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient and metrics of one step over the groups."""
-    trainer.step_numbers.clear()
     trainer.model.zero_grad()
     trainer.create_optimizer_and_scheduler(2)
-    [step] = trainer._cuts.steps(trainer.recipe, CutBatch(0, 1, 1, groups, len(groups)))
-    loss = trainer.training_step(trainer.model, step, None)
+    trainer._splitter.begin(trainer.recipe, groups)
+    loss = trainer.training_step(trainer.model, trainer._splitter.split(1), None)
     gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
-    metrics = {name: value for name, value in trainer.step_numbers.items() if name not in UNLIKE}
+    metrics = {name: value for name, value in metrics_of(trainer).items() if name not in UNLIKE}
     return loss.item(), gradient, metrics
 
 
@@ -65,7 +63,7 @@ def assert_same(folder: Path, model: Path, options: dict[str, Any], worlds: tupl
             trainer = trainers[ranks.rank]
             trainer._ranks = ranks
             trainer.recipe = dataclasses.replace(trainer.recipe, rank=ranks.rank, world=ranks.world)
-            trainer._cuts = StepCutter(30, ranks, lambda step: None)
+            trainer._splitter = StepSplitter(30, ranks, lambda step: None)
             return of_step(trainer, groups)
 
         found = on_ranks(world, step)

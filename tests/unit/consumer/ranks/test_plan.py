@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from consumer.app import follower
-from consumer.checkpoints.folders import Checkpoint
 from consumer.ranks import exchange as leading
 from consumer.ranks.exchange import Begin, Piece, PlanError, decode, encode
 
@@ -20,11 +19,10 @@ def test_every_rank_gets_the_checkpoint_whatever_its_size(tmp_path: Path, monkey
     source.mkdir()
     for name, data in FILES.items():
         (source / name).write_bytes(data)
-    checkpoint = Checkpoint(source, {"step": 7})
 
     def work(ranks: ThreadRanks) -> None:
         if ranks.rank == 0:
-            leading.begin(ranks, 40, 12, checkpoint)
+            leading.begin(ranks, 40, 12, 7, source)
             return
         folder = tmp_path / f"rank-{ranks.rank}"
         folder.mkdir()
@@ -38,7 +36,7 @@ def test_every_rank_gets_the_checkpoint_whatever_its_size(tmp_path: Path, monkey
 
 
 def test_a_run_that_begins_anew_has_no_files() -> None:
-    said = on_ranks(2, lambda ranks: ranks.share(None) if ranks.rank else leading.begin(ranks, 40, 12, None))
+    said = on_ranks(2, lambda ranks: ranks.share(None) if ranks.rank else leading.begin(ranks, 40, 12, 0, None))
     assert said[1] == Begin(40, 12, 0, {})
 
 

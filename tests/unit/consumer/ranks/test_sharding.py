@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from consumer.ranks import sharding
-from consumer.ranks.sharding import is_sharded, shard_base
+from consumer.learn import model as sharding
+from consumer.learn.model import is_sharded, shard_base
 from protocol.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry
 
-from consumer.report.steps import LearningMetrics
+from consumer.report.steps import LearningMetrics, StepRecord
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def metrics(registry: CollectorRegistry) -> LearningMetrics:
 
 
 def step(metrics: LearningMetrics, number: int, **numbers: float) -> None:
-    metrics.step(number, 1000.0 + number, numbers, wait_s=0.5, step_s=2.0, tokens=100)
+    metrics.step(StepRecord(number, numbers, wait_s=0.5, step_s=2.0, tokens=100), 1000.0 + number)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from consumer.batches.tensors import BatchRecipe
+from consumer.learn.micro_batches import BatchRecipe
 from consumer.report.sampled_rollouts import RolloutLog, chosen, shortened
 from replay.batches.cutting import CutBatch
 from replay.rewards import RewardRecipe

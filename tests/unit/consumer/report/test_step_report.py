@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from consumer.report import steps as progress
-from consumer.report.steps import StepReport, batch_metrics, success_rates
+from consumer.report.steps import StepRecord, StepReport, batch_metrics, success_rates
 from protocol.runtime import json_lines as rotated_lines
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
@@ -34,7 +34,7 @@ def steps(folder: Path) -> list[int]:
 
 def write(place: StepReport, *numbers: int) -> None:
     for number in numbers:
-        place.step(number, METRICS, wait_s=0.5, step_s=1.5, tokens=40)
+        place.step(StepRecord(number, METRICS, wait_s=0.5, step_s=1.5, tokens=40))
 
 
 def test_metrics_by_hand() -> None:

@@ -14,7 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from consumer.app.feed import BatchFeed
-from consumer.checkpoints import folders as checkpoints
+from consumer.learn import checkpoints as checkpoints
+from consumer.learn.options import build_arguments, build_lora
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.policy_store import PublishedPolicy
 from consumer.link.snapshots import Probe
@@ -23,8 +25,6 @@ from consumer.report.steps import StepReport
 from consumer.training import callbacks as callbacks_module
 from consumer.training.callbacks import RunControl
 from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeline
-from consumer.training.trainer import SlipstreamTrainer
-from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.runtime import json_lines as rotated_lines
 from replay.journal.disk import DiskGuard
@@ -95,7 +95,7 @@ class Run:
             Connections(feed, self.pipeline, report, waits),
             StalenessBudget(**options),
             Probe(PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast),
-            RolloutLog(self.config, self.trainer.recipe, self.trainer._tokenizer.decode, first_step),
+            RolloutLog(self.config, self.trainer.recipe, self.trainer.processing_class.decode, first_step),
             lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
         )
         self.trainer.add_callback(control)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumer.checkpoints import folders as checkpoints
+from consumer.learn import checkpoints as checkpoints
 from consumer.training.pipeline import CheckpointWriter
 from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import StalledError

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumer.training.quantization import quantization_config
+from consumer.learn.model import quantization_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from slipstream import export as export

@@ -8,11 +8,11 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from consumer.checkpoints.initial_adapter import InitialAdapter
-from consumer.training.trl_arguments import build_lora
-from consumer.training.vision_language import load_model
-from slipstream import export as export
-from slipstream.sft import build_sft_arguments, train
+from consumer.learn.adapters import initial_adapter
+from consumer.learn.model import load_model
+from consumer.learn.options import build_lora
+from slipstream.export import merge as export
+from slipstream.sft.trainer import build_sft_arguments, train
 from tests.integration.models import reference_logprobs
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import run_config
@@ -34,7 +34,7 @@ def test_a_warm_start_begins_a_run_and_its_export_is_a_whole_checkpoint(tmp_path
     )
 
     trainer = slipstream_trainer(config, checkpoint)
-    trainer.start_from(InitialAdapter.open(str(adapter), build_lora(config)), resumed=False)
+    trainer.start_from(initial_adapter(str(adapter), build_lora(config)), resumed=False)
     expected = reference_logprobs(checkpoint, adapter, [3, 4], [5, 6, 7], 1.0)
     with torch.no_grad():
         logits = trainer._causal_model.eval()(input_ids=torch.tensor([[3, 4, 5, 6, 7]])).logits[0, 1:-1]

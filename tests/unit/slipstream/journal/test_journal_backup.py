@@ -10,7 +10,7 @@ from typing import Any
 import apsw
 import pytest
 
-from consumer.checkpoints import folders as checkpoints
+from consumer.learn import checkpoints as checkpoints
 from protocol.errors import ExitCode, JournalError
 from protocol.runtime.files import aside
 from replay.journal.reader import JournalReader

@@ -1,0 +1,408 @@
+"""Rollout groups to the tensors that TRL's loss takes.
+
+Guarantee: a step is cut into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
+longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Tokens that
+the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out. What a group was
+padded to before, and any importance ratio it had, is nowhere kept, so a group can be trained again in any company.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from consumer.learn.row_splits import shares, split_rows
+from consumer.ranks.exchange import Ranks
+from protocol.config.learning import FIRST_TOKENS
+from protocol.errors import DeviceError
+from replay.groups import RolloutGroup
+from replay.journal.tables import StepCut
+from replay.rewards import EPSILON, RewardRecipe
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 131_072  # more makes no pass faster
+_FIXED_POLICIES = ("old_per_token_logps", "ref_per_token_logps")
+
+Recorded = Callable[[int], StepCut | None]
+"""From a step to the newest recorded split of it or of a step before it."""
+
+MicroBatch = dict[str, torch.Tensor]
+
+FILLER = -1
+"""The number of a row that stands for none."""
+
+_ALIGNED_TO = 8  # bytes, of the widest numbers
+
+
+def loss_mask(batch: MicroBatch) -> torch.Tensor:
+    """(B, T), 1 for the tokens in the loss."""
+    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+
+
+class Places(NamedTuple):
+    """Where the loss of a micro-batch is."""
+
+    tokens: torch.Tensor  # (N,), in the flattened (B, T), of the tokens in the loss
+    rows: torch.Tensor  # of the rows that have one
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Places":
+        """Of the ones of a mask (B, T). On a GPU this waits for it."""
+        return cls(mask.flatten().nonzero()[:, 0], mask.any(1).nonzero()[:, 0])
+
+
+def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> MicroBatch:
+    """The tensors on this device. What is not there is copied in one transfer, which the host does not wait for."""
+    away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != device.type}
+    if not away:
+        return dict(tensors)
+    data, layout = joined_bytes(away)
+    there = (data.pin_memory() if device.type == "cuda" else data).to(device, non_blocking=True)
+    return dict(tensors) | {name: view_of(there, away[name], place) for name, place in layout.items()}
+
+
+def joined_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, int]]:
+    """Their bytes one behind the other, and where each begins, so that numbers of any type may begin there."""
+    pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
+    pieces = [torch.nn.functional.pad(piece, (0, -len(piece) % _ALIGNED_TO)) for piece in pieces]
+    starts = accumulate((len(piece) for piece in pieces), initial=0)
+    return torch.cat(pieces), dict(zip(tensors, starts, strict=False))
+
+
+def view_of(data: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """The tensor of this shape and type whose bytes begin there."""
+    return data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class _Row(NamedTuple):
+    """One record of a completion."""
+
+    number: int  # in the batch
+    prompt_ids: NDArray[np.int32]
+    completion_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    advantage: float  # of the completion
+    in_loss: bool  # in the loss
+    sampled: NDArray[np.bool_] | None  # None: all of it
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.completion_ids) if self.sampled is None else int(self.sampled.sum())
+
+
+@dataclass(frozen=True)
+class BatchRecipe:
+    """What turns groups into tensors, fixed for a run."""
+
+    rewards: RewardRecipe
+    num_generations: int
+    max_tokens: int  # of a micro-batch
+    packed: bool  # rows stand one behind the other, without padding
+    only_advantages: bool  # without advantage a row has no gradient
+    keeps_all_rows: bool  # each has one, because the experts' load-balancing loss is a mean over all tokens
+    pad_token_id: int
+    scale_rewards: str
+    baseline: str
+    mask_truncated: bool
+    seed: int
+    rank: int = 0
+    world: int = 1  # number of ranks, each of which trains its share of the step
+    in_step: bool = False  # all of them with as many micro-batches
+
+    def tensors(self, groups: list[RolloutGroup], dealt_by: int | None = None) -> list[MicroBatch]:
+        """This rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
+
+        Args:
+            dealt_by: tokens of a micro-batch by which rows are dealt out to the ranks, where it is not `max_tokens`.
+
+        Each has `row` (B,), by which rows are found again in another cut of the batch, `prompt_ids`, `prompt_mask` (left-padded),
+        `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch`
+        (tokens in the loss, of the whole step); and, where there are tokens that the policy did not sample, TRL's `tool_mask`,
+        which is 0 for them.
+        """
+        rows = self._rows(groups)
+        num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
+        moving = [row for row in rows if self._moves(row)]
+        shortest = min(rows, key=lambda row: row.num_tokens)
+        of_ranks = self._deal(moving or [shortest], dealt_by or self.max_tokens)
+        parts = self._cut(of_ranks[self.rank])
+        num_parts = max(len(self._cut(rows)) for rows in of_ranks) if self.in_step else 1
+        filler = [shortest._replace(number=FILLER, advantage=0.0, in_loss=False)]
+        parts += [filler] * (num_parts - len(parts))
+        return [self._pad(part) | {"num_items_in_batch": num_items} for part in parts]
+
+    def _deal(self, rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
+        """The rows of each rank; some may have none."""
+        if self.world == 1:
+            return [rows]
+        lengths = [row.num_tokens for row in rows]
+        dealt = shares(lengths, max_tokens, padded=not self.packed, world=self.world)
+        return [[rows[i] for i in own] for own in dealt]
+
+    def _cut(self, rows: list[_Row]) -> list[list[_Row]]:
+        """The micro-batches of one rank."""
+        cut = split_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
+        return [[rows[i] for i in part] for part in cut]
+
+    def _moves(self, row: _Row) -> bool:
+        if self.keeps_all_rows:
+            return True
+        return row.in_loss and (bool(row.advantage) or not self.only_advantages)
+
+    def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
+        """Float32 (N,), of the completions in the order of the groups."""
+        return advantages(
+            torch.from_numpy(np.concatenate([self.rewards.columns(group) for group in groups])),
+            torch.from_numpy(self.rewards.column_weights),
+            self.num_generations,
+            scale_rewards=self.scale_rewards,
+            aggregation=self.rewards.aggregation,
+            baseline=self.baseline,
+        )
+
+    def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
+        values = self.advantages_of(groups).tolist()
+        result = list[_Row]()
+        for first, group in zip(range(0, len(values), self.num_generations), groups, strict=True):
+            for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
+                completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
+                sampled = None if group.sampled is None else group.sampled[tokens]
+                in_loss = not (cut and self.mask_truncated)
+                advantage = values[first + completion]
+                result.append(
+                    _Row(len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled)
+                )
+        return result
+
+    def _pad(self, rows: list[_Row]) -> MicroBatch:
+        num_rows = len(rows)
+        prompt_width = max(len(row.prompt_ids) for row in rows)
+        width = max(len(row.completion_ids) for row in rows)
+        batch: dict[str, NDArray[Any]] = {
+            "row": np.array([row.number for row in rows]),
+            "prompt_ids": np.full((num_rows, prompt_width), self.pad_token_id),
+            "prompt_mask": np.zeros((num_rows, prompt_width), np.int64),
+            "completion_ids": np.full((num_rows, width), self.pad_token_id),
+            "completion_mask": np.zeros((num_rows, width), np.int64),
+            "sampling_per_token_logps": np.zeros((num_rows, width)),
+        }
+        if any(row.sampled is not None for row in rows):
+            batch["tool_mask"] = np.ones((num_rows, width), np.int64)
+        for i, row in enumerate(rows):
+            start, end = prompt_width - len(row.prompt_ids), len(row.completion_ids)
+            batch["prompt_ids"][i, start:] = row.prompt_ids
+            batch["prompt_mask"][i, start:] = 1
+            batch["completion_ids"][i, :end] = row.completion_ids
+            batch["completion_mask"][i, :end] = row.in_loss
+            batch["sampling_per_token_logps"][i, :end] = row.logprobs
+            if row.sampled is not None:
+                batch["tool_mask"][i, :end] = row.sampled
+        tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+        tensors["advantages"] = torch.tensor([row.advantage for row in rows])
+        logprobs = tensors["sampling_per_token_logps"].to(tensors["advantages"].dtype)  # torch's default
+        return tensors | {"sampling_per_token_logps": logprobs}
+
+
+def combined_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the functions: (N, F), (F,) -> (N,); NaN where no function gave a reward."""
+    total = (rewards * weights).nansum(dim=1)
+    return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def nanstd(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sample standard deviation (n - 1) over the non-NaN values of `dim`, kept as a dimension of size 1."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    deviations = values - values.nanmean(dim=dim, keepdim=True)
+    return (deviations.square().nansum(dim=dim, keepdim=True) / (count - 1)).sqrt()
+
+
+def centred(values: torch.Tensor, dim: int, baseline: str) -> torch.Tensor:
+    """Values minus their baseline along `dim`, float, same shape; NaN where there is no value or nothing to compare with.
+
+    `group`: the mean of all n, x_i - mean x. `leave_one_out`: the mean of the other n - 1 (RLOO, arXiv:2402.14740),
+    x_i - (sum x - x_i) / (n - 1) = n / (n - 1) (x_i - mean x).
+    """
+    deviations = values - values.nanmean(dim=dim, keepdim=True)
+    if baseline == "group":
+        return deviations
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    return deviations * (count / (count - 1))
+
+
+def advantages(
+    rewards: torch.Tensor,
+    weights: torch.Tensor,
+    num_generations: int,
+    *,
+    scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+    baseline: str = "group",
+) -> torch.Tensor:
+    """Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2).
+
+    `sum_then_normalize`: A = (R - baseline) / (std R + eps), R the weighted sum; std over the group, over the batch
+    (`scale_rewards="batch"`, arXiv:2508.08221), or no division at all (`"none"`, Dr. GRPO, arXiv:2503.20783; RLOO with
+    `baseline="leave_one_out"`). The standard deviation is that of the rewards, whatever the baseline.
+    `normalize_then_sum`: every function is centred and divided by its deviation within its group first, then weighted,
+    summed and normalized over the batch, whatever `scale_rewards` (GDPO, arXiv:2601.05242).
+
+    Args:
+        rewards: float (N, F).
+        weights: float (F,).
+
+    Returns:
+        float (N,), 0 for a completion without any reward.
+    """
+    if aggregation == "normalize_then_sum":
+        grouped = rewards.view(-1, num_generations, rewards.shape[1])
+        normalized = centred(grouped, 1, baseline) / (nanstd(grouped, dim=1) + EPSILON)
+        total = combined_rewards(normalized.view(rewards.shape), weights)
+        result = (total - total.nanmean()) / (nanstd(total, dim=0) + EPSILON)
+        return result.nan_to_num(nan=0.0)
+    total = combined_rewards(rewards, weights)
+    grouped = total.view(-1, num_generations)
+    result = centred(grouped, 1, baseline)
+    if scale_rewards == "group":
+        result = result / (nanstd(grouped, dim=1) + EPSILON)
+    elif scale_rewards == "batch":
+        result = result / (nanstd(total, dim=0) + EPSILON)
+    return result.flatten().nan_to_num(nan=0.0)
+
+
+class CompletionTooLargeError(DeviceError):
+    """A completion with its prompt needs more memory than the device has, so that its batch may never be trained."""
+
+
+@dataclass(eq=False)
+class StepSplitter:
+    """See the module's guarantee. Every method is called by all ranks.
+
+    Args:
+        setting: tokens of a pass, or `auto`.
+        recorded: asked on rank 0 alone.
+
+    Attributes:
+        tokens: that a pass of the step in progress may have, padding included; one row may have more.
+        micro_batches: this rank's, of that step.
+        random_state: of the device, with which that step began when it was recorded; None: it was not, or draws no numbers.
+    """
+
+    setting: int | Literal["auto"]
+    ranks: Ranks
+    recorded: Recorded
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    random_state: bytes | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = FIRST_TOKENS if self.setting == "auto" else self.setting
+        self._is_under_way = False
+        self._kept: Sequence[MicroBatch] = ()  # of the step before over the same batch
+        self._recipe: BatchRecipe
+        self._groups: list[RolloutGroup]
+        self._dealt_by: int  # tokens of a pass when the rows were dealt out to the ranks
+
+    def begin(self, recipe: BatchRecipe, groups: list[RolloutGroup]) -> None:
+        """Take up the next batch."""
+        self._recipe, self._groups, self.micro_batches = recipe, groups, []
+
+    def split(self, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of optimizer step `step`, counted from 1, over the batch."""
+        self._kept = self.micro_batches
+        before, self.tokens = self.tokens, self._tokens_of(step)
+        if not self._kept or self.tokens != before:
+            self._split()
+        return self.micro_batches
+
+    def forget(self) -> None:
+        """Drop the tensors of the last batch, whoever holds its micro-batches."""
+        for batch in self.micro_batches:
+            batch.clear()
+        self.micro_batches.clear()
+
+    def halve(self, problem: str) -> list[MicroBatch]:
+        """The step in progress in more passes than before, of at most half as many tokens.
+
+        Args:
+            problem: what the device said of the passes as they were.
+
+        Raises:
+            DeviceError: the number of tokens is fixed.
+            CompletionTooLargeError: rows that go alone are too large.
+        """
+        if self.setting != "auto":
+            raise DeviceError(
+                f"the trainer's device has no memory for a pass of {self.tokens} tokens ({problem}); lower "
+                "pipeline.trainer_tokens_per_micro_batch or leave it to auto, then go on with --resume"
+            )
+        before, num_passes = self.tokens, self._num_passes()
+        while self._num_passes() == num_passes:
+            if self.tokens == 1:
+                raise CompletionTooLargeError(
+                    f"the trainer's device has no memory for a single completion with its prompt ({problem}); set "
+                    "trainer.gradient_checkpointing=true, lower sampling.max_completion_length, or take a device with more memory"
+                )
+            self.tokens //= 2
+            self._split()
+        text = "the device is out of memory with passes of %d tokens; the step is cut again into passes of %d (%s)"
+        logger.warning(text, before, self.tokens, problem)
+        return self.micro_batches
+
+    def measured(self, fitting: int | None) -> None:
+        """Takes over what was measured, once in a run.
+
+        Args:
+            fitting: tokens of the largest pass that this rank's device has room for; None: it cannot tell.
+        """
+        if self.setting != "auto" or self.tokens != FIRST_TOKENS:
+            return
+        found = self.ranks.gather({"fitting": torch.tensor([fitting or MOST_TOKENS + 1])})["fitting"]
+        least = int(found.min())
+        if least <= MOST_TOKENS:
+            self.tokens = least
+            logger.info("measured: the device has room for passes of %d tokens", least)
+
+    def _tokens_of(self, step: int) -> int:
+        if self.setting != "auto":
+            return self.setting
+        newest = self.recorded(step) if self.ranks.rank == 0 else None
+        own = newest if newest is not None and newest.step == step else None
+        self.random_state = own.random_state if own is not None else None
+        found = own if self._is_under_way else newest
+        self._is_under_way = True
+        tokens = found.tokens if found is not None else self.tokens
+        return int(self.ranks.gather({"tokens": torch.tensor([tokens])})["tokens"][0])
+
+    def _split(self) -> None:
+        if not self._kept:
+            self._dealt_by = self.tokens
+        recipe = replace(self._recipe, max_tokens=self.tokens)
+        self.micro_batches = recipe.tensors(self._groups, dealt_by=self._dealt_by)
+        if self._kept:
+            carry_over(self._kept, self.micro_batches)
+
+    def _num_passes(self) -> int:
+        return int(self.ranks.gather({"passes": torch.tensor([len(self.micro_batches)])})["passes"].sum())
+
+
+def carry_over(before: Sequence[MicroBatch], after: Sequence[MicroBatch]) -> None:
+    """Gives the rows of a new cut the log-probs of fixed policies that they had in the one before."""
+    for name in _FIXED_POLICIES:
+        if name not in before[0]:
+            continue
+        known = {int(row): values for batch in before for row, values in zip(batch["row"], batch[name], strict=True)}
+        for batch in after:
+            width = batch["completion_ids"].size(1)
+            rows = [known[int(row)] if row != FILLER else before[0][name].new_zeros(0) for row in batch["row"]]
+            batch[name] = torch.stack(
+                [torch.nn.functional.pad(row[:width], (0, max(0, width - len(row)))) for row in rows]
+            )

@@ -1,0 +1,342 @@
+"""The model that learns: it is loaded, quantized, given its adapter, and placed.
+
+Guarantee: a base is loaded as a whole: to the GPU of a trainer with one rank, or to host memory, from where several ranks share
+it and a trainer fetches it in its turn. A base that does not fit is refused with its size, and no part of it is offloaded.
+Neither a device without memory nor a lost rank is taken for a wrong configuration. LoRA weights are float32 whatever the base is.
+
+Vision-language checkpoints: an adapter has the names that its modules have in the whole checkpoint, so transformers, PEFT and
+vLLM take it as it is. Nothing that sees images is adapted, or stays in memory.
+
+A base that ranks share (FSDP2, https://arxiv.org/abs/2304.11277) is spread over them layer by layer. A pass sees whole layers,
+with the very numbers of the model files; adapter, embeddings and LM head are whole on every rank. A pass through such a model
+gathers each layer from all ranks, so all of them make as many passes, forward and backward, in the same order.
+"""
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, set_seed
+from trl.trainer.utils import disable_dropout_in_model
+
+from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
+from consumer.learn.options import need_bitsandbytes
+from consumer.link.snapshots import Measurement, Probe
+from consumer.ranks.exchange import ALONE, Ranks
+from consumer.ranks.presence import is_broken_connection
+from protocol.config.data import ModelSection
+from protocol.config.learning import GpuSharing, ShardBase
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DeviceError, is_device_failure
+from protocol.gpu.memory import base_of, gib
+from protocol.wire.model_folder import ARCHITECTURES, OUTSIDE_TEXT_MODEL, vision_language
+
+logger = logging.getLogger(__name__)
+
+MORE_ROOM = (
+    "set model.quantization: nf4, let several GPUs share a base that is not quantized (--gpu 0,1 and pipeline.shard_base: auto), "
+    "or take a GPU with more memory"
+)
+REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
+"""Errors with which transformers, PEFT and TRL refuse to load a model or weights."""
+
+_LARGEST_SHARE = 0.6  # of a device that a whole base may take: activations, gradients and optimizer want the rest
+
+
+# Loading.
+
+
+def load_policy(
+    config: RunConfig, options: Any, lora: LoraConfig, folder: Path, ranks: Ranks = ALONE, *, pad_token_id: int
+) -> PeftModel:
+    """Load the base and give it the adapter that is trained, on the device unless the GPU is used in turns. All ranks call it.
+
+    Args:
+        options: the run's GRPOConfig.
+
+    Raises:
+        ConfigError: the options do not fit the model.
+        DeviceError: the GPU has less room than the base takes.
+    """
+    on_gpu, gpu = not options.use_cpu, config.pipeline.gpu
+    if on_gpu:
+        check_room(config, folder, ranks.world)
+    set_seed(options.seed)  # PEFT draws the adapter
+    quantization = quantization_config(config.model)
+    base = load_model(
+        folder,
+        trust_remote_code=options.trust_remote_code,
+        device_map=device_map(gpu, on_gpu=on_gpu, num_ranks=ranks.world),
+        **({} if quantization is None else {"quantization_config": quantization}),
+        **options.model_init_kwargs,
+    )
+    base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad_token_id
+    router_loss_coef(options, base)
+    model = get_peft_model(base, within_text_model(lora, folder))
+    if isinstance(base.get_output_embeddings(), BaseTunerLayer):
+        raise ConfigError("lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out")
+    if options.gradient_checkpointing:
+        model.enable_input_require_grads()
+    for (
+        module
+    ) in model.modules():  # bitsandbytes would lay the base out anew, in bfloat16, in the first pass on some CPUs
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    if options.disable_dropout:
+        disable_dropout_in_model(model)
+    if options.cast_lm_head_to_fp32:
+        _cast_lm_head(base)
+    drop_towers(base)
+    if (
+        gpu != "turns" and getattr(base, "quantization_method", None) != "bitsandbytes"
+    ):  # which lies where it was loaded
+        shard_base(config.pipeline.shard_base, base, ranks, options.device)
+        model.to(options.device)
+    return model
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Load the whole checkpoint, by `from_pretrained` with these options."""
+    automatic = AutoModelForCausalLM if vision_language(folder) is None else AutoModelForImageTextToText
+    return automatic.from_pretrained(folder, **options)
+
+
+def router_loss_coef(options: Any, base: Any) -> float:
+    """Return the weight of the load-balancing loss of experts; 0 for a model without one.
+
+    Raises:
+        ConfigError: a weight is set, and the model has no such loss.
+    """
+    text, chosen = base.config.get_text_config(), options.router_aux_loss_coef
+    if hasattr(text, "output_router_logits"):
+        return float(getattr(text, "router_aux_loss_coef", 0.0) if chosen is None else chosen)
+    if chosen:
+        raise ConfigError(
+            f"trainer.router_aux_loss_coef: {type(base).__name__} has no experts whose load could be balanced; remove it"
+        )
+    return 0.0
+
+
+def _cast_lm_head(base: Any) -> None:
+    """Let an LM head with weights of its own (`check_model`) compute in float32, whatever the hidden states are."""
+    head = base.lm_head.float()
+    head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+
+
+@contextlib.contextmanager
+def loading(refused: str, fix: str = MORE_ROOM) -> Iterator[None]:
+    """Surround the calls by which transformers, PEFT and TRL load a model or weights.
+
+    Args:
+        refused: begins the message when one of them refuses.
+        fix: ends the message when the device has no memory.
+
+    Raises:
+        DeviceError: the device has no memory for the weights, or failed.
+        ConfigError: a library refused.
+    """
+    before = num_refusals()
+    try:
+        yield
+    except REFUSALS as error:
+        if is_broken_connection(error):
+            raise
+        # transformers turns an error of a conversion, such as a quantization, into one without a kind.
+        if is_out_of_memory(error) or num_refusals() > before:
+            raise DeviceError(f"the trainer's device has no memory for the model: {error}; {fix}") from error
+        if is_device_failure(error):
+            raise DeviceError(
+                f"the GPU failed while the model was loaded: {error}; nvidia-smi shows its state"
+            ) from error
+        raise ConfigError(f"{refused}: {error}") from error
+
+
+# The place.
+
+
+def device_map(gpu: GpuSharing, *, on_gpu: bool, num_ranks: int = 1) -> dict[str, int] | None:
+    """Choose the place for `from_pretrained`: the one GPU that this process sees, or host memory (None)."""
+    return {"": 0} if on_gpu and num_ranks == 1 and gpu != "turns" else None
+
+
+def check_room(config: RunConfig, folder: Path, num_ranks: int) -> None:
+    """Refuse a base that each rank would have as a whole on a GPU with less room. In turns the room is measured at each turn.
+
+    Raises:
+        DeviceError: the GPU has less room than the base takes.
+    """
+    if config.pipeline.gpu == "turns" or (num_ranks > 1 and config.pipeline.shard_base != "none"):
+        return
+    check_base_fits(base_of(folder, config.model.dtype, config.model.quantization), MORE_ROOM)
+
+
+def check_base_fits(base: int, fix: str) -> None:
+    """Refuse a base of `base` bytes if the GPU has less room."""
+    room, total = room_of_gpu(torch.device("cuda"))
+    if base > room:
+        raise DeviceError(
+            f"model.path: the base takes {gib(base)} of a GPU that has {gib(room)} of {gib(total)} left (nvidia-smi shows what "
+            f"else is on it); {fix}"
+        )
+
+
+def is_sharded(model: Any) -> bool:
+    """Tell whether this causal language model, which may have LoRA layers, was given to `shard_base`."""
+    return isinstance(text_model(model), FSDPModule)
+
+
+def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device) -> None:
+    """Spread the layers over the ranks where that is asked for, or where the base is too large to be whole on each. The layers
+    are on the device afterwards; the rest is where it was. All ranks call it.
+
+    Args:
+        model: causal language model with LoRA layers; only those are trained.
+        device: on which this rank computes.
+
+    Raises:
+        ConfigError: this model cannot be sharded.
+    """
+    if ranks.world == 1 or choice == "none":
+        return
+    if choice == "auto" and not _is_too_large(model, ranks, device):
+        return
+    layers = [
+        module for module in text_model(model).modules() if type(module).__name__ in (model._no_split_modules or ())
+    ]
+    if not layers:
+        raise _not_shardable(f"{type(model).__name__} does not say which of its modules are decoder layers")
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    mesh = ranks.mesh
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, ignored_params=trained | _of_other_types(layer))
+    # What lies around the layers stays whole. As the root of all of them it lets one layer be gathered while another computes.
+    fully_shard(text_model(model), mesh=mesh, ignored_params=set(model.parameters()))
+    if ranks.rank == 0:
+        logger.info("the base lies on %d ranks: each keeps a part of its %d layers", ranks.world, len(layers))
+
+
+def _is_too_large(model: Any, ranks: Ranks, device: torch.device) -> bool:
+    base_bytes: int = sum(
+        tensor.numel() * tensor.element_size() for tensor in model.parameters() if not tensor.requires_grad
+    )
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = psutil.virtual_memory().total // ranks.world
+    rooms = ranks.gather({"room": torch.tensor([float(room)])})["room"]
+    return base_bytes > _LARGEST_SHARE * float(rooms.min())
+
+
+def _of_other_types(layer: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the few frozen parameters, such as those of norms, of another type than most of the layer: they stay whole, because
+    what is gathered together must be of one type. (bitsandbytes 0.50: a spread NF4 base computes rightly once and wrongly from
+    the second pass on, one of int8 raises.)"""
+    frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in frozen:
+        sizes[parameter.dtype] += parameter.numel()
+    [(most, _)] = sizes.most_common(1)
+    if not most.is_floating_point:
+        raise _not_shardable(
+            f"its layers are quantized ({most}), and weights that were spread and gathered again do not know how they were"
+        )
+    return {parameter for parameter in frozen if parameter.dtype != most}
+
+
+def _not_shardable(why: str) -> ConfigError:
+    return ConfigError(
+        f"pipeline.shard_base: {why}; set it to none, which keeps the whole base on every rank, and choose GPUs that hold it"
+    )
+
+
+# Text models of vision-language checkpoints.
+
+
+def text_model(model: Any) -> Any:
+    """Return the part of a causal language model, or of a vision-language model, that makes the hidden states of text."""
+    return model.get_decoder() if type(model).__name__ in ARCHITECTURES else model.base_model
+
+
+def within_text_model(lora: LoraConfig, folder: Path) -> LoraConfig:
+    """Restrict the adapter to the text model of the checkpoint in this folder. PEFT takes modules by parts of their names, and
+    towers have `q_proj` too."""
+    if vision_language(folder) is None:
+        return lora
+    excluded = lora.exclude_modules or ()
+    if not isinstance(excluded, str):
+        excluded = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in sorted(excluded))
+    outside = f"{OUTSIDE_TEXT_MODEL}|{excluded}" if excluded else OUTSIDE_TEXT_MODEL
+    return replace(lora, exclude_modules=outside)
+
+
+def drop_towers(model: Any) -> None:
+    """Free the parts of a vision-language model beside its text model, once it has its adapter."""
+    whole, text = model.base_model, text_model(model)
+    for name, module in list(whole.named_children()):
+        if whole is not text and module is not text:
+            setattr(whole, name, None)
+
+
+# A base of 4 or 8 bits per weight.
+
+
+def quantization_config(model: ModelSection) -> BitsAndBytesConfig | None:
+    """Return the option by which transformers quantizes the base (`model.quantization`); None: it stays as it is in its files.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    if model.quantization is None:
+        return None
+    need_bitsandbytes(f"model.quantization: {model.quantization}")
+    if model.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, model.dtype)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class UnquantizedProbe(Probe):
+    """A probe of the adapter of `trained` on the base in `model.dtype`, which is the engine's, in host memory.
+
+    So the tolerance of a swap is as narrow as without quantization, and an engine that serves the base, the version before or
+    another scale is still found out. The importance ratio covers the difference of the two bases.
+    """
+
+    trained: PeftModel
+
+    def measure(self, version: int) -> Measurement | None:
+        if self.every and version % self.every == 0:
+            set_peft_model_state_dict(self.model, get_peft_model_state_dict(self.trained))
+        return super().measure(version)
+
+
+def unquantized_probe(
+    tokens: np.ndarray, every: int, model: ModelSection, folder: Path, lora: LoraConfig, trained: PeftModel
+) -> Probe:
+    """Load the base once more, unless `every` is 0 and no policy is measured.
+
+    Args:
+        tokens: see `Probe`.
+        folder: of the base.
+        trained: on the quantized base.
+    """
+    if not every:
+        return Probe(tokens, every, trained, contextlib.nullcontext)
+    dtype = getattr(torch, model.dtype)
+    base = load_model(folder, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    like_trained = get_peft_model(base, within_text_model(lora, folder))
+    drop_towers(base)
+    return UnquantizedProbe(tokens, every, like_trained, contextlib.nullcontext, trained)

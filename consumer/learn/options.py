@@ -1,0 +1,171 @@
+"""The arguments of TRL and PEFT, made from the configuration and checked.
+
+Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import LoraConfig
+from trl import GRPOConfig
+
+from consumer.learn.importance import resolve
+from protocol.config.library_section import build, for_library
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.wire.model_folder import VisionLanguage
+
+_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+"""Options that TRL only looks at in the middle of a step."""
+
+
+def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
+    """The run's GRPOConfig: the `trainer` section plus what follows from the others.
+
+    Raises:
+        ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
+    """
+    chosen, reserved = chosen_values(config, on_gpu=on_gpu), reserved_values(config, on_gpu=on_gpu)
+    with former_names():
+        arguments = build("trainer", GRPOConfig, chosen, **reserved)
+    if arguments.max_steps <= 0:
+        num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
+        arguments.max_steps = max(1, num_batches) * arguments.num_iterations
+    check_arguments(arguments, config)
+    return arguments
+
+
+@contextmanager
+def former_names() -> Iterator[None]:
+    """Keep transformers 5.23 and newer from warning of `gradient_checkpointing`, which TRL sets by its former name, too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
+        yield
+
+
+def build_lora(config: RunConfig) -> LoraConfig:
+    """The run's LoraConfig.
+
+    Raises:
+        ConfigError: PEFT does not know a key or refuses a value.
+    """
+    return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | for_library("lora", config.lora))
+
+
+def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the `trainer` section with the precision of its device."""
+    precision = {"bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")}
+    return precision | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+
+
+def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """What follows from the other sections.
+
+    Raises:
+        ConfigError: `trainer.model_init_kwargs` is no mapping.
+    """
+    model_options = config.trainer.get("model_init_kwargs") or {}
+    if not isinstance(model_options, dict):
+        raise ConfigError(f"trainer.model_init_kwargs: expected a mapping (got {model_options!r})")
+    return {
+        "output_dir": str(config.checkpoints_dir),
+        "seed": config.seed,
+        "trust_remote_code": config.model.trust_remote_code,
+        "use_cpu": not on_gpu,
+        "num_generations": config.sampling.num_generations,
+        "max_completion_length": config.sampling.max_completion_length,
+        "temperature": config.sampling.temperature,
+        "per_device_train_batch_size": config.completions_per_step,  # TRL's batch is the step; see consumer/learn/loss.py
+        "gradient_accumulation_steps": 1,
+        "ignore_data_skip": True,
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
+    }
+
+
+def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:
+    """Refuses what TRL cannot do with this model.
+
+    Args:
+        model_config: of its text model.
+        seen: what it is beside a text model.
+
+    Raises:
+        ConfigError: says which key and what to do instead.
+    """
+    if arguments.cast_lm_head_to_fp32 and seen is not None:
+        raise ConfigError(
+            f"trainer.cast_lm_head_to_fp32: not with the text model of a vision-language checkpoint ({seen.architecture}); "
+            "remove it"
+        )
+    if arguments.cast_lm_head_to_fp32 and model_config.tie_word_embeddings:
+        raise ConfigError(
+            "trainer.cast_lm_head_to_fp32: the head of this model has the weights of its embeddings (tie_word_embeddings), and "
+            "TRL cannot cast those under LoRA; remove it"
+        )
+
+
+def check_arguments(arguments: Any, config: RunConfig) -> None:
+    """Refuses what a `trl.GRPOConfig` accepts and this trainer, or TRL later on, does not.
+
+    Raises:
+        ConfigError: says which key and what to do instead.
+    """
+    for key, choices in CHOICES.items():
+        value = getattr(arguments, key)
+        if value not in choices:
+            raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
+    correction = resolve(config.correction)
+    if not correction.ratio_min <= 1 <= correction.ratio_max:
+        raise ConfigError(
+            f"correction: ratios from {correction.ratio_min:g} to {correction.ratio_max:g} leave out 1, which is that of "
+            "a token on-policy; choose ratio_min of at most and ratio_max of at least 1"
+        )
+    if arguments.loss_type == "vespo" and correction.level in ("sequence", "geometric"):
+        raise ConfigError(
+            f"correction.preset: {config.correction.preset} has one ratio per completion, and trainer.loss_type: vespo "
+            "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"
+        )
+    check_optimizer(str(getattr(arguments.optim, "value", arguments.optim)), on_gpu=not arguments.use_cpu)
+    if arguments.use_cpu and (arguments.gradient_checkpointing_kwargs or {}).get("offload"):
+        raise ConfigError(
+            "trainer.gradient_checkpointing_kwargs: offload moves activations from a GPU to its host, and on a CPU torch ends "
+            "the first step with it; remove offload"
+        )
+    if arguments.world_size > 1:
+        raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")
+
+
+def check_optimizer(name: str, *, on_gpu: bool) -> None:
+    """transformers would ask for the library when the first step begins.
+
+    Args:
+        name: of `trainer.optim`.
+
+    Raises:
+        ConfigError: it is one of bitsandbytes, which is not installed, or pages its state where there is no GPU.
+    """
+    if name.startswith("paged_") and not on_gpu:
+        raise ConfigError(
+            f"trainer.optim: {name} moves its state between a GPU and the host, and on a CPU bitsandbytes does not; use "
+            "adamw_8bit or adamw_torch"
+        )
+    if name.startswith("paged_") or "bnb" in name or name in _OF_BITSANDBYTES:
+        need_bitsandbytes(f"trainer.optim: {name}")
+
+
+def need_bitsandbytes(what: str) -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs bitsandbytes ({error}): in Slipstream's checkout: pip install '.[quantization]'; or remove it"
+        ) from error

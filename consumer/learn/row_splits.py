@@ -1,0 +1,189 @@
+"""Splits of rows: to the ranks of a step, and to the micro-batches of a rank. Pure functions.
+
+Guarantee: every row goes to exactly one micro-batch of one rank; none has more than `max_tokens` tokens, padding included, unless
+it is a single row. Equal lengths give equal splits on every machine, because only integers are compared. The longest rows come
+first, so that memory peaks at once or never. Among all splits of a rank's rows in the order of their lengths, this is the one of
+the fewest tokens, padding and a fixed cost of a pass included. With 64 completions of log-normal length on 8 ranks the busiest
+rank has at most 5 % more work than the mean, or than the longest row where that is more (95th percentile); docs/benchmarks.md has
+the measurement.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+_FINER = (1, 1.5, 2, 3, 4, 6, 8)  # micro-batches per rank that are tried
+_PARTNERS = 3  # ranks with the least work, to which the busiest one tries to give a row
+_EXCHANGES = 4  # that are tried with each
+_NEAR = 2  # rows of a partner on either side of the best length, that are looked at for each row
+_MOST_ROUNDS = 256
+_WORTH_A_ROUND = 512  # of the mean work, the part by which the busiest rank is above it
+_FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens, in tokens
+
+
+def tokens_of(lengths: Sequence[int], padded: bool) -> int:
+    """What a micro-batch of rows of these lengths costs, in tokens."""
+    return _FIXED_TOKENS + (len(lengths) * max(lengths) if padded else sum(lengths))
+
+
+def split_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Indexes of the rows of each micro-batch, in the cheapest way.
+
+    Args:
+        lengths: tokens of each row, at least 1.
+        padded: whether rows take the room of the longest beside them. If not, they stand one behind the other.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    _, begins = _cheapest([lengths[row] for row in order], max_tokens, padded)
+    cut = []
+    end = len(order)
+    while end:
+        cut.append(order[begins[end] : end])
+        end = begins[end]
+    return cut[::-1]
+
+
+def least_tokens(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> int:
+    """What the micro-batches of `split_rows` cost together, in tokens."""
+    return _cheapest(sorted(lengths, reverse=True), max_tokens, padded)[0][-1]
+
+
+def _cheapest(length: list[int], max_tokens: int, padded: bool) -> tuple[list[int], list[int]]:
+    """Of the first 0, 1, 2, ... rows: their least cost, and where the last micro-batch of the cheapest cut begins.
+
+    Args:
+        length: descending.
+    """
+    return _padded(length, max_tokens) if padded else _packed(length, max_tokens)
+
+
+def _packed(length: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
+    """Rows cost the same wherever they are, so the fewest micro-batches are the cheapest: each takes what it can."""
+    upto, cost, begins, first = [0, *accumulate(length)], [0], [0], 0
+    for end in range(1, len(length) + 1):
+        while first < end - 1 and upto[end] - upto[first] > max_tokens:
+            first += 1
+        cost.append(cost[first] + upto[end] - upto[first] + _FIXED_TOKENS)
+        begins.append(first)
+    return cost, begins
+
+
+def _padded(length: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
+    """The cost of a micro-batch from b to e is (e - b) length[b], and it grows less with e the greater b is: once a later b is
+    cheaper than an earlier one, it stays so. So a queue has the b that will be the cheapest, each with the e from which on it is
+    (Galil, Park 1992, https://doi.org/10.1016/0304-3975(92)90135-3)."""
+    cost, begins = [0], [0]
+    queue = deque([(1, 0)])
+
+    def takes_over(early: int, late: int) -> int:
+        """The first end for which `late` is cheaper than `early`, or `early` would have too many tokens."""
+        expiry = early + max(1, max_tokens // length[early]) + 1
+        lead = cost[late] - late * length[late] - cost[early] + early * length[early]
+        gain = length[early] - length[late]
+        if gain:
+            expiry = min(expiry, lead // gain + 1)
+        elif lead < 0:
+            expiry = late + 1
+        return max(expiry, late + 1)
+
+    for end in range(1, len(length) + 1):
+        while len(queue) > 1 and queue[1][0] <= end:
+            queue.popleft()
+        begin = queue[0][1]
+        cost.append(cost[begin] + (end - begin) * length[begin] + _FIXED_TOKENS)
+        begins.append(begin)
+        if end == len(length):
+            break
+        since = end + 1
+        while queue:
+            since = takes_over(queue[-1][1], end)
+            if since > queue[-1][0]:
+                break
+            queue.pop()
+        queue.append((since, end))
+    return cost, begins
+
+
+def shares(lengths: Sequence[int], max_tokens: int, *, padded: bool, world: int) -> list[list[int]]:
+    """The rows of each rank; some have none if there are fewer rows than ranks.
+
+    Micro-batches of neighbours in length have little padding, and small ones can be dealt out evenly. So the step is cut more
+    and more finely, each cut is dealt out longest first (Graham 1969), and so are the rows alone; of all these the best is taken.
+    Then the busiest rank gives a row away, or exchanges one for a shorter one, as long as both are less busy than it was.
+
+    Args:
+        lengths: tokens of each row.
+    """
+
+    def work(rows: Sequence[int]) -> int:
+        return least_tokens([lengths[row] for row in rows], max_tokens, padded=padded)
+
+    limits = {max_tokens} | {max(1, min(max_tokens, int(sum(lengths) / (world * parts)))) for parts in _FINER}
+    dealt = [_deal([[row] for row in range(len(lengths))], work, world)]
+    dealt += [_deal(split_rows(lengths, limit, padded=padded), work, world) for limit in sorted(limits)]
+    best = min(dealt, key=lambda each: max(work(rows) for rows in each))
+    return _rebalance(best, lengths, work)
+
+
+def _deal(parts: list[list[int]], work: Callable[[Sequence[int]], int], world: int) -> list[list[int]]:
+    """Each part, the largest first, to the rank with the least work so far."""
+    result: list[list[int]] = [[] for _ in range(world)]
+    ranks = [(0, rank) for rank in range(world)]
+    for amount, part in sorted(((work(part), part) for part in parts), key=lambda each: (-each[0], each[1])):
+        least, rank = heapq.heappop(ranks)
+        result[rank] += part
+        heapq.heappush(ranks, (least + amount, rank))
+    return result
+
+
+def _rebalance(ranks: list[list[int]], lengths: Sequence[int], work: Callable[[Sequence[int]], int]) -> list[list[int]]:
+    amounts = [work(rows) for rows in ranks]
+    for _ in range(_MOST_ROUNDS):
+        order = sorted(range(len(ranks)), key=lambda rank: (amounts[rank], rank))
+        busiest = order[-1]
+        if (amounts[busiest] * len(ranks) - sum(amounts)) * _WORTH_A_ROUND <= sum(amounts):
+            break
+        for partner in order[: min(_PARTNERS, len(order) - 1)]:
+            better = _best_move(ranks[busiest], ranks[partner], (amounts[busiest], amounts[partner]), lengths, work)
+            if better is not None:
+                ranks[busiest], ranks[partner] = better
+                amounts[busiest], amounts[partner] = work(better[0]), work(better[1])
+                break
+        else:
+            break
+    return ranks
+
+
+def _best_move(
+    busiest: list[int],
+    partner: list[int],
+    amounts: tuple[int, int],
+    lengths: Sequence[int],
+    work: Callable[[Sequence[int]], int],
+) -> tuple[list[int], list[int]] | None:
+    """Both after a row, or two rows, changed places; None if no such change leaves both less busy than the first was."""
+    for away, back in _changes(busiest, partner, (amounts[0] - amounts[1]) // 2, lengths):
+        left = [row for row in busiest if row != away] + ([back] if back >= 0 else [])
+        right = [row for row in partner if row != back] + [away]
+        if work(left) < amounts[0] and work(right) < amounts[0]:
+            return left, right
+    return None
+
+
+def _changes(busiest: list[int], partner: list[int], half: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """A few rows to give away, each with a shorter row to take for it, or -1 for none: those that move about `half` tokens."""
+    theirs = [-1, *sorted(partner, key=lambda row: (lengths[row], row))]
+    own, other = np.array([lengths[row] for row in busiest]), np.array([0, *(lengths[row] for row in theirs[1:])])
+    near = np.searchsorted(other, own - half)[:, None] + np.arange(-_NEAR, _NEAR)
+    near = near.clip(0, len(theirs) - 1)
+    moved = own[:, None] - other[near]
+    distance = np.where(moved > 0, np.abs(moved - half), max(lengths) + half)
+    bound = np.sort(distance, axis=None)[:_EXCHANGES][-1]
+    found = {
+        (int(distance[place, side]), busiest[place], theirs[near[place, side]])
+        for place, side in np.argwhere((distance <= bound) & (moved > 0)).tolist()
+    }
+    return [(away, back) for _, away, back in sorted(found)[:_EXCHANGES]]

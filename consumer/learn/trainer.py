@@ -1,0 +1,493 @@
+"""The trainer: `transformers.Trainer` with the options of `trl.GRPOConfig`, over groups that were generated elsewhere.
+
+Guarantee: callbacks, checkpoints and every option of `trl.GRPOConfig` that is neither generation nor the loss are those of
+transformers and TRL. Gradients, metrics and the adaptive entropy coefficient are those of the whole step, however it is split
+into micro-batches. With one update per batch the proximal policy is the current one, detached, so the importance factors come out
+of the loss's own forward pass; with more, one pass per batch is added. It knows no socket and no journal.
+
+A batch of transformers is a list of micro-batches here: all of an optimizer step. Private names of transformers and TRL 1.16.0
+used here, each with a test in tests/contract: `_prepare_inputs`, `_get_grad_norm`, `_get_output_dir`, `_save_checkpoint`,
+`_move_model_to_device`, `_load_optimizer_and_scheduler`, and `fused_lm_head` of TRL.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PrinterCallback, Trainer
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import add_fused_lm_head, print_prompt_completions_sample
+
+from consumer.learn import checkpoints
+from consumer.learn.adapters import AdapterFolder
+from consumer.learn.forward import (
+    Layout,
+    TokenLogprobs,
+    Tokens,
+    is_packable,
+    is_plain,
+    is_shareable,
+    lay_out,
+    spread,
+    token_logprobs,
+)
+from consumer.learn.importance import importance_factors, resolve
+from consumer.learn.loss import (
+    ACTING_ENTROPY,
+    EntropyBonus,
+    EntropyThreshold,
+    NotFiniteStep,
+    Pass,
+    ReferencePolicy,
+    metrics_of_step,
+    part_of_loss,
+    values_of,
+)
+from consumer.learn.memory import OutOfMemory, PassMemory, oom_on_all_ranks, random_state, set_random_state
+from consumer.learn.micro_batches import (
+    BatchRecipe,
+    MicroBatch,
+    Places,
+    Recorded,
+    StepSplitter,
+    loss_mask,
+    on_device,
+)
+from consumer.learn.model import is_sharded, load_policy, router_loss_coef
+from consumer.learn.statistics import (
+    Summary,
+    merged,
+    over_ranks,
+    ratio_statistics,
+    ratio_values,
+    sampled,
+    samples_of,
+)
+from consumer.prompts.tokenizer import load_tokenizer
+from consumer.ranks.exchange import ALONE, CHECK_EVERY, Ranks, RankWork, Train, check_agreement, work_of_all
+from protocol.config.run import RunConfig
+from replay.batches.cutting import CutBatch
+from replay.groups import RolloutGroup
+from replay.journal.tables import StepCut
+from replay.rewards import RewardRecipe
+
+_VOCABULARY_CHUNK = 32768  # of TRL's kernel
+_RATIO = "sampling/importance_sampling_ratio/"
+_OF_LOSS = (
+    *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
+    *("old_per_token_logps", "ref_per_token_logps"),
+)
+"""The tensors of a micro-batch that the loss takes."""
+
+
+@dataclass
+class TrainedStep:
+    """One optimizer step as the trainer knows it when it ends.
+
+    Args:
+        split: how it was split into passes, as the journal records it.
+        loss: of the whole step.
+        metrics: by TRL's names, NaN where a step has no such number; on rank 0 those of all ranks.
+        grad_norm: before clipping.
+    """
+
+    split: StepCut
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float = math.nan
+
+
+class SlipstreamTrainer(Trainer):
+    """Takes optimizer steps over batches of groups.
+
+    Args:
+        options: the run's GRPOConfig.
+        batches: iterating it yields the groups of the next optimizer steps, and blocks while there are none.
+        commit_checkpoint: is called with the step, the folder that transformers will write to and the call that writes.
+        ranks: that share the work of every step.
+        recorded: how steps were split before.
+
+    Attributes:
+        last: the last step; None before the first.
+        works: of the last step, by rank; empty for one rank.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        options: Any,
+        lora: LoraConfig,
+        model_folder: Path,
+        batches: Iterable[CutBatch],
+        commit_checkpoint: Callable[[int, Path, Callable[[], None]], None],
+        ranks: Ranks = ALONE,
+        recorded: Recorded = lambda step: None,
+    ) -> None:
+        sides = {"padding_side": "left", "truncation_side": "left"}
+        tokenizer = load_tokenizer(model_folder, trust_remote_code=options.trust_remote_code, **sides)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model = load_policy(config, options, lora, model_folder, ranks, pad_token_id=tokenizer.pad_token_id)
+        super().__init__(model=model, args=options, data_collator=list, processing_class=tokenizer)
+        self.remove_callback(PrinterCallback)  # the progress report shows the same numbers in one line
+        self.args.save_total_limit = (
+            None  # transformers would delete before the new one is committed; see CheckpointWriter
+        )
+        self._batches, self._commit_checkpoint, self._ranks = batches, commit_checkpoint, ranks
+        self._correction = resolve(config.correction)
+        self._entropy_bonus = EntropyBonus(options)
+        self._router_loss_coef = router_loss_coef(options, self.base)
+        self._is_plain = is_plain(self.base) and not (options.cast_lm_head_to_fp32 or self._router_loss_coef)
+        if not self._is_plain:
+            outputs = ("log_probs", "entropy")
+            add_fused_lm_head(self.base, options.temperature, options.cast_lm_head_to_fp32, outputs)
+        with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
+            self._packed = self._is_plain and is_packable(self.base)
+        self._reference = ReferencePolicy(model)
+        self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
+        self.reward_names = config.reward_names
+        self.recipe = self._recipe(config)
+        self.last: TrainedStep | None = None
+        self.works: list[RankWork] = []
+        self._step_loss = torch.zeros(())
+        self._summaries: list[Summary] = []  # of the micro-batches of the step in progress
+        self._unlogged: dict[str, tuple[float, int]] = {}  # sum and number of values of each metric
+        self._newest_groups: list[RolloutGroup] = []
+
+    def _recipe(self, config: RunConfig) -> BatchRecipe:
+        options, bonus = self.args, self._entropy_bonus
+        return BatchRecipe(
+            rewards=RewardRecipe.of(config, options.multi_objective_aggregation),
+            num_generations=config.sampling.num_generations,
+            max_tokens=self._splitter.tokens,
+            packed=self._packed,
+            only_advantages=options.beta == 0.0 and not bonus.is_on and options.top_entropy_quantile == 1.0,
+            keeps_all_rows=self._router_loss_coef != 0.0,
+            pad_token_id=self.processing_class.pad_token_id,
+            scale_rewards=options.scale_rewards,
+            baseline=config.advantage.baseline,
+            mask_truncated=options.mask_truncated_completions,
+            seed=config.seed,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
+            in_step=self.is_sharded,
+        )
+
+    # The model.
+
+    @property
+    def base(self) -> Any:
+        """The base model, with the adapter's layers in it."""
+        return self.model.get_base_model()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
+        return is_sharded(self.base)
+
+    def start_from(self, adapter: AdapterFolder, *, resumed: bool) -> None:
+        """Make the adapter the reference policy, and the policy unless a checkpoint has one."""
+        if not resumed:
+            adapter.load_into(self.model)
+        if self.args.beta != 0.0:
+            self._reference = ReferencePolicy(self.model, adapter.tensors)
+
+    def kept_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that lie on the device between two steps."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self._reference.tensors
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def forget_batch(self) -> None:
+        """Drop what the steps over the last batch have left on the device. No step over it follows."""
+        self._splitter.forget()
+        self._summaries = []
+        self._step_loss = self._step_loss.cpu()
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave the model where `load_policy` has put it."""
+
+    # Steps.
+
+    def get_train_dataloader(self) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of each step to come; a batch is trained `num_iterations` times. `max_steps` bounds the run."""
+        for batch in self._batches:
+            if self._ranks.world > 1 and self._ranks.rank == 0:
+                self._ranks.share(Train.of(batch))  # before this rank trains it
+            self._newest_groups = batch.groups
+            self._splitter.begin(self.recipe, batch.groups)
+            for step in range(batch.last_step - batch.num_iterations + 1, batch.last_step + 1):
+                yield self._splitter.split(step)
+
+    def training_step(self, model: Any, inputs: list[MicroBatch], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Return the loss of the whole step; its gradient is at the parameters afterwards. A step that the device has no memory
+        for is split into smaller passes, and begins anew.
+
+        Raises:
+            DeviceError: it cannot be split any smaller.
+        """
+        ranks, device, splitter = self._ranks, self.accelerator.device, self._splitter
+        memory = PassMemory(device)
+        if splitter.random_state is not None:
+            set_random_state(device, splitter.random_state)
+        drawn_from = random_state(device)
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        if ranks.world > 1 and self.state.global_step % CHECK_EVERY == 0:
+            check_agreement(ranks, self.state.global_step, trained)
+        began, waited_s = time.monotonic(), ranks.waited_s
+        while True:
+            try:
+                with self._oom_on_all_ranks():
+                    super().training_step(model, inputs, num_items_in_batch)
+                break
+            except OutOfMemory as error:
+                problem = str(error)
+            self.model.zero_grad()
+            clear_device_cache(garbage_collection=True)
+            set_random_state(device, drawn_from)
+            inputs = splitter.halve(problem)
+        passes_s = time.monotonic() - began
+        metrics = self.end_passes()
+        if ranks.world > 1:
+            for parameter in trained.values():  # one that no row of this rank went through
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
+            step_s, waited_s = time.monotonic() - began, ranks.waited_s - waited_s
+            num_tokens = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in inputs)
+            self.works[:] = work_of_all(ranks, step_s, waited_s, num_tokens)
+        split = StepCut(
+            self.state.global_step + 1, splitter.tokens, drawn_from if random_state(device) != drawn_from else None
+        )
+        metrics |= {"step_time": passes_s, "pipeline/micro_batch_tokens": float(splitter.tokens)}
+        self.last = TrainedStep(split, math.nan, metrics)
+        splitter.measured(memory.fitting_tokens(inputs, padded=not self._packed))
+        return self._step_loss.clone()
+
+    def _prepare_inputs(self, inputs: list[MicroBatch]) -> list[MicroBatch]:
+        """Add the log-probs of fixed policies, computed once per batch and kept on the device for its iterations. The rest stays
+        on the CPU until its pass."""
+        for batch in inputs:
+            with torch.no_grad():
+                if self.args.num_iterations > 1 and "old_per_token_logps" not in batch:
+                    batch["old_per_token_logps"] = self.forward_pass(batch).logprobs
+                if self.args.beta != 0.0 and "ref_per_token_logps" not in batch:
+                    with self._reference:
+                        batch["ref_per_token_logps"] = self.forward_pass(batch).logprobs
+        return inputs
+
+    def compute_loss(
+        self, model: Any, inputs: list[MicroBatch], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Return this rank's part of the loss of a step. Its gradient is that of the last micro-batch; those of the others are
+        there already."""
+        threshold = None
+        if self.args.top_entropy_quantile < 1.0 and (len(inputs) > 1 or self._ranks.world > 1):
+            with torch.no_grad(), self._oom_on_all_ranks():
+                passes = [(batch, self.forward_pass(batch)) for batch in inputs]
+            threshold = self._entropy_threshold(passes)
+        total = torch.zeros((), device=self.accelerator.device)
+        self._summaries = []
+        for number, batch in enumerate(inputs, start=1):
+            loss = self._part_of_loss(batch, threshold)
+            if number < len(inputs):
+                self.accelerator.backward(loss)
+                loss = loss.detach()
+                self.callback_handler.on_substep_end(self.args, self.state, self.control)
+            total = total + loss
+        self._step_loss = total.detach()
+        return total
+
+    def _part_of_loss(self, batch: MicroBatch, threshold: EntropyThreshold | None) -> torch.Tensor:
+        found = self.forward_pass(batch)
+        if self.args.top_entropy_quantile < 1.0 and threshold is None:  # this is all of the step
+            threshold = self._entropy_threshold([(batch, found)])
+        num_tokens, places = int(batch["num_items_in_batch"]), Places.of(loss_mask(batch))
+        tensors = {name: batch[name] for name in _OF_LOSS if name in batch} | places._asdict()
+        batch = on_device(tensors, self.accelerator.device)
+        places = Places(batch["tokens"], batch["rows"])
+        current = found.logprobs.detach()
+        factors = importance_factors(
+            self._correction,
+            current=current,
+            proximal=batch.get("old_per_token_logps", current),
+            behaviour=batch["sampling_per_token_logps"],
+            advantages=batch["advantages"],
+            mask=loss_mask(batch),
+        )
+        loss, seen = part_of_loss(
+            self.args, batch, found, factors, threshold=threshold,
+            entropy_coef=self._entropy_bonus.acting_coef, aux_loss_coef=self._router_loss_coef,
+        )  # fmt: skip
+        ratios = ratio_values(self._correction, factors, places)
+        of_tokens, of_rows = samples_of(self._correction)
+        samples = sampled(ratios, of_tokens, num_tokens) | {name: ratios[name] for name in of_rows}
+        values = {f"{_RATIO}{name}": each for name, each in ratios.items()}
+        values |= values_of(seen, places, current.shape)
+        self._summaries.append(Summary.of(values, samples))
+        return loss
+
+    def _entropy_threshold(self, passes: list[tuple[MicroBatch, Pass]]) -> EntropyThreshold:
+        device = self.accelerator.device
+        entropies = [
+            found.entropies.detach().flatten()[on_device(Places.of(loss_mask(batch))._asdict(), device)["tokens"]]
+            for batch, found in passes
+        ]
+        of_step = self._ranks.gather({"entropies": torch.cat(entropies)})["entropies"]
+        return EntropyThreshold.at(of_step.to(entropies[0]), 1 - self.args.top_entropy_quantile)
+
+    def _oom_on_all_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Handle a device without memory in the passes inside. With a sharded base one rank cannot abandon a pass alone."""
+        return contextlib.nullcontext() if self.is_sharded else oom_on_all_ranks(self._ranks)
+
+    def end_passes(self) -> dict[str, float]:
+        """Return the metrics of the passes of a step, those of the ratios on rank 0 alone, and move the adaptive entropy
+        coefficient. All ranks call it."""
+        of_step, samples = over_ranks(merged(self._summaries), self._ranks)
+        metrics = metrics_of_step({name: each for name, each in of_step.items() if not name.startswith(_RATIO)})
+        self._entropy_bonus.adapt(metrics.pop(ACTING_ENTROPY, 0.0))
+        if self._entropy_bonus.is_on:
+            metrics["entropy_coef"] = self._entropy_bonus.coef
+        else:
+            metrics.pop("policy_loss", None)  # it is the loss
+        if self._ranks.rank != 0:
+            return {}
+        ratios = {name.removeprefix(_RATIO): each for name, each in of_step.items() if name.startswith(_RATIO)}
+        statistics = ratio_statistics(self._correction, ratios, samples)
+        return metrics | {f"{_RATIO}{name}": value for name, value in statistics.items()}
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """Note loss and norm: transformers asks once per step, after the last backward pass and before the optimizer. A gradient
+        that a scaler finds infinite is its own business: it skips the step and scales down."""
+        step = self.last
+        assert step is not None
+        step.loss, step.grad_norm = float(self._step_loss), float(super()._get_grad_norm(model, grad_norm))
+        has_scaler = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
+        if not math.isfinite(step.loss) or not (math.isfinite(step.grad_norm) or has_scaler):
+            raise NotFiniteStep(step.loss, step.grad_norm)
+        return step.grad_norm
+
+    # Passes.
+
+    def forward_pass(self, batch: MicroBatch) -> Pass:
+        """Return log-probs and entropies under the present policy; 0 for tokens outside the loss."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        layout = lay_out(
+            Tokens(ids, mask, loss_mask(batch)), packed=self._packed, shareable=self._is_plain and self._is_shareable
+        )
+        layout = layout._replace(**on_device(layout.tensors, self.accelerator.device))
+        with self.accelerator.autocast():
+            if self._is_plain:
+                return Pass(*token_logprobs(self.base, layout, self._head))
+            return self._pass_by_trl(layout)
+
+    def _pass_by_trl(self, layout: Layout) -> Pass:
+        """Use the LM head that TRL gave the model, which knows the logits of models that are not plain."""
+        labels = torch.full_like(layout.ids, -100).flatten()
+        labels = labels.index_put((layout.before + 1,), layout.targets).view(layout.ids.shape)
+        has_experts = self._router_loss_coef != 0.0
+        options = {"attention_mask": layout.mask, "output_router_logits": True} if has_experts else {}
+        found = self.model(input_ids=layout.ids, labels=labels, fused_lm_head=True, **options)
+        logprobs, entropies = (
+            spread(torch.nn.functional.pad(values, (0, 1)).flatten()[layout.before], layout)
+            for values in (found.log_probs, found.entropy)
+        )
+        return Pass(logprobs, entropies, found.aux_loss if has_experts else None)
+
+    @functools.cached_property
+    def _is_shareable(self) -> bool:
+        """Asked at the first pass, when transformers has switched gradient checkpointing on."""
+        return is_shareable(self.base)
+
+    def _head(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply TRL's kernel where Triton runs, ours elsewhere."""
+        temperature = self.args.temperature
+        if not hidden.is_cuda:
+            logprobs, entropies = TokenLogprobs.apply(
+                hidden, weight, bias, targets, temperature, self._entropy_bonus.is_on
+            )
+            return logprobs, entropies
+        logprobs, entropies, *_ = ChunkedLogProbFunction.apply(
+            hidden, weight, bias, targets, temperature, _VOCABULARY_CHUNK, None, 1.0, ("log_probs", "entropy")
+        )
+        return logprobs, entropies
+
+    # Logs and checkpoints.
+
+    def add_to_log(self, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of a step to the means that the next log has."""
+        for name, value in numbers.items():
+            total, count = self._unlogged.get(name, (0.0, 0))
+            self._unlogged[name] = (total, count) if math.isnan(value) else (total + value, count + 1)
+
+    def log(self, logs: dict[str, float | None], start_time: float | None = None) -> None:
+        """Log these and the means of all numbers since the last log; None for NaN, which trackers refuse."""
+        logs |= {name: total / count if count else None for name, (total, count) in self._unlogged.items()}
+        self._unlogged.clear()
+        super().log(logs, start_time)
+        if self.args.log_completions:
+            self._log_completions()
+
+    def log_now(self, numbers: Mapping[str, float]) -> None:
+        """Send these to every tracker at once, beside the numbers of steps."""
+        super().log(dict(numbers))
+
+    def _log_completions(self) -> None:
+        """Print some completions of the newest batch, write all to a parquet file, and send them to trackers, as TRL does."""
+        groups, step, tokenizer = self._newest_groups, self.state.global_step, self.processing_class
+        table: dict[str, list[Any]] = {"step": [], "prompt": [], "completion": []}
+        for group in groups:
+            ids = [group.completion_ids[group.last_record(number)] for number in range(group.num_completions)]
+            table["step"] += [step] * len(ids)
+            table["prompt"] += [tokenizer.decode(group.prompt_ids)] * len(ids)
+            table["completion"] += tokenizer.batch_decode(ids)
+        rewards = {
+            name: [value for group in groups for value in group.rewards[:, column].tolist()]
+            for column, name in enumerate(self.reward_names)
+        }
+        advantages = self.recipe.advantages_of(groups).tolist() if groups else []
+        shown = self.args.num_completions_to_print
+        print_prompt_completions_sample(table["prompt"], table["completion"], rewards, advantages, step, shown)
+        rows = Dataset.from_dict(table | rewards | {"advantage": advantages})
+        folder = Path(self.args.output_dir) / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        rows.to_parquet(folder / f"completions_{step:05d}.parquet")
+        frame = rows.to_pandas()
+        if self.args.log_unique_prompts:
+            frame = frame.drop_duplicates("prompt")
+        for name in {"wandb", "trackio"} & set(self.args.report_to):
+            tracker = __import__(name)
+            if name == "trackio" or tracker.run is not None:
+                tracker.log({"completions": tracker.Table(dataframe=frame)})
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where transformers writes checkpoints; they are moved from there when they are complete."""
+        return str(checkpoints.staging(Path(self.args.output_dir)))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        staged, write = Path(self._get_output_dir(trial)) / f"checkpoint-{step}", super()._save_checkpoint
+
+        def whole() -> None:
+            write(model, trial)
+            self._entropy_bonus.save(staged)
+
+        self._commit_checkpoint(step, staged, whole)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._entropy_bonus.load(Path(checkpoint))

@@ -1,0 +1,134 @@
+"""Every layout of the forward pass gives the log-probs, entropies and gradients of the plain one, compared in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from consumer.learn import forward
+from consumer.learn.forward import Layout, TokenLogprobs, Tokens, is_plain, is_shareable, lay_out, token_logprobs
+from tests.integration.models import build_model
+
+TEMPERATURE = 0.8
+TOLERANCE = (
+    1e-11  # of float64: log-probs come within some 1e-14 of each other, gradients within that share of the largest
+)
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [0, 4, 5], [4, 5]]  # of which one begins with the id that pads
+ROWS = [(0, [11, 12, 13]), (1, [14]), (0, [15, 16, 17, 18, 19]), (2, [20, 21]), (0, [22, 23]), (1, [24, 25, 26])]
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def tokens(prompts: list[list[int]] = PROMPTS) -> Tokens:
+    width = max(map(len, prompts))
+    ids, mask = torch.zeros(len(ROWS), width + 5, dtype=torch.long), torch.zeros(len(ROWS), width + 5, dtype=torch.long)
+    for i, (prompt, completion) in enumerate(ROWS):
+        row = prompts[prompt] + completion
+        start = width - len(prompts[prompt])
+        ids[i, start : start + len(row)] = torch.tensor(row)
+        mask[i, start : start + len(row)] = 1
+    return Tokens(ids, mask, mask[:, -5:])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).get_base_model().double()
+
+
+def head(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return TokenLogprobs.apply(*inputs, TEMPERATURE, True)
+
+
+def plain(model: Any, rows: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row alone, from the whole logits."""
+    logprobs, entropies = torch.zeros(len(ROWS), 5), torch.zeros(len(ROWS), 5)
+    for i in range(len(ROWS)):
+        ids = rows.ids[i][rows.mask[i].bool()][None]
+        count = int(rows.in_loss[i].sum())
+        log_p = (model(input_ids=ids).logits[0, -count - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        logprobs[i, :count] = log_p.gather(1, ids[0, -count:, None])[:, 0]
+        entropies[i, :count] = -(log_p.exp() * log_p).sum(-1)
+    return logprobs, entropies
+
+
+def gradient(model: Any, values: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    model.zero_grad()
+    weights = torch.arange(30.0).view(6, 5).sin()
+    (values[0] * weights + values[1] * weights.square()).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS, [[3, 4, 5], [5, 6, 7], [3, 4, 9]]], ids=["prompts of any length", "of one length"]
+)
+@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+def test_log_probs_entropies_and_gradients(
+    model: Any, monkeypatch: pytest.MonkeyPatch, layout: Callable[[Tokens], Layout], prompts: list[list[int]]
+) -> None:
+    """Packed rows go through SDPA here, which is exact and slow; in production only attention kernels of varying length."""
+    rows = tokens(prompts)
+    ours, theirs = token_logprobs(model, layout(rows), head), plain(model, rows)
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+    expected = gradient(model, theirs)
+    largest = expected.abs().max().item()
+    assert largest > 1e-2
+    torch.testing.assert_close(gradient(model, ours), expected, atol=TOLERANCE * largest, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+def test_the_embedding_of_the_id_that_pads_does_not_matter(model: Any, layout: Callable[[Tokens], Layout]) -> None:
+    """What nothing has trained may be anything, and 0 times NaN is NaN, in gradients too."""
+    rows = tokens([[3, 4, 5, 6, 7, 8, 9], [2, 4, 5], [4, 5]])
+    values = token_logprobs(model, layout(rows), head)
+    expected = gradient(model, values)
+
+    def spoil(_module: Any, ids: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((ids[0] == 0)[..., None], torch.nan)
+
+    with model.get_input_embeddings().register_forward_hook(spoil):
+        found = token_logprobs(model, layout(rows), head)
+        assert torch.equal(found[0], values[0])
+        assert torch.equal(gradient(model, found), expected)
+
+
+@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+def test_a_micro_batch_without_a_token_in_the_loss_has_a_gradient_of_zero(
+    model: Any, layout: Callable[[Tokens], Layout]
+) -> None:
+    rows = tokens()._replace(loss_mask=torch.zeros(6, 5))
+    values = token_logprobs(model, layout(rows), head)
+    assert not torch.stack(values).any()
+    assert not gradient(model, values).any()
+
+
+def test_prompts_are_computed_once_where_that_saves_a_fifth() -> None:
+    layout = lay_out(tokens(), shareable=True)
+    assert layout.prompts is not None
+    assert (layout.prompts.shape, layout.ids.shape) == ((3, 7), (6, 5))
+    layout = lay_out(tokens([[3], [4], [5]]), shareable=True)
+    assert (layout.prompts, layout.ids.shape) == (None, (6, 6))
+    assert lay_out(tokens()).prompts is None
+
+
+def test_no_prompts_are_shared_with_gradient_checkpointing_or_a_cache_that_forgets(model: Any, tmp_path: Path) -> None:
+    assert is_shareable(model)
+    gemma = AutoModelForCausalLM.from_pretrained(build_model("gemma3", tmp_path / "gemma"))
+    assert not is_shareable(gemma)
+    assert is_plain(gemma)
+    model.model.layers[0].gradient_checkpointing = True
+    assert not is_shareable(model)
+    model.model.layers[0].gradient_checkpointing = False
+
+
+def test_logits_that_are_more_than_the_heads_output_are_left_to_trl(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_plain(model)
+    monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
+    assert not is_plain(model)
