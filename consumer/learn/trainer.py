@@ -271,6 +271,8 @@ class SlipstreamTrainer(Trainer):
         )
         metrics |= {"step_time": passes_s, "pipeline/micro_batch_tokens": float(splitter.tokens)}
         self.last = TrainedStep(split, math.nan, metrics)
+        if ranks.rank == 0:
+            self.add_to_log(metrics)
         splitter.measured(memory.fitting_tokens(inputs, padded=not self._packed))
         return self._step_loss.clone()
 

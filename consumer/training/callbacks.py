@@ -97,7 +97,7 @@ class RunControl(TrainerCallback):
         weights, names = self.trainer.recipe.rewards.weights, self.trainer.reward_names
         of_batch = batch_metrics(batch, cut_by, weights, names)
         of_batch["policy_version"] = float(self.budget.version_at(step - 1))
-        self.trainer.add_to_log(trained.metrics | of_batch | {"wait_s": feed.wait_s})
+        self.trainer.add_to_log(of_batch | {"wait_s": feed.wait_s})
         wait_s, step_s = feed.wait_s, time.monotonic() - self._began
         effective_share = trained.metrics.get(_EFFECTIVE_SHARE)
         standing = self.connections.pipeline.observe(effective_share, wait_s / max(1e-9, wait_s + step_s))
