@@ -99,8 +99,7 @@ class RunControl(TrainerCallback):
         of_batch["policy_version"] = float(self.budget.version_at(step - 1))
         self.trainer.add_to_log(of_batch | {"wait_s": feed.wait_s})
         wait_s, step_s = feed.wait_s, time.monotonic() - self._began
-        effective_share = trained.metrics.get(_EFFECTIVE_SHARE)
-        standing = self.connections.pipeline.observe(effective_share, wait_s / max(1e-9, wait_s + step_s))
+        standing = self.connections.pipeline.observe()
         numbers = {name: value for name, value in trained.metrics.items() if not math.isnan(value)}
         numbers |= {"loss": trained.loss, "grad_norm": trained.grad_norm} | of_batch | standing
         num_tokens = sum(int(group.sampled_lengths.sum()) for group in batch.groups)
