@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["consumer.learn.trainer", "slipstream.sft.trainer"])
+@pytest.mark.parametrize("module", ["consumer.learn.trainer", "slipstream.sft"])
 def test_importing_a_trainer_does_not_import_vllm(module: str) -> None:
     """TRL imports it where it is installed, which takes seconds, memory and, with another release, a warning."""
     code = f"import sys, {module}; print('vllm' in sys.modules)"

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from consumer.learn.adapters import initial_adapter
 from consumer.learn.model import load_model
 from consumer.learn.options import build_lora
-from slipstream.export import merge as export
-from slipstream.sft.trainer import build_sft_arguments, train
+from slipstream import export as export
+from slipstream.sft import build_sft_arguments, train
 from tests.integration.models import reference_logprobs
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import run_config
