@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.plugins import use_entry_points_of_checkout
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+use_entry_points_of_checkout()
 settings.register_profile(
     "house",
     max_examples=50,

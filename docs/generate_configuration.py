@@ -22,6 +22,7 @@ from docs.trainer_section import trainer_section
 from protocol.config import library_section as rules
 from protocol.config import run as schema
 from protocol.config.rewards import (
+    AGENTS,
     SHIPPED,
     RewardModel,
     RewardService,
@@ -63,9 +64,8 @@ REWARD_OPTIONS = """\
 
 | an entry with | is scored by | in |
 |---|---|---|
-| `function` | your Python, with TRL's signature; asynchronous ones of a group are awaited together | worker processes, each \
-call in the main thread of one |
-| `builtin` | one of the functions below | the same workers |
+| `function` | your Python, with TRL's signature, or a plugin; asynchronous ones of a group are awaited together | worker \
+processes, each call in the main thread of one |
 | `model` | the logit of a sequence-classification model for prompt and completion together, as in TRL | a process of its own |
 | `url` | an HTTP service: `POST {"prompt", "completions", "completion_ids", "columns"}`, answered with \
 `{"rewards": [1.0, null, ...]}` | the producer |
@@ -75,6 +75,13 @@ zero. If a function failed for the whole group, the others count; if it failed f
 group, because their sums would not compare with the others'. A group that nothing scored is a failed lease. `None` from a
 function means *not applicable* and adds nothing to the sum, as in TRL. `slipstream reward try` shows what an entry says of real
 completions before a run.
+"""
+
+AGENT_OPTIONS = """\
+### `environment.options`
+
+Plugins of other packages have options of their own; any `agent` may have `python`, the interpreter that it runs in.
+
 """
 
 LIBRARIES = """\
@@ -243,7 +250,7 @@ def unservable(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
 
 def options_of_rewards() -> Iterator[str]:
     """What each function gives, and then the options; entries that share an option share its row."""
-    yield row("`builtin`", "score")
+    yield row("`function`", "score")
     yield "|---|---|"
     yield from (row(f"`{name}`", " ".join((options.__doc__ or "").split())) for name, options in SHIPPED.items())
     yield ""
@@ -257,6 +264,14 @@ def options_of_rewards() -> Iterator[str]:
     yield ""
 
 
+def options_of_agents() -> Iterator[str]:
+    yield row("`agent`", "option", "type", "default", "meaning")
+    yield "|---|---|---|---|---|"
+    for name, options in AGENTS.items():
+        yield from (f"| `{name}` {line}" for line in rows(options, ""))
+    yield ""
+
+
 def page() -> str:
     fields = schema.RunConfig.model_fields
     default = "`{" + ", ".join(f"{key}: {value}" for key, value in rules.LORA_DEFAULTS.items()) + "}`"
@@ -267,6 +282,8 @@ def page() -> str:
             lines += [f"## `{name}`", "", *left_out, *table(section, f"{name}.")]
         if name == "rewards":
             lines += [REWARD_OPTIONS, *options_of_rewards()]
+        if name == "environment":
+            lines += [AGENT_OPTIONS, *options_of_agents()]
     lines += [LIBRARIES, ENGINE, *reserved(rules.ENGINE_RESERVED)]
     lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
     lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]

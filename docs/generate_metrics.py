@@ -31,8 +31,8 @@ from consumer.report.steps import LearningMetrics
 from producer.endpoint.agents import Agents
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter
-from producer.environments.atropos import Atropos
 from producer.metrics import ProducerMetrics
+from producer.plugins.atropos.atropos import Atropos
 from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
 from protocol.channel.authenticator import Refusals
 from protocol.config.run import RunConfig
@@ -102,7 +102,7 @@ def producer_registry() -> CollectorRegistry:
 
 
 def _atropos() -> Atropos:
-    values = {"environment": {"atropos": True}, "serve": {"enabled": True}, "trainer": {"max_steps": 1}}
+    values = {"environment": {"agent": "atropos"}, "serve": {"enabled": True}, "trainer": {"max_steps": 1}}
     return Atropos(RunConfig.model_validate({"run_dir": "run", "model": {"path": "model"}} | values), 1, lambda: 0)
 
 

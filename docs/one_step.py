@@ -54,7 +54,7 @@ def configuration(folder: Path) -> RunConfig:
         "run_dir": str(folder / "run"),
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "dataset": {"path": str(folder / "model" / "train.jsonl")},
-        "rewards": {"functions": [{"builtin": "length_penalty"}], "num_workers": 1},
+        "rewards": {"functions": [{"function": "length_penalty"}], "num_workers": 1},
         "sampling": {"num_generations": 8, "max_completion_length": 16},
         "pipeline": {"groups_per_step": 1, "max_staleness": 0},
         "engine": {"max_model_len": 64, "max_num_seqs": 8, "enforce_eager": True},

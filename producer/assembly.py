@@ -13,12 +13,12 @@ from typing import Any
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.serving import Serving
 from producer.engine_gate import EngineGate
-from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
 from producer.gpu_turns import GpuTurns
 from producer.interfaces import Engine, LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox, TakeAgain
+from producer.plugins.atropos.atropos import Atropos
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport

@@ -229,9 +229,7 @@ async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int |
 
     section = load_config(file, overrides).environment
     if not section.is_played_outside:
-        raise ConfigError(f"{file}: environment: only verifiers and nemo_gym have rows of their own")
-    if section.nemo_gym is not None and source is None:
-        raise ConfigError("name the agent's rows: --from FILE.jsonl, which has `responses_create_params` in every line")
+        raise ConfigError(f"{file}: environment.agent: rows are those of an agent program's environment; set it")
     number = 0
     try:
         with staged(to) as partial, partial.open("w", encoding="utf-8") as stream:

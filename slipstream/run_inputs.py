@@ -48,5 +48,7 @@ class RunInputs:
     def prompts(self) -> PromptDataset:
         """The prompts of the run's dataset; `DatasetError` if it has none, or they cannot be read."""
         if self._config.environment.atropos:
-            raise DatasetError("dataset: with environment.atropos there is none, environments have their own items")
+            raise DatasetError(
+                "dataset: with environment.agent=atropos there is none, environments have their own items"
+            )
         return PromptDataset(self._config.dataset, self.model_folder, trust_remote_code=self._trusted)

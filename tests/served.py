@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.serving import Serving, listening
-from producer.environments.atropos import Atropos
+from producer.plugins.atropos.atropos import Atropos
 from protocol.config.run import RunConfig
 
 

@@ -27,7 +27,7 @@ from producer.endpoint.generation import TRAINERS_TURN, BodyOf, ClientGeneration
 from producer.endpoint.metrics import RequestOutcome
 from producer.endpoint.openai import RefusedError, ServedRequest, check_request, error_body, malformed, parse_object
 from producer.endpoint.routes import PREFIX, agent_routes, atropos_routes, generate_body, parse_generate
-from producer.environments.atropos import Atropos
+from producer.plugins.atropos.atropos import Atropos
 from protocol.config.operation import LOOPBACK_HOSTS, ServeSection
 from protocol.runtime.logs import Throttle
 

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from producer.endpoint.agents import Agents
 from producer.endpoint.openai import REASONS, Reason
 from producer.endpoint.versions import ClientLimiter
-from producer.environments.atropos import Atropos
 from producer.metrics import GENERATION_BUCKETS_S
+from producer.plugins.atropos.atropos import Atropos
 from protocol.runtime.metrics import Readings
 
 RequestOutcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
@@ -91,7 +91,7 @@ def _watch_agents(readings: Readings, agents: Agents) -> None:
 def _watch_atropos(readings: Readings, atropos: Atropos) -> None:
     readings.counters(
         "rl_producer_atropos_groups_total",
-        "Groups that environments posted (with environment.atropos, as the next), by what became of them.",
+        "Groups that environments posted (with environment.agent=atropos, as the next), by what became of them.",
         "outcome",
         lambda: atropos.outcomes,
     )

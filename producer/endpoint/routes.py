@@ -1,7 +1,7 @@
 """The requests by which agents take tasks and end episodes (docs/serving.md), and the API of Atropos' rollout server below
 `/atropos`, as far as environments use it (docs/environments.md).
 
-Guarantee: that of `producer.endpoint.agents` and `producer.environments.atropos`, over HTTP. A body is bounded before and
+Guarantee: that of `producer.endpoint.agents` and `producer.plugins.atropos.atropos`, over HTTP. A body is bounded before and
 after it is unpacked.
 """
 
@@ -25,9 +25,8 @@ from producer.endpoint.openai import (
     malformed,
     parse_object,
 )
-from producer.environments.atropos import Atropos
-from producer.environments.registrations import Registration
-from producer.environments.scored_data import ScoredData, ScoredGroups
+from producer.plugins.atropos.atropos import Atropos, Registration
+from producer.plugins.atropos.scored_data import ScoredData, ScoredGroups
 
 PREFIX = "/atropos"
 _LONGEST_REASON = 2000  # characters

@@ -19,7 +19,7 @@ from producer.endpoint.generation import ClientGeneration, ServedEngine
 from producer.endpoint.http import Endpoint
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter, ServedVersions
-from producer.environments.atropos import Atropos
+from producer.plugins.atropos.atropos import Atropos
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.operation import ServeSection
 from protocol.config.run import RunConfig

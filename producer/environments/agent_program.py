@@ -1,4 +1,4 @@
-"""The agent program that plays the environment of another library, beside the producer (`producer.environments.bridges`).
+"""The producer's side of the agent program, which plays the environment of another library (`producer.environments.program`).
 
 Guarantee: before the engine is loaded, the program has loaded its environment, or the producer ends and says why. Afterwards
 there is one such program: when it ends, its tasks fail at once and another is started, after a pause that grows while programs
@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from protocol.config.rewards import EnvironmentSection
+from protocol.config.functions import plugin_place
+from protocol.config.rewards import ENVIRONMENT_PLUGINS, EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.gpu.nvml import environment_of
 from protocol.runtime.child import KeptProcess
@@ -30,14 +31,10 @@ _START_TIMEOUT_S = 900.0  # a download of a dataset included
 _EXIT_GRACE_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_LINE_BYTES = 64 * 2**20  # a row of a dataset
-_SHOWN_BYTES = 200  # of a line that is no message
+_MAX_ERROR_BYTES = 200  # of a line that is no message
 _ROOT = Path(__file__).resolve().parents[2]
-# The folder of the run, which is the first place for `python -c`, comes after our modules are loaded: files there may have the
-# names of what they import. The Python of the environment need not know -P.
-_LOAD = (
-    "import sys; sys.path[0] = sys.argv[1]; from producer.environments.bridges import {0}, program; sys.path[0] = ''; "
-)
-_RUN = _LOAD + "program.main({0}.load)"
+# `python -c` looks in the run's folder first. Our modules come from our own, because files of the user's may have their names.
+_RUN = "import sys; sys.path[0] = sys.argv[1]; from producer.environments import program; program.main(*sys.argv[2:])"
 
 
 class _Program:
@@ -45,11 +42,12 @@ class _Program:
     it cannot be started."""
 
     def __init__(self, section: EnvironmentSection) -> None:
-        kind = "nemo_gym" if section.verifiers is None else "verifiers"
-        values = section.model_dump(include={kind, "episode_timeout_s", "max_concurrent"})
-        self._place, self._settings = f"environment.{kind}", values | values[kind]
-        python = self._settings.get("python") or sys.executable
-        command = [_found(python), "-c", _RUN.format(f"{kind}_program"), str(_ROOT)]
+        options = section.options | section.agent_options.model_dump()
+        self._settings = section.model_dump(include={"episode_timeout_s", "max_concurrent"}) | options
+        self._place = f"environment.agent: {section.agent}"
+        python = options.get("python") or sys.executable
+        folder, plugin = plugin_place(ENVIRONMENT_PLUGINS, str(section.agent), "environment.agent")
+        command = [_found(python), "-c", _RUN, str(_ROOT), folder, plugin]
         environment = os.environ | environment_of(section.gpu)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -100,7 +98,7 @@ class _Program:
             message = json.loads(line)
         if not isinstance(message, dict):
             raise ConfigError(
-                f"{self._place}: the agent program sent {line[:_SHOWN_BYTES]!r}, expected a JSON object: "
+                f"{self._place}: the agent program sent {line[:_MAX_ERROR_BYTES]!r}, expected a JSON object: "
                 "whatever the environment prints belongs on standard error"
             )
         if "problem" in message:
@@ -187,6 +185,6 @@ def _found(python: str) -> str:
     found = shutil.which(os.path.expanduser(python))
     if found is None:
         raise ConfigError(
-            f"environment.verifiers.python: {python} is no program; name the Python of a virtual environment"
+            f"environment.options.python: {python} is no program; name the Python of a virtual environment"
         )
     return found

@@ -1,4 +1,4 @@
-"""The environments of a producer: code of the user's that may block, each instance in a process of its own.
+"""The environments of a producer: code of the user's or of a plugin that may block, each instance in a process of its own.
 
 Guarantee: no call takes longer than its limit; an environment that hangs or dies is killed by its own process id and costs the
 episode that it was in, and no process outlives the daemon. Processes are started when they are needed, at most
@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from producer.environments.worker import Answer, Call
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
@@ -26,7 +28,7 @@ _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 
 
 class EnvironmentFailedError(Exception):
-    """The environment did not do what an episode needs. The text says what it did instead; the process may have ended."""
+    """The environment failed an episode. The text has the reason; the process may have ended."""
 
 
 @dataclass
@@ -39,20 +41,20 @@ class EnvironmentSession:
     is_usable: bool = True
 
     async def reset(self, columns: dict[str, Any]) -> str | list[Any] | None:
-        """Begins an episode on a row of the dataset, and returns what the environment adds to its prompt."""
+        """Begin an episode on a row of the dataset, and return the text that the environment adds to its prompt."""
         return (await self._ask(Call("reset", arguments=columns))).value  # type: ignore[no-any-return]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str | list[Any], bool]:
-        """Returns the content of the tool's message, and whether the tool failed."""
+        """Return the content of the tool's message, and whether the tool failed."""
         answer = await self._ask(Call("tool", tool, arguments))
         return answer.value, answer.raised
 
     async def reward(self) -> float | None:
-        """What `get_reward` returns for the episode."""
+        """Return the environment's own reward of the episode."""
         return (await self._ask(Call("reward"))).value  # type: ignore[no-any-return]
 
     async def describe(self) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the JSON schemas of the tools, and whether there is a `get_reward`."""
+        """Return the JSON schemas of the tools, and whether there is a `get_reward`."""
         tools, has_reward = (await self._ask(Call("describe"))).value
         return tools, has_reward
 
@@ -78,12 +80,13 @@ class EnvironmentSession:
 
 
 class EnvironmentPool:
-    """The environments of `environment.factory`, which `section` has. `tools`: JSON schemas, after the start."""
+    """Keeps the processes of `environment.factory`. `tools` has the JSON schemas of the tools after the start."""
 
     def __init__(self, section: EnvironmentSection) -> None:
         assert section.factory is not None
         self._section = section
         self._factory = section.factory
+        self._options = msgspec.json.encode(section.options).decode()
         self._environment = environment_of(section.gpu)
         self._slots = asyncio.Semaphore(section.max_concurrent)
         self._idle: list[ChildProcess] = []
@@ -91,18 +94,18 @@ class EnvironmentPool:
         self.tools: list[dict[str, Any]] = []
 
     async def start(self) -> None:
-        """Starts the first environment and asks it for the description of all. Raises ConfigError if it cannot be
-        imported or made, its tools have no schemas, or it does not fit the configuration."""
+        """Start the first environment and ask it for its tools. Raise ConfigError if it cannot be imported or made, its tools
+        have no schemas, or it does not fit the configuration."""
         try:
             async with self.session() as environment:
                 self.tools, has_reward = await environment.describe()
         except EnvironmentFailedError as error:
             raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
         if has_reward != (self._section.reward_weight is not None):
-            said = "has no get_reward; remove the weight, or add the method"
+            problem = "has no get_reward; remove the weight, or add the method"
             if has_reward:
-                said = "has get_reward; say what it weighs, e.g. 1.0"
-            raise ConfigError(f"environment.reward_weight: {self._factory} {said}")
+                problem = "has get_reward; set its weight, e.g. 1.0"
+            raise ConfigError(f"environment.reward_weight: {self._factory} {problem}")
         if self.tools and self._section.tool_parser is None:
             raise ConfigError(
                 f"environment.tool_parser: {self._factory} has tools; name vLLM's parser for the calls of this model, e.g. hermes"
@@ -113,8 +116,8 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:
-        """Holds an environment for the duration of the context. Waits for a slot. Raises EnvironmentFailedError if no
-        process can be started."""
+        """Wait for a slot and hold an environment for the duration of the context. Raise EnvironmentFailedError if no process
+        can be started."""
         async with self._slots:
             process, start_timeout_s = (self._idle.pop(), 0.0) if self._idle else (self._start(), _START_TIMEOUT_S)
             session = EnvironmentSession(process, self._section.call_timeout_s, start_timeout_s)
@@ -131,6 +134,7 @@ class EnvironmentPool:
             return self._children.start(
                 "producer.environments.worker",
                 self._factory,
+                self._options,
                 source=f"environment {self._factory}",
                 environment=self._environment,
             )

@@ -1,8 +1,8 @@
-"""One environment in a process of its own, made once and reset for every episode, as TRL does.
+"""The process of one environment, which is made once and reset for every episode, as TRL does.
 
-Guarantee: whatever the environment does short of blocking or killing the process comes back as a value or as a reason; only its
-public methods can be called as tools. Run by `producer.environments.pool` as `python -m producer.environments.worker FD
-FACTORY`.
+Guarantee: unless the environment blocks or kills the process, its result is returned as a value or as a reason. Only its public
+methods can be called as tools. `producer.environments.pool` runs it as
+`python -m producer.environments.worker FD FACTORY OPTIONS`.
 """
 
 import asyncio
@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from protocol.config.functions import load_function
+from protocol.config.functions import load_function, make_plugin
+from protocol.config.rewards import ENVIRONMENT_PLUGINS
+from protocol.config.section import is_plugin
 from protocol.errors import ConfigError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
@@ -22,8 +24,8 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request. `describe` asks for a JSON schema of each tool, and whether there is a `get_reward`; the others are what TRL's
-    trainer does with an environment."""
+    """A request. `describe` asks for a JSON schema of each tool, and for the existence of a `get_reward`; the others are the
+    calls of TRL's trainer to an environment."""
 
     kind: Literal["describe", "reset", "tool", "reward"]
     name: str = ""
@@ -39,11 +41,15 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Environment:
-    """An instance of the user's class, and the methods that may be called."""
+    """An instance of the user's class or of a plugin, and its tools."""
 
-    def __init__(self, factory: str) -> None:
+    def __init__(self, factory: str, options: dict[str, Any]) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._instance = load_function(factory, "environment.factory")()
+        self._instance = (
+            make_plugin(ENVIRONMENT_PLUGINS, factory, options, "environment.factory")
+            if is_plugin(factory)
+            else load_function(factory, "environment.factory")()
+        )
         functions = inspect.getmembers(type(self._instance), predicate=inspect.isfunction)
         self._names = {name for name, _ in functions}
         if "reset" not in self._names:
@@ -73,7 +79,7 @@ class Environment:
             return Answer(problem=raised())
 
     def _tool(self, call: Call) -> Answer:
-        """The content of the tool's message. When the tool raises, it is TRL's text for that, which the model sees."""
+        """Return the content of the tool's message. If the tool raises, it is TRL's text for that, which the model sees."""
         try:
             if call.name not in self._tools:
                 raise ValueError(f"Tool {call.name} not found.")
@@ -90,11 +96,11 @@ class Environment:
         return self._loop.run_until_complete(result)
 
 
-def main(descriptor: int, factory: str) -> None:
+def main(descriptor: int, factory: str, options: str) -> None:
     channel = WorkerChannel(descriptor)
     environment, problem = None, ""
     try:
-        environment = Environment(factory)
+        environment = Environment(factory, msgspec.json.decode(options))
     except ConfigError as error:
         problem = str(error)
     except Exception as error:
@@ -105,7 +111,7 @@ def main(descriptor: int, factory: str) -> None:
         try:
             channel.send(answer)
         except (TypeError, OverflowError, ValueError) as error:
-            channel.send(Answer(problem=f"returned what cannot be sent: {error}"))
+            channel.send(Answer(problem=f"returned a value that cannot be sent: {error}"))
 
 
 def _observation(value: Any) -> str | list[Any] | None:
@@ -124,4 +130,4 @@ def _number(value: Any) -> float | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

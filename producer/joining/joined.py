@@ -28,7 +28,7 @@ _PATHS = (
     "run_dir",
     "model.path",
     "serve.api_key_file",
-    "environment.verifiers.python",
+    "environment.options.python",
     "engine_server.adapter_dir",
     "engine_server.key_file",
     "engine_server.ca_file",

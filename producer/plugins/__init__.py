@@ -1,4 +1,4 @@
-"""Rooms that speak another project's protocol, each found by an entry point of its group.
+"""Plugins that come with Slipstream and speak another project's protocol. They are found by their entry points.
 
-Guarantee: nothing outside this room imports one of them by name; a package of somebody else can add another beside them.
+Guarantee: no other room imports a plugin by name, so another package can add one in the same way (docs/plugins.md).
 """

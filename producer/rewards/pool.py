@@ -1,9 +1,9 @@
 """The pool of rewards: it scores groups, whatever the rewards come from.
 
 Guarantee: `score` returns rewards or raises `LeaseFailure`, whatever the functions do. A reward that failed, after its
-retries, is missing and never a zero: its function is excluded for the whole group. Where it failed for some completions only,
-these completions are excluded, since a sum without it would not compare with the others'. Every failure is counted and logged
-under the name of its function, with the prompt.
+retries, is missing and never a zero: its function is excluded for the whole group. If it failed for some completions only,
+these completions are excluded, because a sum without it would not compare with the others'. Every failure is counted and logged
+under the name of its function, with the prompt. Equal failures travel to the trainer as one entry, at most `MAX_FAILURES`.
 """
 
 import asyncio
@@ -12,26 +12,43 @@ import logging
 import math
 import random
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.interfaces import Failure, LeaseFailure
-from producer.rewards.failures import RewardFailures
-from producer.rewards.processes import WorkerLostError
-from producer.rewards.sources import HttpReward, WorkerReward, sources_of
+from producer.rewards.services import HttpReward, WorkerReward, sources_of
 from producer.rewards.thinking import Thinking, scattered, view
 from producer.rewards.worker import Job, Scores
+from producer.rewards.workers import WorkerLostError
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.runtime.logs import Throttle
+from protocol.wire.messages import MissingReward
 
 logger = logging.getLogger(__name__)
 
 _SERVICE_CONCURRENCY = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-_PROMPT_SHOWN = 80
+_MAX_PROMPT_CHARS = 80
 _UNCLOSED = "the reasoning does not end (rewards.thinking.unclosed)"
+MAX_FAILURES, _MAX_PROBLEM_CHARS = 16, 500
+
+
+class RewardFailures:
+    """Collects why rewards of one group are missing."""
+
+    def __init__(self) -> None:
+        self._completions: dict[tuple[str, str, str], list[int]] = {}
+
+    def add(self, function: str, reason: str, problem: str, completions: Iterable[int] = ()) -> None:
+        """Add a failure of these completions, by number; of all if there are none."""
+        self._completions.setdefault((function, reason, problem[-_MAX_PROBLEM_CHARS:]), []).extend(completions)
+
+    def entries(self) -> tuple[MissingReward, ...]:
+        found = list(self._completions.items())[:MAX_FAILURES]
+        return tuple(MissingReward(*failure, tuple(completions)) for failure, completions in found)
 
 
 class Scored(NamedTuple):
@@ -41,7 +58,7 @@ class Scored(NamedTuple):
 
 
 class RewardObserver(Protocol):
-    """Is told of every call of a function, and of what it failed to score."""
+    """Counts every call of a function, and every completion that it failed to score."""
 
     def reward_called(self, function: str, seconds: float) -> None: ...
 
@@ -49,7 +66,7 @@ class RewardObserver(Protocol):
 
 
 class RewardPool:
-    """Every reward of the configuration, ready to score between `start` and `close`."""
+    """Scores groups with every reward of the configuration, between `start` and `close`."""
 
     def __init__(self, section: RewardsSection, observer: RewardObserver) -> None:
         self._section = section
@@ -70,7 +87,7 @@ class RewardPool:
         return sum(pool.num_idle for pool in self._pools)
 
     async def start(self) -> None:
-        """Starts all workers. Raises ConfigError if a function cannot be imported."""
+        """Start all workers. Raise ConfigError if a function cannot be imported."""
         await asyncio.gather(*(pool.start() for pool in self._pools))
 
     async def close(self) -> None:
@@ -78,20 +95,20 @@ class RewardPool:
         await asyncio.gather(*(pool.close() for pool in self._pools), *services)
 
     def read_thinking(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
-        """Prepares to read reasoning; call it before the first `score`."""
+        """Prepare to read reasoning; call it before the first `score`."""
         if self._section.reads_thinking:
             self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
     ) -> "Scored":
-        """`completions` are texts, or lists of messages where the prompt is one. Raises LeaseFailure, which names the functions
-        that failed, if nothing was scored."""
+        """Score a group. Its completions are texts, or lists of messages if the prompt is one. Raise LeaseFailure, with the
+        functions that failed, if nothing was scored."""
         started, functions = time.monotonic(), self._section.functions
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None
         if self._section.reads_thinking:
-            assert self._thinking is not None, "read_thinking comes first"
+            assert self._thinking is not None, "call read_thinking first"
             counts = self._section.counts_reasoning
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
         views = [view(self._section, function, job, reasoning) for function in functions]
@@ -119,7 +136,7 @@ class RewardPool:
         return Scored(rewards, time.monotonic() - started, failed)
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
-        """Asks every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
+        """Ask every function, in order. The workers' asynchronous functions are awaited together, as in TRL."""
         together = {
             index: source
             for index, source in enumerate(self._sources)
@@ -134,8 +151,8 @@ class RewardPool:
         return scores
 
     async def _ask_together(self, sources: dict[int, WorkerReward], jobs: list[Job]) -> dict[int, Scores]:
-        """Asks these functions in one call. If that loses its worker there are no answers, since nobody knows which function is
-        at fault, and each is asked alone."""
+        """Ask these functions in one call. If the call loses its worker, return no answers: the faulty function is unknown, so
+        each is asked alone."""
         if len(sources) < 2:
             return {}
         limits_s = [self._section.limit_s(self._section.functions[index]) for index in sources]
@@ -147,7 +164,7 @@ class RewardPool:
         return dict(zip(sources, found, strict=True))
 
     async def _ask(self, index: int, job: Job, first: "asyncio.Future[dict[int, Scores]] | None") -> Scores:
-        """Asks one function, with retries. `first` has the result of the first attempt, if there was one."""
+        """Ask one function, with retries. `first` has the result of the first attempt, if there was one."""
         function, source = self._section.functions[index], self._sources[index]
         if not job.completions:
             return Scores([])
@@ -167,13 +184,13 @@ class RewardPool:
 
     def _failed(self, function: RewardFunction, prompt: Any, count: int, reason: Failure, problem: str) -> str:
         self._observer.reward_failed(function.name, reason, count)
-        said = f"{function.place} {problem}"
-        shown = f"{count} completion{'s' if count > 1 else ''} of prompt {str(prompt)[:_PROMPT_SHOWN]!r}"
-        self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {shown} ({reason}): {said}")
-        return said
+        detail = f"{function.place} {problem}"
+        subject = f"{count} completion{'s' if count > 1 else ''} of prompt {str(prompt)[:_MAX_PROMPT_CHARS]!r}"
+        self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {subject} ({reason}): {detail}")
+        return detail
 
 
 def _pause_s(attempt: int) -> float:
-    """The pause before another attempt (1 is the first of them). It doubles each time, and half of it is random."""
+    """Return the pause before a retry (1 is the first). It doubles each time, and half of it is random."""
     longest: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

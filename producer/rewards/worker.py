@@ -1,7 +1,7 @@
 """One reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
 
-Guarantee: unless a function blocks or kills the process, its result comes back as a value or as a reason. The process is run by
-`producer.rewards.processes` as `python -m producer.rewards.worker FD SOURCES`.
+Guarantee: unless a function blocks or kills the process, its result is returned as a value or as a reason. The process is run by
+`producer.rewards.workers` as `python -m producer.rewards.worker FD SOURCES`.
 """
 
 import asyncio
@@ -17,26 +17,28 @@ from typing import Any
 import msgspec
 
 from producer.interfaces import Failure
-from protocol.config.functions import load_function
+from protocol.config.functions import load_function, make_plugin
+from protocol.config.rewards import RewardModel
 from protocol.errors import ConfigError, DeviceError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
 FLOAT32_MAX = 3.4028234663852886e38
-_PROBLEM_CHARACTERS = 500
+_MAX_PROBLEM_CHARS = 500
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 _KILLED_FIRST = "1000"  # of oom_score_adj: when the host is out of memory, a worker goes before the engine
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where a reward function comes from: the user's, by name, or one of `producer.rewards.builtin`, with its options."""
+    """The origin of a reward function: `module:function` or `file.py:function` of the user's, the name of a plugin, or the
+    folder of a model."""
 
-    function: str = ""
-    shipped: str = ""
+    place: str
     options: dict[str, Any] = {}
+    is_model: bool = False
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One group to score. The worker repeats prompt and columns for every completion, as TRL does."""
+    """A group to score. The worker repeats prompt and columns for every completion, as TRL does."""
 
     prompt: Any
     completions: list[Any]
@@ -46,8 +48,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Asks for the functions of these indexes; several only if all are asynchronous, whose limits the worker enforces. The
-    producer enforces those of the others."""
+    """A request to the functions with these indexes. There are several only if all are asynchronous: the worker enforces the
+    limits of asynchronous functions, the producer those of the others."""
 
     functions: list[int]
     jobs: list[Job]
@@ -55,7 +57,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """The scores of one function: a float per completion (NaN for missing), or why there are none."""
+    """The scores of one function: a float per completion (NaN for missing), or the reason for having none."""
 
     rewards: list[float] | None
     problem: str = ""
@@ -66,17 +68,17 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Scores of the functions of a call, in its order."""
+    """The scores of the functions of a call, in its order."""
 
     scores: list[Scores]
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """First frame of a worker: the functions that could not be made, and the indexes of those that are asynchronous."""
+    """The first frame of a worker: why functions could not be made, and the indexes of the asynchronous ones."""
 
     problems: list[str]
     asynchronous: list[int] = []
-    of_device: bool = False  # whether a GPU is one of the problems
+    of_device: bool = False  # whether a GPU caused one of the problems
 
 
 def main(descriptor: int, sources: bytes) -> None:
@@ -102,11 +104,18 @@ def main(descriptor: int, sources: bytes) -> None:
 
 
 def _function(source: Source) -> Callable[..., Any]:
-    if source.function:
-        return load_function(source.function, "rewards.functions")
-    from producer.rewards.builtin import make
+    if source.is_model:
+        from producer.rewards.builtin import reward_model
 
-    return make(source.shipped, source.options)
+        return reward_model(source.place, RewardModel.model_validate(source.options))
+    if ":" in source.place:
+        return load_function(source.place, "rewards.functions")
+    made = make_plugin("slipstream.rewards", source.place, source.options, "rewards.functions")
+    if not callable(made):
+        raise ConfigError(
+            f"rewards.functions: plugin {source.place} made a {type(made).__name__}, which is not callable"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 def _is_asynchronous(function: Callable[..., Any]) -> bool:
@@ -123,8 +132,8 @@ async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> 
         async with asyncio.timeout(limit_s) as limit:
             scores = checked(await function(**_arguments(job)), len(job.completions))
     except Exception:
-        over = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
-        scores = over if limit.expired() else Scores(None, raised())
+        late = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
+        scores = late if limit.expired() else Scores(None, raised())
     return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
 
 
@@ -152,7 +161,7 @@ def _arguments(job: Job) -> dict[str, Any]:
 
 
 def checked(returned: Any, count: int) -> Scores:
-    """Checks what a function returned: a number, None or an exception for each completion."""
+    """Return the scores in the value that a function returned: a number, None or an exception for each completion."""
     problem = ""
     if not isinstance(returned, list | tuple):
         problem = f"returned a {type(returned).__name__}; return a list with one number or None per completion"
@@ -164,8 +173,8 @@ def checked(returned: Any, count: int) -> Scores:
     failed: dict[int, tuple[Failure, str]] = {}
     for index, reward in enumerate(returned):
         if isinstance(reward, Exception):
-            said = f"reward {index}: {reward!s:.{_PROBLEM_CHARACTERS}}"
-            failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", said
+            detail = f"reward {index}: {reward!s:.{_MAX_PROBLEM_CHARS}}"
+            failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", detail
         elif reward is not None:
             try:
                 rewards[index] = _number(reward)
@@ -183,8 +192,7 @@ def _number(reward: Any) -> float:
     try:
         value = float(reward)
     except Exception as error:
-        said = f"{error!s:.{_PROBLEM_CHARACTERS}}"
-        raise ValueError(f"of type {type(reward).__name__} is no number: {said}") from None
+        raise ValueError(f"of type {type(reward).__name__} is no number: {error!s:.{_MAX_PROBLEM_CHARS}}") from None
     if abs(value) > FLOAT32_MAX:
         raise ValueError(f"is {value}; return a finite number, or None for missing")
     return value

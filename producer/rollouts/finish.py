@@ -16,8 +16,7 @@ import numpy as np
 from producer.groups import Rollouts, group_message
 from producer.interfaces import LeaseFailure
 from producer.metrics import ProducerMetrics
-from producer.rewards.failures import RewardFailures
-from producer.rewards.pool import RewardPool
+from producer.rewards.pool import RewardFailures, RewardPool
 from producer.rollouts.engine_access import Progress
 from producer.state import Counters
 from protocol.runtime.logs import Throttle

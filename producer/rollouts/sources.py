@@ -1,7 +1,7 @@
 """Rollouts of a single turn, those that outside agents generate through the endpoint and score, and those that environments of
 Atropos post.
 
-Guarantee: as `producer.endpoint.agents` and `producer.environments.atropos`. Reward functions of the run see what agents
+Guarantee: as `producer.endpoint.agents` and `producer.plugins.atropos.atropos`. Reward functions of the run see what agents
 sampled, as they would without them; a lease for which no group of Atropos came in time goes back to the trainer.
 """
 
@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 
 from producer.endpoint.agents import Agents
-from producer.environments.atropos import Atropos
 from producer.groups import Episode, Rollouts
 from producer.interfaces import Completion, LeaseFailure
+from producer.plugins.atropos.atropos import Atropos
 from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.prompts import PromptFormat
 from protocol.wire.messages import Lease

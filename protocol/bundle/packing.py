@@ -18,7 +18,7 @@ from protocol.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, encode, req
 from protocol.bundle.sources import RunSources
 from protocol.config.data import is_local
 from protocol.config.operation import LOOPBACK_HOSTS
-from protocol.config.rewards import ATROPOS_ITEMS, VerifiersSection
+from protocol.config.rewards import ATROPOS_ITEMS, ENVIRONMENT_PLUGINS, REWARD_PLUGINS, EnvironmentSection
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
 
@@ -98,7 +98,7 @@ def _selected(given: dict[str, Any]) -> dict[str, Any]:
         if section:
             values[name] = {key: value for key, value in section.items() if keys is ALL or key in keys}
     values.get("engine", {}).pop("hf_token", None)  # each host logs in to the hub by itself
-    if given.get("environment", {}).get("atropos"):
+    if given.get("environment", {}).get("agent") == "atropos":
         values["trainer"] = {"max_steps": given["trainer"]["max_steps"]}
     rows = {"path": ATROPOS_ITEMS if "trainer" in values else _UNREAD}
     values["dataset"] = rows | values.get("dataset", {})
@@ -109,14 +109,15 @@ def _selected(given: dict[str, Any]) -> dict[str, Any]:
 
 def _secrets(values: dict[str, Any]) -> Iterator[str]:
     """Beside those that no key of ours can hold, because it names a file or an environment variable instead."""
-    environment = values.get("environment", {})
-    free = {"engine": values.get("engine", {})}
-    free["environment.verifiers.arguments"] = (environment.get("verifiers") or {}).get("arguments", {})
+    options = values.get("environment", {}).get("options", {})
+    free = {"engine": values.get("engine", {}), "environment.options": options}
+    for number, one in enumerate(_functions(values)):
+        if one.get("function"):
+            free[f"rewards.functions.{number}.options"] = one.get("options", {})
     for place, section in free.items():
         for key in _secret_keys(section, place):
             yield f"{key} looks like a secret, and those are not sent to producers; give it in the environment of each"
     urls = {f"rewards.functions.{n}.url": one.get("url") for n, one in enumerate(_functions(values))}
-    urls["environment.nemo_gym.url"] = (environment.get("nemo_gym") or {}).get("url")
     for key, url in urls.items():
         if url and _has_secret(url):
             yield f"{key} holds a secret, and those are not sent to producers; a reward service gets it by options.headers_env"
@@ -158,9 +159,9 @@ def _keep_places(shared: SharedConfig) -> None:
             shared.keep(function, "model", f"rewards.functions.{number}.model")
         if "/" in function.get("options", {}).get("python", ""):
             shared.keep(function["options"], "python", f"rewards.functions.{number}.options.python")
-    verifiers = values.get("environment", {}).get("verifiers") or {}
-    if "/" in (verifiers.get("python") or ""):
-        shared.keep(verifiers, "python", "environment.verifiers.python")
+    options = values.get("environment", {}).get("options", {})
+    if "/" in (options.get("python") or ""):
+        shared.keep(options, "python", "environment.options.python")
     if serve.get("api_key_file"):
         shared.keep(serve, "api_key_file", "serve.api_key_file")
     server = values.get("engine_server") or {}
@@ -172,7 +173,8 @@ def _keep_places(shared: SharedConfig) -> None:
             shared.keep(section, key, f"{name}.{key}")
     for place, section in (
         ("engine", values.get("engine", {})),
-        ("environment.verifiers.arguments", verifiers.get("arguments", {})),
+        ("environment.options.arguments", options.get("arguments", {})),
+        ("environment.options", options),
     ):
         for key in [key for key, value in section.items() if _names_a_place(value)]:
             shared.keep(section, key, f"{place}.{key}")
@@ -192,10 +194,10 @@ def _names_a_place(value: Any) -> bool:
 def _name_functions(values: dict[str, Any], sources: RunSources) -> None:
     for number, function in enumerate(_functions(values)):
         if function.get("function"):
-            function["function"] = sources.add_function(function["function"], f"rewards.functions.{number}")
+            function["function"] = sources.add_code(function["function"], REWARD_PLUGINS, f"rewards.functions.{number}")
     environment = values.get("environment", {})
     if environment.get("factory"):
-        environment["factory"] = sources.add_function(environment["factory"], "environment.factory")
+        environment["factory"] = sources.add_code(environment["factory"], ENVIRONMENT_PLUGINS, "environment.factory")
 
 
 def _functions(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -220,14 +222,17 @@ def pack(config: RunConfig, folder: Path) -> bytes:
 def gather(config: RunConfig, sources: RunSources) -> SharedConfig:
     """Adds the files that producers need to `sources`. Raises BundleError as `pack` does."""
     shared = share(config, sources)
-    if config.environment.verifiers is not None:
-        _add_taskset(config.environment.verifiers, sources)
+    _add_agent(config.environment, sources)
     return shared
 
 
-def _add_taskset(section: VerifiersSection, sources: RunSources) -> None:
-    """Where it is a module of the folder. What it imports is for the Python that plays it."""
+def _add_agent(section: EnvironmentSection, sources: RunSources) -> None:
+    """Add the module that the agent imports, if the folder has it. Its imports are for the Python that plays it."""
+    if section.agent is None:
+        return
+    sources.add_plugin(ENVIRONMENT_PLUGINS, section.agent, "environment.agent")
     ours = dict(sources.installed)
-    sources.add_module(section.id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower())
-    if section.python is not None:
+    if section.agent_options.module:
+        sources.add_module(section.agent_options.module)
+    if section.options.get("python"):
         sources.installed = ours

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, MOST_FILES, check_size, is_plain
-from protocol.config.functions import PACKAGES
+from protocol.config.functions import PACKAGES, plugin_module
+from protocol.config.section import is_plugin
 from protocol.errors import BundleError
 
 _CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
@@ -92,6 +93,13 @@ class RunSources:
     installed: dict[str, str] = field(default_factory=dict)
     _unread: list[tuple[str, ast.Module]] = field(default_factory=list)
 
+    def add_code(self, place: str, group: str, key: str) -> str:
+        """Add a user's function, as `add_function` does, or the package of a plugin of `group`."""
+        if not is_plugin(place):
+            return self.add_function(place, key)
+        self.add_plugin(group, place, key)
+        return place
+
     def add_function(self, spec: str, key: str) -> str:
         """A function of configuration key `key`. Returns its name as it is in the bundle: a file is named relative to the
         folder. Raises BundleError if the file is not there, lies elsewhere, or cannot be parsed."""
@@ -111,6 +119,11 @@ class RunSources:
         self._take(inside)
         self._follow()
         return f"{inside}:{name}"
+
+    def add_plugin(self, group: str, name: str, key: str) -> None:
+        """Add the package of a plugin to those that a producer has to install."""
+        if module := plugin_module(group, name):
+            self._note_installed(module, key)
 
     def add_module(self, module: str) -> bool:
         """Returns whether the folder has it. Its packages come along. Raises BundleError as `add_function` does."""

@@ -10,8 +10,8 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,57 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
 
 def load_plugin(group: str, name: str, key: str) -> Any:
     """Import the plugin that configuration key `key` names: the entry point `name` of `group`."""
+    entry = _entry_point(group, name, key)
+    try:
+        return entry.load()
+    except Exception as error:
+        raise _import_failed(f"{key}: {name}: importing {entry.value}", error) from error
+
+
+def _entry_point(group: str, name: str, key: str) -> EntryPoint:
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         raise ConfigError(
             f"{key}: no installed package has an entry point `{name}` in the group {group}; it has "
             f"{', '.join(sorted(installed)) or 'none'}. Use one of these, or install the package of the plugin"
         )
+    return installed[name]
+
+
+def make_plugin(group: str, name: str, options: dict[str, Any], key: str) -> Any:
+    """Call the plugin with its options. Raise ConfigError with the key and the reason if that fails."""
+    plugin = load_plugin(group, name, key)
     try:
-        return installed[name].load()
+        return plugin(**options)
+    except (ConfigError, DeviceError):
+        raise
     except Exception as error:
-        raise _import_failed(f"{key}: {name}: importing {installed[name].value}", error) from error
+        raise ConfigError(f"{key}: plugin {name} with these options raised {type(error).__name__}: {error}") from error
+
+
+def plugin_module(group: str, name: str) -> str | None:
+    """Return the module of an installed plugin, without importing it."""
+    return next((entry.module for entry in entry_points(group=group, name=name)), None)
+
+
+def plugin_place(group: str, name: str, key: str) -> tuple[str, str]:
+    """Return the folder that has the plugin's module or package, and the plugin as `module:name`. Nothing is imported, so that
+    another Python can load it."""
+    entry = _entry_point(group, name, key)
+    found = importlib.util.find_spec(entry.module.partition(".")[0])
+    if found is None or not (found.submodule_search_locations or found.origin):
+        raise ConfigError(f"{key}: {name}: there is no module {entry.module}; install the package of the plugin again")
+    package = [*(found.submodule_search_locations or [])] or [str(found.origin)]
+    return str(Path(package[0]).resolve().parent), f"{entry.module}:{entry.attr}"
+
+
+def check_plugin(group: str, name: str, shipped: Iterable[str], what: str) -> None:
+    """Raise ValueError with the names that are installed, unless `name` is one. `shipped` are those of Slipstream itself."""
+    known = sorted({*shipped, *entry_points(group=group).names})
+    if name not in known:
+        raise ValueError(
+            f"no installed package has a plugin `{name}` in the entry points {group}; installed: {', '.join(known)}. {what}"
+        )
 
 
 def _import_failed(what: str, error: Exception) -> ConfigError | DeviceError:

@@ -4,20 +4,23 @@ Guarantee: a section that exists is complete; an inconsistent one is refused wit
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from protocol.config.functions import check_plugin
 from protocol.config.section import (
     Count,
     HttpUrl,
-    PlaceAndName,
     Positive,
     PositiveFloat,
     PositiveSeconds,
     Problems,
     Section,
+    is_plugin,
+    option_problems,
+    place_or_plugin,
 )
 
 
@@ -36,7 +39,7 @@ class _Answer(Section):
     column: str = Field("answer", description="Dataset column with the right answer.")
     pattern: _Pattern | None = Field(
         None,
-        description="Regular expression: only what its last match says (its first group, if it has one) is looked at. A "
+        description="Regular expression: only the text of its last match (of its first group, if it has one) is compared. A "
         "completion without a match scores 0.",
     )
     time_s: PositiveSeconds = Field(
@@ -125,7 +128,9 @@ SHIPPED: dict[str, type[Section]] = {
 }
 
 
-_KINDS = ("function", "builtin", "model", "url", "posted")
+_KINDS = ("function", "model", "url", "posted")
+REWARD_PLUGINS = "slipstream.rewards"
+_Function = Annotated[str, place_or_plugin(REWARD_PLUGINS, SHIPPED)]
 _SERVICE_RETRIES = 3
 
 
@@ -156,12 +161,12 @@ class RewardService(Section):
 
 
 class RewardFunction(Section):
-    function: PlaceAndName | None = Field(
+    function: _Function | None = Field(
         None,
         description="`module:function` or `file.py:function` with TRL's signature: "
-        "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`; may be `async`.",
+        "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`; may be `async`. Or the name of a "
+        "plugin: one of those below, or of another package (docs/plugins.md).",
     )
-    builtin: str | None = Field(None, description="One of those that come with Slipstream, by name. See below.")
     model: str | None = Field(
         None,
         description="Sequence-classification model with one label, a local folder or a hub name: its logit is the reward.",
@@ -172,7 +177,7 @@ class RewardFunction(Section):
         description="What outside agents post under this name, for completions that they generate through `serve:`. With one, "
         "all completions of the run come from agents. See docs/serving.md.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a builtin, model or url. See below.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of a plugin, model or url. See below.")
     name: str = Field("", description="Name in metrics, logs and journal. Default: derived from what it is.")
     weight: float = Field(1.0, description="Weight in the sum of rewards.")
     timeout_s: PositiveSeconds | None = Field(None, description="Limit of one call. Default: `rewards.timeout_s`.")
@@ -200,13 +205,6 @@ class RewardFunction(Section):
         last = (place.path.strip("/") or place.hostname or "url") if place else given.rstrip("/")
         return values | {"name": re.sub(r"[^\w.-]", "_", re.split("[/:]", last)[-1])[:64]}
 
-    @field_validator("builtin")
-    @classmethod
-    def _is_shipped(cls, value: str | None) -> str | None:
-        if value is not None and value not in SHIPPED:
-            raise ValueError(f"there is no {value!r}; there are {', '.join(SHIPPED)}")
-        return value
-
     @field_validator("name")
     @classmethod
     def _is_a_label(cls, value: str) -> str:
@@ -218,18 +216,10 @@ class RewardFunction(Section):
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             yield f"give one of {', '.join(_KINDS)}; got {' and '.join(given) or 'none of them'}"
-        if self.kind in ("function", "posted"):
-            if self.options:
-                yield "options are for builtin, model and url; a function takes columns of the dataset"
-            return
-        try:
-            self.settings  # noqa: B018 - validates
-        except ValidationError as error:
-            problems = "; ".join(
-                f"options.{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            )
-            yield f"{problems}. {self.builtin or self.kind} takes {', '.join(self._schema.model_fields)}"
+        elif self._schema is not None:
+            yield from option_problems(self.function or self.kind, self._schema, self.options)
+        elif self.options and not (self.function and is_plugin(self.function)):
+            yield "options are for a plugin, model and url; a function of yours takes columns of the dataset"
 
     @property
     def kind(self) -> str:
@@ -237,21 +227,22 @@ class RewardFunction(Section):
 
     @property
     def place(self) -> str:
-        return self.function or self.builtin or self.model or self.posted or str(self.url)
+        return self.function or self.model or self.posted or str(self.url)
 
     @property
-    def settings(self) -> Section:
-        return self._schema.model_validate(self.options)
+    def settings(self) -> Section | None:
+        """The options, if Slipstream knows their names."""
+        return None if self._schema is None else self._schema.model_validate(self.options)
 
     @property
-    def _schema(self) -> type[Section]:
-        if self.builtin is not None:
-            return SHIPPED[self.builtin]
-        return RewardModel if self.model is not None else RewardService
+    def _schema(self) -> type[Section] | None:
+        if self.function is not None:
+            return SHIPPED.get(self.function)
+        return RewardModel if self.model is not None else RewardService if self.url is not None else None
 
     @property
     def counts_reasoning(self) -> bool:
-        return self.builtin == "reasoning_length"
+        return self._schema is ReasoningLength
 
     @property
     def attempts(self) -> int:
@@ -283,7 +274,7 @@ class RewardsSection(Section):
     timeout_s: PositiveSeconds = Field(
         30.0, description="Hard limit of one call of one function on one group; the worker is then killed and replaced."
     )
-    num_workers: Positive = Field(2, description="Reward worker processes of a producer, for functions and builtins.")
+    num_workers: Positive = Field(2, description="Reward worker processes of a producer, for functions and plugins.")
     max_memory_bytes: Annotated[int, Field(ge=2**26)] | None = Field(
         4 * 2**30,
         description="Resident memory of one such worker with its children; beyond it the worker is killed and replaced.",
@@ -341,11 +332,23 @@ REWARD_NAME = "environment"
 ATROPOS_ITEMS = "atropos"
 """`dataset.path` of a run whose prompts are the items of environments of Atropos."""
 
-_ENVIRONMENT_KINDS = ("factory", "atropos", "verifiers", "nemo_gym")
+ENVIRONMENT_PLUGINS = "slipstream.environments"
 _OF_A_FACTORY = ("tool_parser", "max_turns", "max_turn_tokens", "call_timeout_s")
 
 
-class VerifiersSection(Section):
+class AgentOptions(Section):
+    """The options of an agent that comes with Slipstream."""
+
+    posts_groups: ClassVar[bool] = False  # whether outside environments post whole groups, and no program is started
+    needs_port: ClassVar[bool] = False  # whether a server outside has to know the port of the endpoint
+
+    @property
+    def module(self) -> str | None:
+        """The module that the agent imports and that the user may have written."""
+        return None
+
+
+class VerifiersOptions(AgentOptions):
     id: str = Field(
         min_length=1,
         description="An environment of the verifiers library: the name of an installed package, or of a module in the directory "
@@ -362,8 +365,14 @@ class VerifiersSection(Section):
         "Default: the producer's own.",
     )
 
+    @property
+    def module(self) -> str:
+        return self.id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
-class NemoGymSection(Section):
+
+class NemoGymOptions(AgentOptions):
+    needs_port = True
+
     url: HttpUrl = Field(description="Agent server of NeMo Gym, whose `/run` does an episode.")
 
     @field_validator("url")
@@ -372,32 +381,39 @@ class NemoGymSection(Section):
         return value.rstrip("/").removesuffix("/run")
 
 
+class AtroposOptions(AgentOptions):
+    posts_groups = True
+
+
+AGENTS: dict[str, type[AgentOptions]] = {
+    "verifiers": VerifiersOptions,
+    "nemo_gym": NemoGymOptions,
+    "atropos": AtroposOptions,
+}
+_Factory = Annotated[str, place_or_plugin(ENVIRONMENT_PLUGINS, ())]
+
+
 class EnvironmentSection(Section):
-    factory: PlaceAndName | None = Field(
+    factory: _Factory | None = Field(
         None,
         description="`module:Class` or `file.py:Class` (or a function that makes one) by the conventions of TRL's "
         "`environment_factory`: `reset`, public methods as tools, optionally `get_reward`. `environment: module:Class` is "
-        "short for this key alone. Default: none, completions have one turn.",
+        "short for this key alone. Or the name of a plugin (docs/plugins.md). Default: none, completions have one turn.",
     )
-    atropos: bool = Field(
-        False,
-        description="Environments of Atropos generate through `serve:`, and post scored groups, which are what is trained. Their "
-        "items take the place of `dataset:`, their scores that of `rewards:`. See docs/environments.md.",
-    )
-    verifiers: VerifiersSection | None = Field(
-        None, description="An environment of the verifiers library instead; needs `serve.enabled`."
-    )
-    nemo_gym: NemoGymSection | None = Field(
+    agent: str | None = Field(
         None,
-        description="An agent of NeMo Gym instead; needs `serve.enabled`, and a `serve.port` that its model server knows.",
+        description="Plays episodes through the endpoint instead (`serve.enabled`): `verifiers`, `nemo_gym`, `atropos`, or "
+        "another plugin (docs/plugins.md). With `atropos`, outside environments post scored groups of their own items, which "
+        "take the place of `dataset:` and `rewards:`. See docs/environments.md.",
     )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the plugin. See below.")
     tool_parser: str | None = Field(
         None, description="vLLM's tool-call parser for this model, e.g. `hermes`; needed if the environment has tools."
     )
     reward_weight: float | None = Field(
         None,
         description="Weight of the environment's own reward, which becomes one more reward called `environment`. With a factory "
-        "needed exactly if it has `get_reward`; with `verifiers` and `nemo_gym` 1 unless set.",
+        "needed exactly if it has `get_reward`; with an `agent` 1 unless set.",
     )
     max_turns: Positive = Field(
         8, description="Turns of the model in one episode; the tools it asks for in the last are not run."
@@ -422,23 +438,44 @@ class EnvironmentSection(Section):
         "needed.",
     )
 
+    @field_validator("agent")
+    @classmethod
+    def _is_installed(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_plugin(ENVIRONMENT_PLUGINS, value, AGENTS, "A class of yours is an environment.factory")
+        return value
+
     def problems(self) -> Problems:
-        given = [kind for kind in _ENVIRONMENT_KINDS if getattr(self, kind)]
-        if len(given) > 1:
-            yield f"give one of {', '.join(_ENVIRONMENT_KINDS)}; got {' and '.join(given)}"
+        if self.factory and self.agent:
+            yield "give one of factory and agent"
+        elif self.agent in AGENTS:
+            yield from option_problems(self.agent, AGENTS[self.agent], self.options)
+        elif self.options and not self.agent and not (self.factory and is_plugin(self.factory)):
+            yield "options are for a plugin; remove them"
         for key in _OF_A_FACTORY if self.is_played_outside else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 hint = "; set serve.tool_call_parser" if key == "tool_parser" else ""
-                yield f"{key} is for a factory, and {given[0]} has its own ways{hint}; remove it"
+                yield f"{key} is for a factory, and {self.agent} decides that itself{hint}; remove it"
 
     @property
     def is_given(self) -> bool:
-        return any(getattr(self, kind) for kind in _ENVIRONMENT_KINDS)
+        return bool(self.factory or self.agent)
+
+    @property
+    def agent_options(self) -> AgentOptions:
+        """The options of the agent that Slipstream knows; those of other plugins are their own."""
+        schema = AGENTS.get(self.agent or "")
+        return schema.model_validate(self.options) if schema else AgentOptions()
+
+    @property
+    def atropos(self) -> bool:
+        """Whether outside environments post groups of their own items."""
+        return AGENTS.get(self.agent or "", AgentOptions).posts_groups
 
     @property
     def is_played_outside(self) -> bool:
         """Whether an agent program plays the episodes through the endpoint (docs/serving.md, "Rollouts from agents")."""
-        return self.verifiers is not None or self.nemo_gym is not None
+        return self.agent is not None and not self.atropos
 
     @property
     def own_weight(self) -> float | None:
@@ -447,9 +484,9 @@ class EnvironmentSection(Section):
 
 
 def with_atropos(values: Any) -> Any:
-    """What follows from `environment.atropos`: no dataset, the scores as the one reward, no rerolls of placeholders."""
+    """Add what follows from `environment.agent: atropos`: no dataset, the scores as the one reward, no rerolls."""
     environment = values.get("environment") if isinstance(values, dict) else None
-    if not isinstance(environment, dict) or environment.get("atropos") is not True:
+    if not isinstance(environment, dict) or environment.get("agent") != "atropos":
         return values
     derived: dict[str, dict[str, Any]] = {
         "environment": {"reward_weight": 1.0},

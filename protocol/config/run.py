@@ -270,10 +270,10 @@ def _of_agents(config: RunConfig) -> Problems:
         yield f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
     if posted and config.environment.factory is not None:
         yield f"environment: agents that post {posted} have their own; remove the section, or that reward"
-    if config.environment.nemo_gym is not None and config.serve.port == 0:
+    if config.environment.agent_options.needs_port and config.serve.port == 0:
         yield (
-            "environment.nemo_gym: its model server has to know where the policy is; set serve.port, and its base URL to "
-            "http://HOST:PORT/v1"
+            f"environment.agent: the model server of {config.environment.agent} has to know the endpoint; set serve.port, "
+            "and its base URL to http://HOST:PORT/v1"
         )
     if posted and config.evaluation is not None:
         yield f"evaluation: nobody would post {posted} for completions that producers generate; remove the section"

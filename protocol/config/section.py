@@ -10,7 +10,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from protocol.config.functions import check_plugin
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -29,6 +31,35 @@ def _place_and_name(value: str) -> str:
 
 
 PlaceAndName = Annotated[str, AfterValidator(_place_and_name)]
+
+
+def is_plugin(place: str) -> bool:
+    """Return whether `place` names a plugin by its entry point, and not code of the user's by file or module."""
+    return ":" not in place
+
+
+def place_or_plugin(group: str, shipped: Iterable[str]) -> AfterValidator:
+    """Return the validator of a key that names either code of the user's or a plugin of `group`."""
+
+    def checked(value: str) -> str:
+        if not is_plugin(value):
+            return _place_and_name(value)
+        check_plugin(group, value, shipped, "Code of yours is `module:name` or `path/to/file.py:name`")
+        return value
+
+    return AfterValidator(checked)
+
+
+def option_problems(name: str, schema: "type[Section]", options: dict[str, Any]) -> Problems:
+    """Yield one text with all that is wrong with the options of a plugin."""
+    try:
+        schema.model_validate(options)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"options.{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        )
+        yield f"{problems}. {name} takes {', '.join(schema.model_fields) or 'no options'}"
 
 
 def _http(value: str) -> str:

@@ -48,7 +48,7 @@ def write_atropos_run(folder: Path, max_steps: int) -> str:
     path = write_run(folder, "qwen2", [], "def unused(): ...", trainer=trainer)
     config = yaml.safe_load(path.read_text())
     del config["dataset"], config["rewards"]
-    path.write_text(yaml.safe_dump(config | {"environment": {"atropos": True}, "serve": {"enabled": True}}))
+    path.write_text(yaml.safe_dump(config | {"environment": {"agent": "atropos"}, "serve": {"enabled": True}}))
     return str(path)
 
 

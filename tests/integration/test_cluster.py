@@ -83,7 +83,7 @@ def test_a_ray_of_this_machine_and_a_run_that_cannot_start(tmp_path: Path) -> No
         "run_dir": "run",
         "model": {"path": str(tmp_path)},
         "dataset": {"path": "gone.jsonl"},
-        "rewards": {"functions": [{"builtin": "exact_match"}]},
+        "rewards": {"functions": [{"function": "exact_match"}]},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "-m", "slipstream", "cluster", "up", "--config", "run.yaml", "--gpus", "0"]

@@ -10,7 +10,7 @@ import yaml
 
 from examples.gsm8k.make_rows import rows
 from examples.gsm8k.task import to_prompt
-from producer.rewards.builtin import make
+from protocol.config.functions import make_plugin
 from tests.integration.examples import run_example, word_model
 
 
@@ -36,7 +36,9 @@ def test_made_rows_are_right_and_have_the_schema() -> None:
 
 def test_rewards_by_hand() -> None:
     entries = yaml.safe_load(Path("examples/gsm8k/run.yaml").read_text())["rewards"]["functions"]
-    right_answer, boxed_once = (make(entry["builtin"], entry["options"]) for entry in entries)
+    right_answer, boxed_once = (
+        make_plugin("slipstream.rewards", entry["function"], entry["options"], "rewards.functions") for entry in entries
+    )
     texts = ["so \\boxed{1,250}", "\\boxed{7} then \\boxed{$1250.00}", "1250", "\\boxed{12500}\nend"]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     assert right_answer(completions, answer=["1,250"] * 4) == [1.0, 1.0, 0.0, 0.0]

@@ -8,9 +8,8 @@ import time
 import psutil
 import pytest
 
-from producer.rewards.builtin.programs import passes
-from producer.rewards.sandbox.isolation import Limits
-from producer.rewards.sandbox.run import Sandbox
+from producer.plugins.judge.code import passes
+from producer.rewards.sandbox import Limits, Sandbox
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 

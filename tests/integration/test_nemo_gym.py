@@ -63,7 +63,7 @@ def test_episodes_are_played_recorded_and_rewarded(tmp_path: Path):
         policy, agents = ScriptedPolicy(say), Agents(("turns", "environment"))
         with agent_server(lambda row: played(place["base_url"], row)) as url:
             async with endpoint(tmp_path, policy, agents) as place["base_url"]:
-                section = EnvironmentSection.model_validate({"nemo_gym": {"url": url}})
+                section = EnvironmentSection.model_validate({"agent": "nemo_gym", "options": {"url": url}})
                 program = AgentProgram(section, place["base_url"], "")
                 await program.start()
                 playing = asyncio.create_task(program.run())
@@ -111,7 +111,9 @@ def test_the_real_servers_play_several_turns(short_dir: Path):
         policy = ScriptedPolicy(lambda messages: "two" if len(messages) == 3 else "one")
         agents = Agents(("terminated", "environment"))
         async with endpoint(short_dir, policy, agents, port=policy_port) as base_url:
-            section = EnvironmentSection.model_validate({"nemo_gym": {"url": f"http://127.0.0.1:{agent_port}"}})
+            section = EnvironmentSection.model_validate(
+                {"agent": "nemo_gym", "options": {"url": f"http://127.0.0.1:{agent_port}"}}
+            )
             program = AgentProgram(section, base_url, "")
             await program.start()
             playing = asyncio.create_task(program.run())
@@ -141,8 +143,8 @@ def free_ports(count: int) -> list[int]:
 def test_an_agent_that_is_not_there_is_said_before_the_engine_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    section = EnvironmentSection.model_validate({"nemo_gym": {"url": url}})
-    with pytest.raises(ConfigError, match=rf"environment\.nemo_gym\.url: nothing answers at {url}"):
+    section = EnvironmentSection.model_validate({"agent": "nemo_gym", "options": {"url": url}})
+    with pytest.raises(ConfigError, match=rf"environment\.options\.url: nothing answers at {url}"):
         asyncio.run(AgentProgram(section, "", "").start())
 
 
@@ -157,7 +159,7 @@ def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons:
                 [],
                 "def unused(**_): ...",
                 rewards={"functions": [{"posted": "turns", "weight": 0.0}]},
-                environment={"nemo_gym": {"url": url}},
+                environment={"agent": "nemo_gym", "options": {"url": url}},
                 serve={"enabled": True, "port": port, "max_requests": 32},
                 sampling={"num_generations": 4, "max_completion_length": 200},
                 engine={"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True},

@@ -41,7 +41,7 @@ rewards:
   num_workers: 1
   functions:
     - function: {folder}/more.py:digits
-    - builtin: exact_match
+    - function: exact_match
       weight: 2
     - function: {folder}/more.py:broken
 """)

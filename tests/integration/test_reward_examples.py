@@ -41,7 +41,7 @@ def test_a_reward_model_scores_sums(short_dir: Path) -> None:
         short_dir,
         "examples/reward_model/run.yaml",
         {
-            "rewards.functions": f'[{{model: "{judge}"}}, {{builtin: exact_match, weight: 0.0}}]',
+            "rewards.functions": f'[{{model: "{judge}"}}, {{function: exact_match, weight: 0.0}}]',
             "model.path": build_model("qwen2", short_dir / "model"),
             "dataset.path": short_dir / "sums.jsonl",
             "engine.max_model_len": 64,

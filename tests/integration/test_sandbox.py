@@ -15,10 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from producer.rewards.builtin import make
-from producer.rewards.builtin.programs import program_of
-from producer.rewards.sandbox.isolation import ENVIRONMENT, Isolation, Limits
-from producer.rewards.sandbox.run import Outcome, Sandbox
+from producer.plugins.judge.code import code, program_of
+from producer.rewards.sandbox import ENVIRONMENT, Isolation, Limits, Outcome, Sandbox
 from protocol.errors import ConfigError
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
@@ -254,7 +252,7 @@ def _last_words(processes: list[psutil.Process]) -> list[list[str]]:
 
 def test_its_end_is_the_end_of_who_started_it() -> None:
     starter = (
-        "import asyncio, sys\nfrom producer.rewards.sandbox.run import Limits, Sandbox\n"
+        "import asyncio, sys\nfrom producer.rewards.sandbox import Limits, Sandbox\n"
         "asyncio.run(Sandbox(Limits(time_s=60)).run('import time; print(1, flush=True); time.sleep(2718)'))"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
@@ -305,20 +303,20 @@ def test_where_nothing_isolates_nothing_runs(monkeypatch: pytest.MonkeyPatch, tm
     broken.write_text("raise OSError('mount: refused')")
     for place, value in (("_INSIDE", broken), ("_ISOLATED", ["--no-such-option"])):
         with monkeypatch.context() as patch:
-            patch.setattr(f"producer.rewards.sandbox.isolation.{place}", value)
+            patch.setattr(f"producer.rewards.sandbox.{place}", value)
             with pytest.raises(ConfigError, match=r"(?s)cannot hold untrusted code: .*sysctl user.max_user_namespaces"):
                 asyncio.run(Sandbox(LIMITS).check())
             with pytest.raises(ConfigError, match="Nothing was run"):
-                make("code", {})
+                code()
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(ConfigError, match=r"there is no bwrap.*apt install bubblewrap"):
-        make("code", {})
+        code()
 
 
 def test_the_reward_for_code() -> None:
     assert program_of("text\n```\nold\n```\nthen\n```python\nx = 1\n```") == "x = 1\n"
     assert program_of("x = 2") == "x = 2"
-    score = make("code", {"time_s": 5, "memory_bytes": 2**27})
+    score = code(time_s=5, memory_bytes=2**27)
     texts = [
         "```python\ndef add(a, b):\n    return a + b\n```",
         "def add(a, b):\n    return a - b",
@@ -329,7 +327,7 @@ def test_the_reward_for_code() -> None:
     ]
     tests = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
     assert asyncio.run(score(texts, tests=[tests] * 6)) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    share = make("code", {"score": "share"})
+    share = code(score="share")
     doubles = [{"input": "2\n", "output": "4"}, {"input": "3\n", "output": "6\n"}]
     assert asyncio.run(share(["print(4)", "print(2 * int(input()))"], tests=[doubles] * 2)) == [0.5, 1.0]
     assert "expected Python" in str(asyncio.run(share(["x"], tests=[3]))[0])

@@ -44,7 +44,7 @@ def section(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         verifiers["python"] = INSTALLED
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
-    return EnvironmentSection.model_validate({"verifiers": verifiers, "episode_timeout_s": 30})
+    return EnvironmentSection.model_validate({"agent": "verifiers", "options": verifiers, "episode_timeout_s": 30})
 
 
 def third_time_right(messages: list[dict[str, Any]]) -> str:
@@ -106,16 +106,16 @@ def expected(number: int) -> list[tuple[bool, str]]:
     [
         (
             {"id": "owner/no-such"},
-            r"environment\.verifiers\.id: .*python\S* has no module no_such; install the environment there",
+            r"environment\.options\.id: .*python\S* has no module no_such; install the environment there",
         ),
         (
             {"id": "doubling", "arguments": {"taskset": {"nmbers": 3}}},
-            r"environment\.verifiers\.arguments: .*'nmbers'",
+            r"environment\.options\.arguments: .*'nmbers'",
         ),
-        ({"id": "made-before"}, r"verifiers\.id: made-before was made for verifiers before 0\.4; port it to a taskset"),
+        ({"id": "made-before"}, r"options\.id: made-before was made for verifiers before 0\.4; port it to a taskset"),
         (
             {"id": "antigravity-free", "python": "/no/python"},
-            r"environment\.verifiers\.python: /no/python is no program",
+            r"environment\.options\.python: /no/python is no program",
         ),
         ({"id": "any", "python": "false"}, r"the agent program ended \(exit status 1\); its last output is above"),
     ],
@@ -126,12 +126,16 @@ def test_what_cannot_be_played_is_said_before_the_engine_is_loaded(
     (tmp_path / "made_before.py").write_text("def load_environment(): ...")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ENVIRONMENTS, ENVIRONMENTS / "standin", tmp_path))))
     with pytest.raises(ConfigError, match=said):
-        asyncio.run(AgentProgram(EnvironmentSection.model_validate({"verifiers": verifiers}), "", "").start())
+        asyncio.run(
+            AgentProgram(
+                EnvironmentSection.model_validate({"agent": "verifiers", "options": verifiers}), "", ""
+            ).start()
+        )
 
 
 def test_a_python_without_verifiers_or_with_an_old_release_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    section = EnvironmentSection.model_validate({"verifiers": {"id": "any"}})
-    where = rf"environment\.verifiers\.python: {sys.executable} has"
+    section = EnvironmentSection.model_validate({"agent": "verifiers", "options": {"id": "any"}})
+    where = rf"environment\.options\.python: {sys.executable} has"
     with pytest.raises(ConfigError, match=f"{where} no verifiers; install it"):
         asyncio.run(AgentProgram(section, "", "").start())
     (tmp_path / "verifiers.py").write_text("__version__ = '0.3.1'")
@@ -152,7 +156,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
             [],
             "def unused(**_): ...",
             rewards={"functions": [{"posted": "turns", "weight": 0.0}]},
-            environment={"verifiers": {"id": "doubling", "arguments": arguments}},
+            environment={"agent": "verifiers", "options": {"id": "doubling", "arguments": arguments}},
             serve={"enabled": True, "max_requests": 32},
             sampling={"num_generations": 4, "max_completion_length": 200},
             engine={"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True},
@@ -169,9 +173,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     daemons.append(trainer)
     trainer.wait_for(r"step 1/", beside=producer)
     commands = {child: " ".join(child.cmdline()) for child in producer.family()}
-    (program,) = [
-        child for child, said in commands.items() if "producer.environments.bridges" in said and "keeper.py" not in said
-    ]
+    (program,) = [child for child, said in commands.items() if "producer.plugins" in said and "keeper.py" not in said]
     program.kill()
     producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
     end_well(trainer, producer)

@@ -18,8 +18,8 @@ MOST_ARGUMENTS = 8  # of a constructor, without self
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 RUN_IN_A_SANDBOX = {
-    "producer.rewards.judge.judge",
-    "producer.rewards.judge.judged",
+    "producer.plugins.judge.judge",
+    "producer.plugins.judge.program_side",
 }  # where the code that a model wrote is run
 UNPICKLING = {("allow_pickle", True), ("weights_only", False)}  # of numpy.load and torch.load
 
@@ -88,7 +88,7 @@ def test_what_runs_in_a_sandbox_is_imported_nowhere_else() -> None:
     """It is read as text. One of them may import another."""
 
     def imported(file: Path) -> set[str]:
-        if file.parent == REPOSITORY / "producer/rewards/judge":
+        if file.parent == REPOSITORY / "producer/plugins/judge":
             return set()
         return {node.module or "" for node in nodes(file) if isinstance(node, ast.ImportFrom)} & RUN_IN_A_SANDBOX
 

@@ -6,7 +6,7 @@ from protocol.config.run import RunConfig
 from tests.unit.replay.builders import ledger
 
 RUN = {"run_dir": "run", "model": {"path": "model"}, "trainer": {"max_steps": 10}}
-ATROPOS = RunConfig.model_validate(RUN | {"environment": {"atropos": True}, "serve": {"enabled": True}})
+ATROPOS = RunConfig.model_validate(RUN | {"environment": {"agent": "atropos"}, "serve": {"enabled": True}})
 
 
 def test_every_placeholder_can_be_leased(tmp_path):

@@ -13,14 +13,14 @@ from protocol.errors import ConfigError
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import asynchronous, until
 
-SECTION = EnvironmentSection.model_validate({"verifiers": {"id": "x", "python": sys.executable}})
+SECTION = EnvironmentSection.model_validate({"agent": "verifiers", "options": {"id": "x", "python": sys.executable}})
 
 
 def let_it_say(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """A program that answers with this line and stays, or ends if there is none."""
     says = f"print({word!r}, flush=True)\ntime.sleep(600)" if word else ""
     program = f"import sys, time\nsys.stdin.readline()\n{says}"
-    monkeypatch.setattr(agent_program, "_RUN", program.replace("{", "{{").replace("}", "}}"))
+    monkeypatch.setattr(agent_program, "_RUN", program)
     monkeypatch.setattr(agent_program, "_EXIT_GRACE_S", 0.05)
 
 
@@ -30,7 +30,7 @@ def test_a_line_that_is_no_object_is_shown_and_ends_the_program_alone(
 ) -> None:
     let_it_say(monkeypatch, word)
     with pytest.raises(
-        ConfigError, match=r"environment\.verifiers: the agent program sent .* belongs on standard error"
+        ConfigError, match=r"environment\.agent: verifiers: the agent program sent .* belongs on standard error"
     ):
         asyncio.run(_Program.start(SECTION, {}))
 

@@ -81,7 +81,7 @@ async def test_as_many_at_once_as_there_may_be(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tools_are_described_as_transformers_describes_functions() -> None:
-    tools, has_reward = Environment(SHOP).answer(Call("describe")).value
+    tools, has_reward = Environment(SHOP, {}).answer(Call("describe")).value
     assert has_reward
     assert [tool["function"]["name"] for tool in tools] == ["buy", "die", "hang", "wait"]
     assert tools[0]["function"]["parameters"] == {
@@ -89,11 +89,11 @@ def test_tools_are_described_as_transformers_describes_functions() -> None:
         "properties": {"count": {"type": "integer", "description": "How many."}},
         "required": ["count"],
     }
-    assert Environment("tests.unit.producer.toys:Silent").answer(Call("describe")).value == [[], False]
+    assert Environment("tests.unit.producer.toys:Silent", {}).answer(Call("describe")).value == [[], False]
 
 
 def test_only_text_lists_and_finite_numbers_come_out() -> None:
-    environment = Environment(SHOP)
+    environment = Environment(SHOP, {})
     environment._instance.reset = lambda **_: 7
     assert "reset returned a int" in environment.answer(Call("reset")).problem
     environment._instance.get_reward = lambda: float("nan")
@@ -108,7 +108,7 @@ def test_only_text_lists_and_finite_numbers_come_out() -> None:
         ({"factory": "tests.unit.producer.toys:Missing"}, "has no `Missing`"),
         ({"factory": "tests.unit.producer.toys:NoReset"}, "makes a NoReset without `reset`"),
         ({"factory": "tests.unit.producer.toys:broken"}, "RuntimeError: cannot connect"),
-        ({"reward_weight": None}, "has get_reward; say what it weighs"),
+        ({"reward_weight": None}, "has get_reward; set its weight"),
         ({"factory": "tests.unit.producer.toys:Silent"}, "has no get_reward; remove the weight"),
         ({"tool_parser": None}, "has tools; name vLLM's parser"),
     ],
@@ -122,7 +122,7 @@ async def test_what_does_not_fit_is_said_at_the_start(
 
     def answer(call: Call) -> Answer:
         try:
-            return Environment(str(section(**changes).factory)).answer(call)
+            return Environment(str(section(**changes).factory), {}).answer(call)
         except Exception as error:
             return Answer(problem=f"{type(error).__name__}: {error}")
 

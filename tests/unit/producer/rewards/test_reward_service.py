@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from producer.rewards.sources import HttpReward
+from producer.rewards.services import HttpReward
 from producer.rewards.worker import Job
 from protocol.config.rewards import RewardService
 from protocol.errors import ConfigError

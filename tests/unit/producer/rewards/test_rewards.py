@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from producer.interfaces import LeaseFailure
-from producer.rewards.failures import MOST, RewardFailures
-from producer.rewards.pool import RewardPool
+from producer.rewards.pool import MAX_FAILURES, RewardFailures, RewardPool
 from producer.rewards.worker import Job, _score
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError
@@ -232,7 +231,7 @@ def test_what_failed_alike_is_said_once_within_bounds():
     for number in range(20):
         failures.add("f", "raised", f"error {number}", [number])
     found = failures.entries()
-    assert len(found) == MOST
+    assert len(found) == MAX_FAILURES
     assert found[0] == MissingReward("f", "timeout", "x" * 497 + "end", (0, 1, 2))
     assert found[1].completions == (0,)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=tuple[MissingReward, ...]) == found
@@ -254,7 +253,7 @@ def test_asynchronous_functions_wait_side_by_side_in_one_worker(rewards_of):
 def test_of_asynchronous_functions_the_one_that_hangs_is_named_whether_it_waits_or_blocks(
     rewards_of, monkeypatch, hangs
 ):
-    monkeypatch.setattr("producer.rewards.processes._ASYNC_GRACE_S", 0.1)
+    monkeypatch.setattr("producer.rewards.workers._ASYNC_GRACE_S", 0.1)
     seen = Seen()
     rewards = score(rewards_of(hangs, "asynchronous", entry={"timeout_s": 1.0}), seen)
     np.testing.assert_array_equal(rewards, [[np.nan, 0.5]] * 3)

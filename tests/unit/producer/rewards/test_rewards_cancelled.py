@@ -7,8 +7,8 @@ import pytest
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer as Played
-from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
+from producer.rewards.workers import WorkerLostError, WorkerPool
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.cancellation import cancel_at_each_wait
@@ -34,7 +34,7 @@ def pool(start_timeout_s: float = 10.0) -> WorkerPool:
 async def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
 ) -> None:
-    monkeypatch.setattr("producer.rewards.processes._LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("producer.rewards.workers._POLL_S", 0.001)
     children, workers = FakeChildren(monkeypatch, scored), pool()
     await workers.start()
 

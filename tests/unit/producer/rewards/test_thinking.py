@@ -91,9 +91,9 @@ def test_every_assistant_message_loses_its_reasoning():
 def test_the_pool_strips_counts_and_scores_what_never_ends(unclosed, last):
     made = tokenizer()
     functions = [
-        {"builtin": "exact_match"},
-        {"builtin": "exact_match", "name": "whole", "strip_thinking": False},
-        {"builtin": "reasoning_length", "options": {"per_token": 0.125}},
+        {"function": "exact_match"},
+        {"function": "exact_match", "name": "whole", "strip_thinking": False},
+        {"function": "reasoning_length", "options": {"per_token": 0.125}},
     ]
     texts = ["<think>ab</think>42", "42", "<think>4"]
 
@@ -123,7 +123,7 @@ def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards):
     functions = [
         {"function": "a:stripped"},
         {"function": "a:whole", "strip_thinking": False},
-        {"builtin": "reasoning_length"},
+        {"function": "reasoning_length"},
     ]
     rewards_section = section(*functions, thinking={"strip": True, "unclosed": unclosed})
     assert rewards_section.reads_thinking

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from producer.interfaces import Adapter, Completion, DownloadedPolicy, LeaseFailure
 from producer.metrics import ProducerMetrics
-from producer.rewards.failures import RewardFailures
-from producer.rewards.pool import Scored
+from producer.rewards.pool import RewardFailures, Scored
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.finish import Finish

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from producer.groups import Episode, Record, Rollouts
 from producer.interfaces import Completion, LeaseFailure
 from producer.metrics import ProducerMetrics
-from producer.rewards.failures import RewardFailures
-from producer.rewards.pool import Scored
+from producer.rewards.pool import RewardFailures, Scored
 from producer.rollouts.engine_access import Progress
 from producer.rollouts.finish import Finish
 from producer.state import Counters

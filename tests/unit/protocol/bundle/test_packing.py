@@ -59,26 +59,30 @@ def test_its_digest_changes_with_what_producers_need_and_with_nothing_else(folde
 
 def test_a_taskset_of_verifiers_comes_along_if_the_folder_has_it(folder: Path) -> None:
     (folder / "my_tasks.py").write_text("import verifiers, helper\n")
-    section = {"verifiers": {"id": "me/my-tasks@1.2"}}
+    section: dict[str, Any] = {"agent": "verifiers", "options": {"id": "me/my-tasks@1.2"}}
     sections: dict[str, Any] = {"rewards": {"functions": []}, "serve": {"enabled": True}}
     bundle = decode(pack(config(environment=section, **sections), folder))
     assert [file.name for file in bundle.files] == ["helper.py", "my_tasks.py", "run.yaml"]
     assert [one.module for one in bundle.requirements] == ["verifiers"]
-    section["verifiers"]["python"] = "venv/bin/python"
+    section["options"]["python"] = "venv/bin/python"
     bundle = decode(pack(config(environment=section, **sections), folder))
     assert bundle.requirements == [], "they are for that Python"
-    assert bundle.host_keys == ["environment.verifiers.python"]
-    section["verifiers"] = {"id": "installed-tasks"}
+    assert bundle.host_keys == ["environment.options.python"]
+    section["options"] = {"id": "installed-tasks"}
     assert [file.name for file in decode(pack(config(environment=section, **sections), folder)).files] == ["run.yaml"]
 
 
 @pytest.mark.parametrize(
     "sections",
     [
-        {"environment": {"atropos": True}, "rewards": {}, "dataset": {"chat_template_kwargs": {"a": 1}},
+        {"environment": {"agent": "atropos"}, "rewards": {}, "dataset": {"chat_template_kwargs": {"a": 1}},
          "serve": {"enabled": True}, "trainer": {"max_steps": 7, "beta": 0.1}},
         {"rewards": {"functions": [{"posted": "score"}]}, "serve": {"enabled": True}},
-        {"environment": {"nemo_gym": {"url": "http://gym:1/run"}}, "rewards": {}, "serve": {"enabled": True, "port": 8000}},
+        {
+            "environment": {"agent": "nemo_gym", "options": {"url": "http://gym:1/run"}},
+            "rewards": {},
+            "serve": {"enabled": True, "port": 8000},
+        },
         {"swap": {"mode": "merged"}, "evaluation": {"dataset": {"path": "held-out.jsonl"}, "metric": "exact"}},
         {"pipeline": {"max_staleness": 6}, "reroll": {"reward": "exact"}},
         {"lora": {"r": 4, "target_modules": ["lm_head"]}, "swap": {"probe_every": 0}},

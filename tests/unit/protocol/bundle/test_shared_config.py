@@ -123,20 +123,21 @@ def test_a_producer_s_configuration_is_the_trainer_s_in_what_it_computes_with(tm
         ({"model": {"path": "/models/base"}}, ["model.path"]),
         ({"model": {"path": "./base"}}, ["model.path"]),
         ({"model": {"path": "base"}}, ["model.path"]),  # a folder there
-        ({"rewards": {"functions": [{"builtin": "exact_match"}, {"model": "/judge"}]}}, ["rewards.functions.1.model"]),
+        ({"rewards": {"functions": [{"function": "exact_match"}, {"model": "/judge"}]}}, ["rewards.functions.1.model"]),
         (
-            {"rewards": {"functions": [{"builtin": "code", "options": {"python": "venv/bin/python"}}]}},
+            {"rewards": {"functions": [{"function": "code", "options": {"python": "venv/bin/python"}}]}},
             ["rewards.functions.0.options.python"],
         ),
-        ({"rewards": {"functions": [{"builtin": "code", "options": {"python": "python3"}}]}}, []),
+        ({"rewards": {"functions": [{"function": "code", "options": {"python": "python3"}}]}}, []),
         (
             {
                 "environment": {
-                    "verifiers": {"id": "x", "python": "/v/python", "arguments": {"a": {"b": "~/c"}, "n": 1}}
+                    "agent": "verifiers",
+                    "options": {"id": "x", "python": "/v/python", "arguments": {"a": {"b": "~/c"}, "n": 1}},
                 },
                 "serve": {"enabled": True},
             },
-            ["environment.verifiers.python", "environment.verifiers.arguments.a"],
+            ["environment.options.python", "environment.options.arguments.a"],
         ),
         ({"engine": {"speculative_config": {"model": "/draft"}}}, ["engine.speculative_config"]),
         ({"engine": {"x": ["file:/a"], "/b": {}}}, ["engine.x"]),
@@ -161,16 +162,26 @@ def test_what_names_a_place_on_the_host_stays_there(
     [
         ({"rewards": {"functions": [{"url": "https://me:pass@judge/score"}]}}, "rewards.functions.0.url"),
         ({"rewards": {"functions": [{"url": "https://judge/score?n=1&api_key=abc"}]}}, "rewards.functions.0.url"),
-        ({"environment": {"nemo_gym": {"url": "http://me:pass@gym"}}}, "environment.nemo_gym.url"),
+        ({"environment": {"agent": "nemo_gym", "options": {"url": "http://me:pass@gym"}}}, "environment.options.url"),
         (
-            {"environment": {"verifiers": {"id": "x", "arguments": {"judge": [{"openai_api_key": "sk-1"}]}}}},
-            "environment.verifiers.arguments.judge.0.openai_api_key",
+            {
+                "environment": {
+                    "agent": "verifiers",
+                    "options": {"id": "x", "arguments": {"judge": [{"openai_api_key": "sk-1"}]}},
+                }
+            },
+            "environment.options.arguments.judge.0.openai_api_key",
         ),
         ({"engine": {"load": {"Password": "x"}}}, "engine.load.Password"),
         *(
             (
-                {"environment": {"verifiers": {"id": "x", "arguments": {"headers": {name: value}}}}},
-                f"environment.verifiers.arguments.headers.{name}",
+                {
+                    "environment": {
+                        "agent": "verifiers",
+                        "options": {"id": "x", "arguments": {"headers": {name: value}}},
+                    }
+                },
+                f"environment.options.arguments.headers.{name}",
             )
             for name, value in {
                 "Authorization": "x",

@@ -35,7 +35,7 @@ def test_the_reward_of_the_environment_is_the_last_column() -> None:
 ATROPOS: dict[str, Any] = {
     "run_dir": "run",
     "model": {"path": "model"},
-    "environment": {"atropos": True},
+    "environment": {"agent": "atropos"},
     "serve": {"enabled": True},
     "trainer": {"max_steps": 10},
 }
@@ -48,24 +48,23 @@ def test_environments_of_atropos_need_no_dataset_and_no_reward_functions() -> No
     assert RunConfig.model_validate(derived.model_dump(mode="json")) == derived, "what --check prints can be read again"
     template = ATROPOS | {"dataset": {"chat_template_kwargs": {"enable_thinking": False}}}
     assert RunConfig.model_validate(template).dataset.chat_template_kwargs == {"enable_thinking": False}
-    weighted = ATROPOS | {"environment": {"atropos": True, "reward_weight": 0.5}}
+    weighted = ATROPOS | {"environment": {"agent": "atropos", "reward_weight": 0.5}}
     assert RunConfig.model_validate(weighted).reward_weights == (0.5,)
 
 
 def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask_for_more() -> None:
-    outside = {"verifiers": {"id": "gsm8k"}}
+    outside = {"agent": "verifiers", "options": {"id": "gsm8k"}}
     one = config(environment=outside, serve={"enabled": True}, rewards={})
     assert (one.reward_names, one.reward_weights, one.posted_rewards) == (("environment",), (1.0,), ("environment",))
     functions = [{"posted": "style", "weight": 0.0}, {"function": "rewards:exact"}]
     more = config(
-        environment={"nemo_gym": {"url": "http://127.0.0.1:11000/run"}, "reward_weight": 0.5},
+        environment={"agent": "nemo_gym", "options": {"url": "http://127.0.0.1:11000/run"}, "reward_weight": 0.5},
         serve={"enabled": True, "port": 8000},
         rewards={"functions": functions},
     )
     assert more.reward_names == ("style", "exact", "environment")
     assert (more.reward_weights, more.posted_rewards) == ((0.0, 1.0, 0.5), ("style", "environment"))
-    assert more.environment.nemo_gym is not None
-    assert more.environment.nemo_gym.url == "http://127.0.0.1:11000"
+    assert more.environment.agent_options.model_dump() == {"url": "http://127.0.0.1:11000"}
     assert RunConfig.model_validate(more.model_dump()) == more, "what --check prints can be read again"
 
 
@@ -75,8 +74,10 @@ def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask
         (BASE | {"rewards": {}}, "rewards.functions: nothing scores the completions"),
         (BASE | {"rewards": {}, "environment": "shop:Shop"}, "or set environment.reward_weight"),
         ({"serve": {}}, "serve.enabled: environments of Atropos generate through the endpoint"),
-        ({"environment": {"atropos": True, "factory": "shop:Shop"}}, "got factory and atropos"),
-        ({"environment": {"atropos": True, "verifiers": {"id": "a"}}}, "got atropos and verifiers"),
+        ({"environment": {"agent": "atropos", "factory": "shop:Shop"}}, "give one of factory and agent"),
+        ({"environment": {"agent": "atropos", "options": {"id": "a"}}}, "options.id: Extra inputs are not permitted"),
+        ({"environment": {"agent": "unheard"}}, "no installed package has a plugin `unheard`"),
+        ({"environment": {"agent": "unheard"}}, "installed: atropos, nemo_gym, verifiers"),
         ({"rewards": {"functions": [{"function": "a:b"}]}}, "rewards.functions: environments of Atropos score"),
         ({"dataset": {"path": "train.jsonl"}}, "dataset: environments of Atropos have their own items"),
         ({"dataset": {"max_prompt_tokens": 5}}, "dataset: environments of Atropos have their own items"),
@@ -85,8 +86,7 @@ def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask
         ({"reroll": {"solved_cooldown_epochs": 1}}, "reroll: environments of Atropos choose their items"),
         ({"trainer": {}}, "trainer.max_steps: needed"),
         ({"evaluation": {"dataset": {"path": "held-out"}}}, "evaluation: nobody would score"),
-        ({"environment": {"atropos": False}}, "dataset"),
-        ({"environment": {"atropos": 1}}, "dataset"),
+        ({"environment": {}}, "dataset"),
     ],
 )
 def test_what_contradicts_itself_is_refused(sections: dict[str, Any], said: str) -> None:

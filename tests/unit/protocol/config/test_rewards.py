@@ -9,8 +9,8 @@ from protocol.config.rewards import RewardFunction, RewardsSection
     ("entry", "name"),
     [
         ({"function": "a/b.py:exact"}, "exact"),
-        ({"builtin": "exact_match"}, "exact_match"),
-        ({"builtin": "exact_match", "name": "city"}, "city"),
+        ({"function": "exact_match"}, "exact_match"),
+        ({"function": "exact_match", "name": "city"}, "city"),
         ({"model": "org/Reward-7B"}, "Reward-7B"),
         ({"model": "models/my reward/"}, "my_reward"),
         ({"url": "http://127.0.0.1:8000/v1/judge"}, "judge"),
@@ -27,7 +27,7 @@ def test_defaults_follow_the_kind_and_the_section():
             "functions": [
                 {"function": "a:b"},
                 {"url": "http://x/y"},
-                {"builtin": "code", "timeout_s": 60, "retries": 0},
+                {"function": "code", "timeout_s": 60, "retries": 0},
             ],
             "timeout_s": 7,
         }

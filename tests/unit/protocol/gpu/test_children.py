@@ -7,7 +7,7 @@ import pytest
 
 from producer.environments import agent_program
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
-from producer.rewards.sources import WorkerReward, sources_of
+from producer.rewards.services import WorkerReward, sources_of
 from protocol.config.rewards import EnvironmentSection, RewardsSection
 from protocol.errors import ConfigError
 from protocol.runtime import child
@@ -65,5 +65,7 @@ async def test_environments(seen_by_children: list[str], settings: dict[str, Any
 @with_and_without
 def test_agent_programs(seen_by_children: list[str], settings: dict[str, Any], seen: str) -> None:
     with pytest.raises(ConfigError, match="seen"):
-        agent_program._Program(EnvironmentSection.model_validate({"verifiers": {"id": "x"}} | settings))
+        agent_program._Program(
+            EnvironmentSection.model_validate({"agent": "verifiers", "options": {"id": "x"}} | settings)
+        )
     assert seen_by_children == [seen]

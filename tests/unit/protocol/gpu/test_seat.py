@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from producer.rewards.sources import WorkerReward, sources_of
+from producer.rewards.services import WorkerReward, sources_of
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError, StalledError
 from protocol.gpu import memory as preview

@@ -1,22 +1,23 @@
 """Files of the user's that are called like our packages stand beside the run, and break no process that runs the user's code."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from producer.environments.agent_program import _LOAD
+from producer.environments.agent_program import rows
 from producer.environments.pool import EnvironmentPool
-from producer.rewards.processes import WorkerPool
 from producer.rewards.worker import Job, Source
+from producer.rewards.workers import WorkerPool
 from protocol.config.rewards import EnvironmentSection
+from tests.plugins import install
 from tests.unit.producer.loop import asynchronous
-from tests.unit.test_house import MODULES, PACKAGES, REPOSITORY
+from tests.unit.test_house import MODULES, PACKAGES
 
 REWARDS = "from tools import BONUS\nfrom utils import length\ndef score(completions, **_):\n"
 REWARDS += "    return [BONUS + length(each) for each in completions]\n"
 ENVIRONMENT = "from tools import BONUS\nclass Game:\n    def reset(self, **_):\n        return str(BONUS)\n"
+
+AGENT = "def load(_):\n    import tools\n    return type('Game', (), {'rows': lambda *_: [{'prompt': str(tools.BONUS)}]})()\n"
 
 
 @pytest.fixture
@@ -56,11 +57,17 @@ async def test_an_environment_imports_what_stands_beside_it(folder: Path) -> Non
 
 
 @pytest.mark.long
-def test_an_agent_program_finds_our_modules_first_and_then_the_users(folder: Path) -> None:
+@asynchronous
+async def test_an_agent_program_finds_our_modules_first_and_then_the_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "queue.py").write_text("raise RuntimeError('a file of the user\\'s was taken for one of Python\\'s')\n")
-    program = _LOAD.format("nemo_gym_program") + "import tools; print(tools.BONUS)"
-    command = [sys.executable, "-c", program, str(REPOSITORY)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "100\n"
+    place = folder / "installed"
+    install(place, "game", {"slipstream.environments": {"game": "game_plugin:load"}})
+    (place / "game_plugin.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(str(place))
+    section = EnvironmentSection.model_validate({"agent": "game"})
+    assert [row async for row in rows(section, None, "")] == [{"prompt": "100"}]
 
 
 def test_no_process_of_ours_looks_for_our_modules_in_the_users_folder() -> None:

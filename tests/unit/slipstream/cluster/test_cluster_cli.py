@@ -24,7 +24,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "run_dir": "run",
         "model": {"path": "org/model"},
         "dataset": {"path": "train.jsonl"},
-        "rewards": {"functions": [{"builtin": "exact_match"}]},
+        "rewards": {"functions": [{"function": "exact_match"}]},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "run.yaml"

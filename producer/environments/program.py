@@ -1,0 +1,139 @@
+"""The agent program: the process in which a plugin plays the episodes of another library's environment.
+
+Guarantee: it runs in a Python of its own, in which nothing of Slipstream has to be installed: this module and the plugins of
+`producer.plugins` import the standard library, each other and the library whose environments they play. Its first line on
+standard output reports that it can play, or why not. Only its messages are written there, whatever the environment prints. It
+ends with its parent, with all that it started. SIGTERM ends it with status 0.
+
+    standard input                                       standard output
+    {"kind": "play" or "rows", ...}            ->
+                                               <-        {"ready": true}, or {"problem": "..."}
+    {"base_url": ..., "key": ...}              ->        nothing; or with "rows": a row per line, then {"end": true}
+"""
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NoReturn, TextIO
+
+from producer.environments.task_loop import Environment, PolicyEndpoint, TaskLoop
+
+logger = logging.getLogger(__name__)
+
+
+class ProblemError(Exception):
+    """The environment cannot be played; the text tells the user why."""
+
+
+def row_of(task: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment's part of the task's row. Raise ProblemError if the row has none."""
+    text = task["columns"].get("task")
+    try:
+        row = json.loads(text)
+    except (TypeError, ValueError):
+        row = None
+    if not isinstance(row, dict):
+        raise ProblemError(
+            "the row has no `task` of an environment; make the dataset with `slipstream environment rows`"
+        )
+    return row
+
+
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the messages with the text of their content, or of its parts."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        found.append({"role": message["role"], "content": content if isinstance(content, str) else ""})
+    return found
+
+
+def main(folder: str, plugin: str) -> NoReturn:
+    """Run `plugin`, `module:load` with its module or package in `folder`. `load` makes the environment that settings describe, or
+    raises the problem."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")
+    logging.getLogger("producer.environments").setLevel(logging.INFO)
+    output, lines = _private_output(), _lines_of_parent()
+    settings = json.loads(lines.get())
+    try:
+        environment = _plugin(folder, plugin)(settings)
+        if settings["kind"] == "rows":
+            _send(output, {"ready": True})
+            for row in islice(environment.rows(settings["max_rows"]), settings["max_rows"]):
+                _send(output, row)
+            _send(output, {"end": True})
+            _leave(0)
+    except Exception as error:
+        logger.debug("it failed here:", exc_info=True)
+        problem = str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"
+        _send(output, {"problem": problem})
+        _leave(1)
+    _send(output, {"ready": True})
+    settings |= json.loads(lines.get())
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_play(environment, settings))
+    _leave(0)
+
+
+def _plugin(folder: str, plugin: str) -> Any:
+    """Import the plugin from `folder` and not from the run's folder, which may have files of any name. The Python of the
+    environment need not know -P."""
+    module, _, name = plugin.partition(":")
+    sys.path[0] = folder
+    load = getattr(importlib.import_module(module), name)
+    sys.path[0] = ""
+    return load
+
+
+async def _play(environment: Environment, settings: dict[str, Any]) -> None:
+    current, base_url, key = asyncio.current_task(), settings["base_url"], settings["key"]
+    assert current is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
+    endpoint = PolicyEndpoint(base_url, key, settings["max_concurrent"] + 1)
+    async with environment.playing(base_url, key):
+        slots = asyncio.Semaphore(settings["max_concurrent"])
+        await TaskLoop(endpoint, environment, slots, settings["episode_timeout_s"]).run()
+
+
+def _private_output() -> TextIO:
+    """Return standard output, and make descriptor 1 standard error."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return output
+
+
+def _lines_of_parent() -> "queue.Queue[str]":
+    """Return the lines of standard input, which nothing else reads; at its end this process and its group are killed."""
+    source = os.fdopen(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in source:
+            lines.put(line)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _send(output: TextIO, message: dict[str, Any]) -> None:
+    output.write(json.dumps(message) + "\n")
+    output.flush()
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit without waiting for threads that wait for tasks."""
+    logging.shutdown()
+    os._exit(status)

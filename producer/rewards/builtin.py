@@ -1,0 +1,242 @@
+"""Rewards that come with Slipstream. Each function here but `reward_model` is an entry point of the group `slipstream.rewards`.
+
+Guarantee: a maker returns a function with TRL's signature, or raises an exception that names what is missing. The function's
+list has an exception for a completion that it cannot score, so that the reward of that completion alone is missing. Rewards of
+texts are pure functions of text and answer. Rewards of lengths count the sampled token ids and never tokenize text again. A
+pattern that backtracks without end costs its completion `time_s` and no more; math-verify interrupts itself. Both use SIGALRM,
+which a worker's main thread allows.
+"""
+
+import math
+import re
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from protocol.config.rewards import (
+    ExactMatch,
+    FormatRegex,
+    LengthPenalty,
+    MathVerify,
+    NumericMatch,
+    ReasoningLength,
+    RewardModel,
+)
+from protocol.errors import ConfigError, DeviceError, is_device_failure
+
+Results = list[float | Exception | None]
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+
+
+def exact_match(**given: Any) -> Callable[..., Results]:
+    options = ExactMatch(**given)
+    find = _finder(options.pattern, options.time_s)
+
+    def plain(text: str) -> str:
+        return text.strip().casefold() if options.ignore_case else text.strip()
+
+    def score(text: str, answer: Any) -> float:
+        found = find(text)
+        return float(found is not None and plain(found) == plain(str(answer)))
+
+    return _with_answers(options.column, score)
+
+
+def numeric_match(**given: Any) -> Callable[..., Results]:
+    options = NumericMatch(**given)
+    find, tolerance = _finder(options.pattern, options.time_s), options.tolerance
+
+    def score(text: str, answer: Any) -> float:
+        right = last_number(str(answer))
+        if right is None:
+            raise ValueError(f"column {options.column!r} has no number: {answer!r:.80}")
+        number = last_number(find(text) or "")
+        return float(number is not None and math.isclose(number, right, rel_tol=tolerance, abs_tol=tolerance))
+
+    return _with_answers(options.column, score)
+
+
+def format_regex(**given: Any) -> Callable[..., Results]:
+    options = FormatRegex(**given)
+    pattern = re.compile(options.pattern, re.DOTALL)
+    matches = pattern.fullmatch if options.whole else pattern.search
+
+    def score(text: str) -> float:
+        with _within(options.time_s):
+            return float(matches(text) is not None)
+
+    return lambda completions, **_columns: _each(score, completions)
+
+
+def math_verify(**given: Any) -> Callable[..., Results]:
+    options = MathVerify(**given)
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            f"rewards.functions: math_verify needs the package math-verify ({error}); install it in Slipstream's checkout: "
+            "pip install '.[math]'"
+        ) from error
+    limit = {"parsing_timeout": options.time_s, "raise_on_error": True}
+
+    def score(text: str, answer: Any) -> float:
+        right = parse(str(answer), **limit) or parse(f"${answer}$", **limit)  # bare LaTeX is found between dollar signs
+        if not right:
+            raise ValueError(f"column {options.column!r} has no mathematics: {answer!r:.80}")
+        return float(verify(right, parse(text, **limit), timeout_seconds=options.time_s, raise_on_error=True))
+
+    return _with_answers(options.column, score)
+
+
+def length_penalty(**given: Any) -> Callable[..., list[float]]:
+    options = LengthPenalty(**given)
+    return lambda completion_ids, **_columns: [_penalty(options, len(ids)) for ids in completion_ids]
+
+
+def reasoning_length(**given: Any) -> Callable[..., list[float]]:
+    options = ReasoningLength(**given)
+    return lambda reasoning_tokens, **_columns: [_penalty(options, count) for count in reasoning_tokens]
+
+
+def _penalty(options: LengthPenalty, num_tokens: int) -> float:
+    return -min(options.at_most, options.per_token * max(0, num_tokens - options.free_tokens))
+
+
+def _with_answers(column: str, score: Callable[[str, Any], float]) -> Callable[..., Results]:
+    return lambda completions, **columns: _each(score, completions, column_of(columns, column))
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number of a text: 1250.5 in "it costs $1,250.50.". Its sign counts unless it is an operator ("5-3")."""
+    found = _last(_NUMBER, text)
+    if found is None:
+        return None
+    before = text[: found.start()][-1:]
+    is_operator = before.isalnum() or before in (")", "]", "}")
+    return float((found[0].lstrip("+-") if is_operator else found[0]).replace(",", ""))
+
+
+def _finder(pattern: str | None, limit_s: float) -> Callable[[str], str | None]:
+    """Return a function that finds the last match, or returns the whole text if there is no pattern."""
+    if pattern is None:
+        return lambda text: text
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def find(text: str) -> str | None:
+        with _within(limit_s):
+            found = _last(compiled, text)
+        return None if found is None else found[compiled.groups and 1] or ""
+
+    return find
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
+def text_of(completion: Any) -> str:
+    """Return the completion itself if it is a text, else the content of its last assistant message."""
+    if isinstance(completion, str):
+        return completion
+    contents = [message.get("content") for message in completion if message.get("role") == "assistant"]
+    last = contents[-1] if contents else ""
+    if isinstance(last, list):  # content in parts
+        return "".join(part.get("text", "") for part in last)
+    return last or ""
+
+
+def column_of(columns: dict[str, Any], name: str) -> list[Any]:
+    """Return the column's values, one per completion. Raise KeyError if the dataset has no such column."""
+    if name not in columns:
+        known = ", ".join(sorted(key for key in columns if key not in ("prompts", "completions", "completion_ids")))
+        raise KeyError(f"the dataset has no column {name!r}; set options.column to one of: {known}")
+    values: list[Any] = columns[name]
+    return values
+
+
+def _each(score: Callable[..., float], completions: list[Any], *columns: list[Any]) -> Results:
+    """Score the text of every completion with its values. The result of a completion that raised is its exception."""
+    results: Results = []
+    for completion, *values in zip(completions, *columns, strict=True):
+        try:
+            results.append(score(text_of(completion), *values))
+        except Exception as error:
+            results.append(error)
+    return results
+
+
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in the block when the time of a pattern is over."""
+
+    def over(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"the pattern took more than {limit_s:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, over)  # pure Python and `re` check for signals while they work
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def reward_model(path: str, options: RewardModel) -> Callable[..., list[float]]:
+    """Return a sequence-classification model as a reward, as in TRL: the logit of its one label for prompt and completion.
+
+    Conversations go through the model's own chat template. Texts are padded on the right and, where they are too long, lose their
+    beginning. A folder that is no such model raises ConfigError.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    device = "cpu" if options.gpu is None else "cuda"  # the worker's environment shows one GPU
+    try:
+        labels = AutoConfig.from_pretrained(path, revision=options.revision).num_labels
+        if labels != 1:
+            raise ValueError(f"it has {labels} labels; a reward model has 1")
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, revision=options.revision, dtype=getattr(torch, options.dtype)
+        )
+        model.eval().to(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        if is_device_failure(error):
+            raise DeviceError(
+                f"rewards.functions: model {path} does not fit on GPU {options.gpu}, or that GPU fails: {error}; end other "
+                "processes on it, or set options.gpu to another one"
+            ) from error
+        raise ConfigError(f"rewards.functions: model {path} cannot be loaded: {error}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.truncation_side = "left"
+
+    def text(prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return f"{prompt}{completion}"
+        return str(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+
+    def score_all(prompts: list[Any], completions: list[Any], **_columns: Any) -> list[float]:
+        texts = [text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        rewards: list[float] = []
+        with torch.inference_mode():
+            for start in range(0, len(texts), options.batch_size):
+                batch = tokenizer(
+                    text=texts[start : start + options.batch_size],
+                    return_tensors="pt",
+                    padding=True,
+                    padding_side="right",
+                    truncation=True,
+                    max_length=options.max_length,
+                    add_special_tokens=False,
+                ).to(device)
+                rewards += model(**batch).logits[:, 0].float().tolist()
+        return rewards
+
+    return score_all

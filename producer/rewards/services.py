@@ -1,0 +1,145 @@
+"""The sources of rewards: functions in worker processes, models in processes of their own, HTTP services.
+
+Guarantee: a source returns scores or a reason within its limit. A service gets one request per group. No redirect is followed,
+and at most `max_answer_bytes` are read. An answer of another form is a failure with that reason.
+
+    POST URL  {"prompt": ..., "completions": [...], "completion_ids": [[...]], "columns": {"answer": ...}}
+    200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from producer.interfaces import Failure
+from producer.rewards.worker import Job, Scores, Source, checked
+from producer.rewards.workers import WorkerLostError, WorkerPool
+from protocol.channel.keys import secret_line
+from protocol.config.rewards import RewardModel, RewardService, RewardsSection
+from protocol.errors import UNREADABLE, UNSENDABLE, ConfigError
+from protocol.gpu.nvml import environment_of
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
+
+_START_TIMEOUT_S = 120.0  # imports of the user's modules included
+_MODEL_START_TIMEOUT_S = 900.0  # a download included
+_MAX_ERROR_CHARS = 300
+_TRANSIENT_STATUS = {408, 425, 429}
+
+
+@dataclass(frozen=True)
+class WorkerReward:
+    """A function of a pool of workers."""
+
+    workers: WorkerPool
+    number: int
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.number in self.workers.asynchronous
+
+    async def ask(self, job: Job, limit_s: float) -> Scores:
+        try:
+            (scores,) = await self.workers.call([self.number], [job], [limit_s])
+        except WorkerLostError as error:
+            return Scores(None, str(error), error.reason)
+        return scores
+
+
+class _Answer(msgspec.Struct):
+    rewards: list[float | None]
+
+
+class HttpReward:
+    """An HTTP service. Raises ConfigError if a header's variable is not set, or its value cannot be sent as a header."""
+
+    def __init__(self, name: str, url: str, settings: RewardService) -> None:
+        self._url = url
+        self._max_answer_bytes = settings.max_answer_bytes
+        self._headers = {"Content-Type": "application/json"}
+        self._session: ClientSession | None = None
+        for header, variable in settings.headers_env.items():
+            if variable not in os.environ:
+                raise ConfigError(
+                    f"rewards.functions: {name}: header {header} needs the environment variable {variable}"
+                )
+            where = f"rewards.functions: {name}: environment variable {variable}, header {header}"
+            self._headers[header] = secret_line(os.environb[variable.encode()], where)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(self, job: Job, limit_s: float) -> Scores:
+        import aiohttp  # takes a fifth of a second, which only runs with a service spend
+
+        if self._session is None:  # aiohttp's own limit is 300 seconds, whatever `limit_s` is
+            timeout = aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        try:
+            body = await asyncio.to_thread(_body, job)
+        except UNSENDABLE as error:
+            return _failed(f"cannot be sent this group: {error}", "invalid", is_final=True)
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as response,
+            ):
+                return await self._read(response, len(job.completions))
+        except TimeoutError:
+            return _failed(f"did not answer within {limit_s:g} seconds", "timeout")
+        except (aiohttp.ClientError, OSError) as error:
+            return _failed(f"could not be reached: {error or type(error).__name__}", "unavailable")
+
+    async def _read(self, response: "ClientResponse", count: int) -> Scores:
+        content, status = bytearray(), response.status
+        async for part in response.content.iter_any():
+            content += part
+            if len(content) > self._max_answer_bytes:
+                return _failed(f"answered more than options.max_answer_bytes={self._max_answer_bytes}", "invalid")
+        if status != 200:
+            text = content[:_MAX_ERROR_CHARS].decode(errors="replace")
+            is_final = 300 <= status < 500 and status not in _TRANSIENT_STATUS
+            return _failed(f"answered with status {status}: {text}", "unavailable", is_final=is_final)
+        try:
+            answer = msgspec.json.decode(content, type=_Answer)
+        except UNREADABLE as error:
+            return _failed(f'sent another answer than {{"rewards": [...]}}: {error}', "invalid")
+        return checked(answer.rewards, count)
+
+
+def _body(job: Job) -> bytes:
+    """Encode the token ids in pieces, so that other threads run in between: msgspec holds the GIL while it encodes."""
+    ids = [msgspec.Raw(msgspec.json.encode(ids)) for ids in job.completion_ids]
+    fields = {name: getattr(job, name) for name in ("prompt", "completions", "columns")}
+    return msgspec.json.encode(fields | {"completion_ids": ids})
+
+
+def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:
+    return Scores(None, problem, reason, is_final=is_final)
+
+
+def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
+    """Return the sources of a section's functions, in their order. Functions share workers; each model has its own. Raise
+    ConfigError if a service has a header that cannot be sent."""
+    ours = {each.name: Source(each.function, each.options) for each in section.functions if each.function is not None}
+    where = environment_of(section.gpu)
+    shared = WorkerPool(ours, section.num_workers, section.max_memory_bytes, _START_TIMEOUT_S, where)
+    sources: list[WorkerReward | HttpReward] = []
+    for function in section.functions:
+        settings = function.settings
+        if isinstance(settings, RewardService):
+            sources.append(HttpReward(function.name, str(function.url), settings))
+        elif isinstance(settings, RewardModel):
+            model = {function.name: Source(str(function.model), function.options, is_model=True)}
+            count = function.concurrency or 1  # without a limit of memory, because its use is known beforehand
+            sources.append(
+                WorkerReward(WorkerPool(model, count, None, _MODEL_START_TIMEOUT_S, environment_of(settings.gpu)), 0)
+            )
+        else:
+            sources.append(WorkerReward(shared, list(ours).index(function.name)))
+    return sources

@@ -1,0 +1,96 @@
+"""The shipped rewards by hand, without a worker."""
+
+import sys
+import time
+
+import pytest
+
+from producer.rewards.builtin import last_number, text_of
+from protocol.config.functions import make_plugin
+from protocol.errors import ConfigError
+
+
+def make(name, options):
+    return make_plugin("slipstream.rewards", name, options, "rewards.functions")
+
+
+def test_exact_match():
+    texts = ["Paris", " Paris\n", "paris", "The answer is Paris"]
+    assert make("exact_match", {})(texts, answer=["Paris"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert make("exact_match", {"ignore_case": True})(texts, answer=["PARIS"] * 4) == [1.0, 1.0, 1.0, 0.0]
+    found = make("exact_match", {"pattern": r"answer is (\w+)", "column": "city"})
+    assert found(["answer is Rome. No, the answer is Paris!", "Paris"], city=["Paris", "Paris"]) == [1.0, 0.0]
+
+
+def test_a_column_that_is_not_there_is_said_with_those_that_are():
+    with pytest.raises(KeyError, match=r"no column 'answer'; set options.column to one of: level, solution"):
+        make("exact_match", {})(["x"], solution=["x"], level=[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It costs $1,250.50.", 1250.5),
+        ("5-3", 3.0),
+        ("it is -3", -3.0),
+        ("x=(2)-3", 3.0),
+        ("1,2", 2.0),
+        ("12,345 and 6", 6.0),
+        ("1e3 grams", 1000.0),
+        (".5", 0.5),
+        ("none", None),
+        ("72.", 72.0),
+        ("3/4", 4.0),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+def test_numeric_match():
+    answers = ["16 - 3 = 13\n#### 1,250"] * 4
+    texts = ["so 1250.0", "1250 apples and 3 pears", "", "about 1250.0000001"]
+    assert make("numeric_match", {})(texts, answer=answers) == [1.0, 0.0, 0.0, 1.0]
+    assert make("numeric_match", {"tolerance": 0.1})(["1300"], answer=["1250"]) == [1.0]
+    boxed = make("numeric_match", {"pattern": r"\\boxed\{([^{}]*)\}"})
+    assert boxed([r"\boxed{7} or \boxed{$1250} 3", "1250"], answer=answers[:2]) == [1.0, 0.0]
+    good, bad = make("numeric_match", {})(["1", "1"], answer=[1, "one"])
+    assert good == 1.0
+    assert "no number: 'one'" in str(bad)
+
+
+def test_format_regex_and_messages():
+    whole = make("format_regex", {"pattern": r"<a>.*</a>"})
+    assert whole(["<a>1\n2</a>", "x<a>1</a>"]) == [1.0, 0.0]
+    assert make("format_regex", {"pattern": r"<a>.*</a>", "whole": False})(["x<a>1</a>"]) == [1.0]
+    said = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
+    assert text_of([*said, {"role": "assistant", "content": "<a>4</a>"}]) == "<a>4</a>"
+    assert text_of(said[1:]) == ""
+
+
+def test_a_pattern_without_end_costs_its_completion_its_time_and_no_other():
+    started = time.monotonic()
+    slow, quick = make("format_regex", {"pattern": "(a+)+b", "time_s": 0.1})(["a" * 40, "ab"])
+    assert 0.1 <= time.monotonic() - started < 20
+    assert isinstance(slow, TimeoutError)
+    assert quick == 1.0
+
+
+def test_penalties_count_token_ids():
+    options = {"per_token": 0.25, "free_tokens": 2, "at_most": 0.6}
+    assert make("length_penalty", options)(completion_ids=[[1], [1, 2, 3], [1] * 9]) == [0.0, -0.25, -0.6]
+    assert make("reasoning_length", options)(completion_ids=[[1] * 9] * 2, reasoning_tokens=[0, 4]) == [0.0, -0.5]
+
+
+@pytest.mark.long
+def test_math_verify():
+    texts = [r"\boxed{\frac{1}{2}}", "so it is $0.5$", "0.4", "no idea"]
+    score = make("math_verify", {})
+    assert score(texts, answer=["1/2"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert score([r"$x^2+2x+1$"], answer=["(x+1)^2"]) == [1.0]
+
+
+def test_math_verify_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # as if the extra `math` were not installed
+    with pytest.raises(ConfigError, match=r"pip install '.\[math\]'"):
+        make("math_verify", {})
