@@ -1,7 +1,7 @@
-"""Everything that knows vLLM.
+"""The room of vLLM.
 
-Guarantee: Outside this room only the protocols in `producer.interfaces` are used. Only the daemon may enter; it imports vLLM
-when it is started, not before.
+Guarantee: the other rooms use the protocols in `producer.interfaces` alone. Only the daemon may enter, and imports vLLM when it is
+started, not before. Differences between releases of vLLM stay in here.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""vLLM's engine core, and what becomes of its errors.
+"""The core of vLLM, and its errors.
 
-Guarantee: a core that died is an `EngineError` for everything that is asked of it; a request that is cancelled leaves it.
+Guarantee: every call to a core that died raises `EngineError`; a request that is cancelled leaves the core.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from producer.interfaces import AdapterFailedError, AdapterRefusedError
+from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
 from protocol.runtime.scratch import scratch_folder
 
 
 class EngineCore:
-    """One vLLM `AsyncLLM`. Loading blocks, and raises EngineError if it does not start. `stat_loggers` are classes that vLLM
-    tells what happened; None: it notes nothing."""
+    """One vLLM `AsyncLLM`. The constructor blocks, and raises EngineError if the engine does not start. `stat_loggers` are classes
+    to which vLLM reports its steps; without them it counts nothing."""
 
     def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:
         self._score_ids = itertools.count()
-        self._breach = ""  # how the engine served another policy than it was asked for
-        self._sockets = ExitStack()  # vLLM leaves them, after a kill or not
+        self._breach = ""  # why requests may have run on another policy than theirs
+        self._sockets = ExitStack()  # vLLM does not remove them
         sockets = self._sockets.enter_context(scratch_folder())
         try:
             with _variable("VLLM_RPC_BASE_PATH", str(sockets)):
@@ -48,14 +48,14 @@ class EngineCore:
     async def sample(
         self, request_id: str, prompt: Any, params: SamplingParams, lora: LoRARequest | None, cut: asyncio.Event
     ) -> Any:
-        """As `AsyncLLM.generate`, which does not tell the id under which n completions can be aborted without a trace. When
-        `cut` is set, what there is comes back."""
+        """Generate as `AsyncLLM.generate` does, which hides the id that aborts all n completions. Return early, with the tokens
+        sampled so far, when `cut` is set."""
         request = await self.llm.add_request(request_id, prompt, params, lora_request=lora)
         output, cutting = asyncio.ensure_future(request.get()), asyncio.ensure_future(cut.wait())
         try:
             await asyncio.wait({output, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if not output.done():
-                await self.llm.abort(request.request_id, internal=True)  # puts out what there is
+                await self.llm.abort(request.request_id, internal=True)  # its output so far follows
             sampled = await output
         except asyncio.CancelledError:
             output.cancel()
@@ -68,14 +68,14 @@ class EngineCore:
         return sampled
 
     def check_lora(self, output: Any, lora: LoRARequest | None) -> None:
-        """Raises EngineError where an output was sampled on another LoRA than `lora`; from then on `check_alive` does, too."""
+        """Raise EngineError if an output was sampled on another LoRA than `lora`; `check_alive` raises it from then on, too."""
         if output.lora_request != lora:
-            self._breach = f"vLLM sampled on {output.lora_request} what was asked of {lora}"
+            self._breach = f"vLLM sampled on {output.lora_request} a request for {lora}"
             raise EngineError(self._breach)
 
     async def score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
-        """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV. Raises
-        AdapterRefusedError where vLLM does not score this, AdapterFailedError where it failed to."""
+        """Return the engine's log-probs of all these tokens but the first, at temperature 1 and without cached KV. Raises
+        AdapterRefusedError if vLLM refuses to score them, AdapterFailedError if it failed."""
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,  # of the token itself alone
@@ -99,6 +99,7 @@ class EngineCore:
         return logprobs
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker, between two steps."""
         try:
             answers: list[Any] = await self.llm.collective_rpc(method, args=args)
         except Exception as error:
@@ -106,7 +107,7 @@ class EngineCore:
         return answers
 
     async def sleep(self) -> None:
-        """Weights, adapters' too, go to host memory, and the KV cache goes. Only while no request is in it."""
+        """Move the weights and the adapters to host memory, and drop the KV cache. No request may be in the engine."""
         try:
             await self.llm.sleep(1)
         except Exception as error:
@@ -121,21 +122,21 @@ class EngineCore:
             ) from error
 
     def check_alive(self) -> None:
-        """Raises EngineError if the engine is dead or has served another policy, also while no request is in it. Costs nothing:
-        vLLM watches its core's process."""
+        """Raise EngineError if the engine is dead or has served another policy. Cheap: vLLM watches the process of its core."""
         if self._breach:
             raise EngineError(self._breach)
         if self.llm.errored:
             raise EngineError("the engine core has ended (its own messages are above)")
 
     def raise_if_dead(self, error: Exception) -> None:
+        """Raise EngineError if `error` shows that the engine is dead."""
         if isinstance(error, EngineError):
             raise error
         if isinstance(error, EngineDeadError) or self.llm.errored:
             raise EngineError(f"the engine died: {error} (its own messages are above)") from error
 
     def shutdown(self) -> None:
-        """Ends the engine core. Idempotent. What is asked of it from then on is an `EngineError`."""
+        """End the engine core, once or again. Every later call raises EngineError."""
         if self._running is not None:
             self._running.shutdown()
             self._running = None  # its __del__ must not run when the interpreter is half gone
@@ -143,13 +144,17 @@ class EngineCore:
 
 
 def prompt_of(token_ids: list[int], salt: str = "") -> Any:
-    """Requests share KV with those of the same salt only."""
+    """Build a prompt that shares KV only with prompts of the same salt."""
     return {"type": "token", "prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
+
+
+def lora_request(adapter: Adapter) -> LoRARequest:
+    return LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """In the environment of the processes that begin within, and of no others."""
+    """Set a variable for the processes that begin within, and for no others."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

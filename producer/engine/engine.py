@@ -1,8 +1,7 @@
 """The vLLM engine of a producer, in its own process.
 
-Guarantee: `generate` returns what was sampled on exactly the policy it names, with log-probs of the distribution that was
-sampled from; an engine that died is an `EngineError`, everything else that vLLM refuses is data. Differences between vLLM's
-releases stay in this room.
+Guarantee: `generate` returns tokens that were sampled on exactly the policy it names, with log-probs of the distribution that they
+were sampled from. A dead engine raises `EngineError`; every other refusal of vLLM is data.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from producer.engine.configuration import build_vllm_config, leave_a_core, model_folder
-from producer.engine.core import EngineCore, prompt_of
+from producer.engine.core import EngineCore, lora_request, prompt_of
 from producer.engine.sampling import group_fields, limits
 from producer.engine.tool_calls import ToolCallParser
 from producer.engine.weights import AdapterWeights, InFlightRequest, MergedWeights, VllmWeights
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """Implements `producer.interfaces.Engine`. Loading blocks, and raises ConfigError where vLLM refuses `engine:`, EngineError
-    where it does not start; everything else is asyncio."""
+    """The `Engine` that runs here. The constructor blocks, and raises ConfigError if vLLM refuses `engine:`, EngineError if it does
+    not start; everything else is asyncio."""
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = model_folder(config)
@@ -42,9 +41,8 @@ class VllmEngine:
         self.check_alive, self.shutdown = self._core.check_alive, self._core.shutdown
         self.sleep, self.wake = self._core.sleep, self._core.wake
         self._recorder = None if silent else recorder
-        self.weights: VllmWeights = (
-            MergedWeights(self._core) if config.swap.mode == "merged" else AdapterWeights(self._core)
-        )
+        merged = config.swap.mode == "merged"
+        self.weights: VllmWeights = MergedWeights(self._core) if merged else AdapterWeights(self._core, lora_request)
         self._sampling = config.sampling.message
         lora = vllm_config.lora_config
         trusted = config.model.trust_remote_code
@@ -70,11 +68,11 @@ class VllmEngine:
         )
 
     async def warm_up(self) -> None:
-        """One token on the base model: the first request compiles kernels for seconds, and no swap shall wait for that."""
+        """Sample one token on the base model: the first request compiles kernels for seconds, for which no swap shall wait."""
         await self.weights.start()
-        final = RequestOutputKind.FINAL_ONLY
+        fields = {"max_tokens": 1, "logprobs": 0} | limits(self._sampling)
         try:
-            params = SamplingParams(max_tokens=1, logprobs=0, output_kind=final, **_for_vllm(limits(self._sampling)))
+            params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **_for_vllm(fields))
             await self._core.sample("warm-up", prompt_of([0]), params, None, asyncio.Event())
         except ValueError as error:
             raise ConfigError(f"sampling: vLLM refuses it: {error}") from error
@@ -88,7 +86,7 @@ class VllmEngine:
         params = SamplingParams(
             **_for_vllm(group_fields(sampling)),
             flat_logprobs=True,
-            detokenize=bool(sampling.stop),  # which vLLM looks for in the text
+            detokenize=bool(sampling.stop),  # vLLM searches the text for them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         is_cut = cut or asyncio.Event()
@@ -114,7 +112,7 @@ class VllmEngine:
         return self._recorder.load if self._recorder else None
 
     def outage(self) -> str | None:
-        """It works or is dead."""
+        """Return None: an engine of this process works or is dead."""
         return None
 
 
@@ -140,14 +138,14 @@ class _LoadRecorder(StatLoggerBase):
 
 
 class _Prometheus(PrometheusStatLogger):
-    # Its labels are names of adapters, which would stay for ever.
+    # Its labels are names of adapters, which vLLM would keep.
     gauge_lora_info = property(lambda self: None, lambda self, gauge: None)
 
 
 def _completion(sample: Any, request: InFlightRequest, *, may_be_cut: bool) -> Completion:
     cut = sample.finish_reason == "abort" and may_be_cut
     if sample.finish_reason == "abort" and not cut:
-        raise EngineError("the engine aborted a request that nothing had cut (its own messages are above)")
+        raise EngineError("the engine aborted a request without being asked (its own messages are above)")
     if not cut and sample.finish_reason not in ("stop", "length"):
         raise LeaseFailure("generation_failed", f"vLLM ended a completion with finish_reason={sample.finish_reason!r}")
     token_ids = list(sample.token_ids)

@@ -1,6 +1,6 @@
-"""How a group is sampled, what ends a completion, and what it may be made of, in the words of vLLM's API.
+"""The fields of vLLM's API by which a group is sampled and its completions are limited.
 
-Guarantee: every engine, and the endpoint, is asked in the same words; a run that limits nothing asks for nothing.
+Guarantee: every engine, and the endpoint, gets the same fields; a run without limits sets none.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from protocol.wire.messages import Sampling
 
 
 def group_fields(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request for a group, with the log-probs of the sampled tokens alone."""
+    """Return the fields of a request for a group, with the log-probs of the sampled tokens alone."""
     return {
         "n": sampling.num_generations,
         "max_tokens": sampling.max_completion_length,
@@ -22,7 +22,7 @@ def group_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def limits(sampling: Sampling) -> dict[str, Any]:
-    """Those of these fields that limit a completion."""
+    """Return the fields that limit a completion."""
     guides = {"regex": sampling.regex, "json": sampling.json_schema}
     fields: dict[str, Any] = {
         "stop": list(sampling.stop),

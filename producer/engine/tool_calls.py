@@ -1,7 +1,7 @@
-"""Tool calls in what the model sampled, found by vLLM's parsers.
+"""Tool calls in a sampled turn, found by vLLM's parsers.
 
-Guarantee: what a parser cannot read, or raises at, is content without calls; arguments are a mapping that can be sent to a
-process, or said to be none.
+Guarantee: a turn that a parser cannot read, or raises at, is content without calls; arguments are a mapping that can be sent to a
+process, or None.
 """
 
 import json
@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolCallParser:
-    """vLLM's parser `name`, for these tools. Raises ConfigError if there is none, or if it does not go with this tokenizer or
-    cannot read a turn."""
+    """vLLM's parser `name`, for these tools. Raises ConfigError if vLLM has none, or if it cannot be used with this tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> None:
         known = sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
@@ -34,10 +33,10 @@ class ToolCallParser:
             self._request = self._parser.adjust_request(request)
             self._parser.extract_tool_calls("", self._request)  # some of vLLM's parsers are stubs
         except Exception as error:
-            raise ConfigError(f"environment.tool_parser: {name} does not go with this model: {error}") from error
+            raise ConfigError(f"environment.tool_parser: {name} cannot be used with this model: {error}") from error
 
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
-        """Content and calls of a turn, given without its end-of-turn token."""
+        """Return content and calls of a turn, given without its end-of-turn token."""
         skips = self._request.skip_special_tokens is not False  # None, which vLLM 0.33 begins with, is True
         text = self._tokenizer.decode(token_ids, skip_special_tokens=skips)
         try:
@@ -46,7 +45,7 @@ class ToolCallParser:
                 ToolCall(_sendable(call.function.name), _arguments(call.function.arguments))
                 for call in found.tool_calls
             ]
-        except Exception as error:  # parsers of vLLM raise at some of what a model writes
+        except Exception as error:  # vLLM's parsers raise at some turns
             self._warn(
                 type(error).__name__,
                 f"environment.tool_parser: {self._name} raised {type(error).__name__}: {error!s:.200}; the turn counts as "
@@ -61,12 +60,12 @@ class ToolCallParser:
 def _arguments(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-        msgspec.msgpack.encode(value)  # which refuses numbers of more than 64 bits and halves of characters
+        msgspec.msgpack.encode(value)  # it refuses numbers of more than 64 bits and halves of characters
     except (ValueError, OverflowError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def _sendable(text: str) -> str:
-    """The text without halves of characters, which a parser may have read from escapes of JSON."""
+    """Replace halves of characters, which a parser may have read from escapes of JSON."""
     return text.encode(errors="replace").decode()

@@ -16,24 +16,24 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from vllm.lora.request import LoRARequest
-
-from producer.engine.core import EngineCore
 from producer.engine.merged_worker import completion_of
-from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError, PolicyWeights
+from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
+
+if TYPE_CHECKING:
+    from producer.engine.core import EngineCore
 
 Generate = Callable[[str, Any, str], Awaitable[Any]]
 """Runs a request of vLLM, given its id, its LoRARequest or None, and a salt: requests share KV with those of the same salt."""
 
-_POLL_S = (0.005, 0.05)  # at first, and at most
+_POLL_S = (0.005, 0.05)  # the first pause, and the longest
 
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """One group in the engine: the version it began on, and each flip since."""
+    """One group in the engine: the version that it began on, and each flip since."""
 
     version: int
     flips: list[tuple[int, dict[int, int]]] = field(default_factory=list)  # to a version; tokens that completions had
@@ -41,7 +41,8 @@ class InFlightRequest:
     task: "asyncio.Task[Any] | None" = None
 
     def token_versions(self, index: int, num_tokens: int) -> list[int]:
-        """Of completion `index`. One that the workers did not know at a flip had not begun."""
+        """Return the policy version of each token of completion `index`. A completion that the workers did not know at a flip had
+        no tokens yet."""
         versions: list[int] = []
         version = self.version
         for next_version, counts in self.flips:
@@ -50,34 +51,9 @@ class InFlightRequest:
         return versions + [version] * (num_tokens - len(versions))
 
 
-class Core(Protocol):
-    """What weights need of the engine core."""
-
-    async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method on every worker, which answers once each between two steps."""
-
-    async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]: ...
-
-
-class VllmWeights(PolicyWeights, Protocol):
-    """The policies that requests of this engine run on."""
-
-    holds_versions: bool
-    """Whether there are several at a time, so that a request stays on the one it began on."""
-
-    async def start(self) -> None:
-        """Prepares the workers, once, before the first request."""
-
-    def lora_request(self, adapter: Adapter) -> Any:
-        """vLLM's LoRARequest for this policy; None if it is in the engine's own weights."""
-
-    async def sample(self, generate: Generate, adapter: Adapter) -> tuple[Any, InFlightRequest]:
-        """What `generate` returns for a group under this policy, and which versions sampled it."""
-
-
-async def prepare(core: Core, what: str, argument: Any) -> None:
-    """Has the workers do `what`_prepare, and waits until `what`_state is "running" on none. Raises AdapterRefusedError where one
-    refuses, AdapterFailedError where one has failed."""
+async def prepare(core: "EngineCore", what: str, argument: Any) -> None:
+    """Call `what`_prepare of the workers, and wait until `what`_state is "running" on none. Raises AdapterRefusedError if one
+    refuses, AdapterFailedError if one has failed."""
     await core.call_workers(f"{what}_prepare", argument)
     pause_s, longest_s = _POLL_S
     while "running" in (errors := dict(await core.call_workers(f"{what}_state"))):
@@ -91,9 +67,10 @@ async def prepare(core: Core, what: str, argument: Any) -> None:
 
 @dataclass
 class AdapterWeights:
-    """`VllmWeights` that hold several versions."""
+    """`PolicyWeights` that hold several versions, each as a LoRA adapter."""
 
-    core: EngineCore
+    core: "EngineCore"
+    lora_request: Callable[[Adapter], Any]
     holds_versions: bool = True
     loaded_ids: set[int] = field(default_factory=set)
     _request_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -106,7 +83,7 @@ class AdapterWeights:
         try:
             await prepare(self.core, "loading", (adapter.name, adapter.id, str(adapter.path)))
         except AdapterRefusedError:
-            await self.core.call_workers("remove_lora", adapter.id)  # another worker may have taken it
+            await self.core.call_workers("remove_lora", adapter.id)  # another worker may have it
             raise
         self.loaded_ids.add(adapter.id)
 
@@ -114,15 +91,12 @@ class AdapterWeights:
         return await self.core.score(token_ids, self.lora_request(adapter), "")
 
     def activate(self, adapter: Adapter) -> None:
-        """A request may name an adapter as soon as it is loaded."""
+        """Do nothing: a request may name an adapter as soon as it is loaded."""
 
     async def discard(self, adapter: Adapter) -> None:
-        """vLLM would read an adapter again that a request names, or die."""
+        """Unload an adapter that no request names; vLLM would read it again for one, or die."""
         await self.core.call_workers("remove_lora", adapter.id)
         self.loaded_ids.remove(adapter.id)
-
-    def lora_request(self, adapter: Adapter) -> LoRARequest:
-        return LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
     async def sample(self, generate: Generate, adapter: Adapter) -> tuple[Any, InFlightRequest]:
         output = await generate(f"group-{next(self._request_ids)}", self.lora_request(adapter), "")
@@ -131,14 +105,14 @@ class AdapterWeights:
 
 @dataclass
 class MergedWeights:
-    """`VllmWeights` that hold one version at a time."""
+    """`PolicyWeights` that hold one version at a time, in the engine's own weights."""
 
-    core: Core
+    core: "EngineCore"
     holds_versions: bool = False
     _present: Adapter | None = None
     _former: Adapter | None = None
     _num_flips: int = 0
-    _num_groups: int = 0
+    _request_ids: Iterator[int] = field(default_factory=itertools.count)
     _in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -149,7 +123,7 @@ class MergedWeights:
         await self.core.call_workers("merging_start")
 
     async def load(self, adapter: Adapter) -> None:
-        """Makes the engine's weights those of this policy. They wait for verification."""
+        """Make the engine's weights those of this policy. They wait for verification."""
         await prepare(self.core, "merging", str(adapter.path))
         self._settled.clear()
         await self._flip(adapter)
@@ -162,8 +136,8 @@ class MergedWeights:
         self._settled.set()
 
     async def discard(self, adapter: Adapter) -> None:
-        """Takes this policy back if it waits for verification; otherwise its weights are gone already. Raises EngineError where
-        the former weights cannot come back."""
+        """Take this policy back if it waits for verification; otherwise its weights are gone already. Raises EngineError if the
+        former weights cannot come back."""
         if self._settled.is_set() or adapter is not self._present:
             return
         try:
@@ -181,15 +155,14 @@ class MergedWeights:
         self._settled.set()
 
     def lora_request(self, adapter: Adapter) -> None:
-        return None
+        """Return None: the policy is in the engine's own weights."""
 
     async def sample(self, generate: Generate, adapter: Adapter) -> tuple[Any, InFlightRequest]:
-        """Under the present weights, and those that take their place meanwhile; never under weights that are discarded."""
+        """Sample on the present weights and those that replace them meanwhile, never on weights that are discarded."""
         while True:
             await self._settled.wait()
             assert self._present is not None
-            group = f"group-{self._num_groups}"
-            self._num_groups += 1
+            group = f"group-{next(self._request_ids)}"
             request = self._in_flight[group] = InFlightRequest(self._present.version)
             request.task = asyncio.ensure_future(generate(group, None, self.salt))
             try:
@@ -207,7 +180,7 @@ class MergedWeights:
 
     @property
     def salt(self) -> str:
-        """Of KV that the present weights computed."""
+        """The salt of KV that the present weights computed."""
         return f"weights-{self._num_flips}"
 
     async def _flip(self, adapter: Adapter | None) -> None:
@@ -219,6 +192,11 @@ class MergedWeights:
             if completion := completion_of(request):
                 by_group.setdefault(completion[0], {})[completion[1]] = count
         if adapter is None:
-            return  # back before the first policy, when nothing can be in flight
+            return  # back before the first policy, when no group can be in flight
         for group, request in self._in_flight.items():
             request.flips.append((adapter.version, by_group.get(group, {})))
+
+
+VllmWeights = AdapterWeights | MergedWeights
+"""The policies that requests of this engine run on. `sample` returns the output of `generate` for a group, and the versions that
+sampled it; `start` prepares the workers, once, before the first request."""
