@@ -88,8 +88,8 @@ class EndpointInUseError(SlipstreamError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether torch raised this because its device has no memory. torch is not imported for that."""
-    return "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError)
+    """Tell whether torch raised this because its device has no memory, in the words of its allocator and of CUDA itself."""
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
 
 def is_device_failure(error: BaseException) -> bool:

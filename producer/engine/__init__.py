@@ -1,7 +1,7 @@
 """The room of vLLM.
 
-Guarantee: the other rooms use the protocols in `producer.interfaces` alone. Only the daemon may enter, and imports vLLM when it is
-started, not before. Differences between releases of vLLM stay in here.
+Guarantee: the other rooms use the protocols in `producer.interfaces` alone. Only the daemon may enter, and imports vLLM when it
+is started, not before. Differences between releases of vLLM stay in here.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Loading LoRA adapters inside vLLM's worker processes (`swap.mode: adapter`) without holding up the steps.
 
-Guarantee: an adapter is read in a thread; between two engine steps there is only the copy to where the layers read. An adapter of
-which vLLM would not serve a part is refused. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here
-each adapter is multiplied once with all tokens that name it. (Knows vLLM's objects only by what they have: no import.)
+Guarantee: an adapter is read in a thread; between two engine steps there is only the copy into the layers. An adapter that vLLM
+would serve in part is refused. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here each adapter is
+multiplied once with all tokens that name it. (vLLM's objects are used by their attributes: there is no import.)
 """
 
 import os
@@ -13,20 +13,23 @@ from typing import Any, Literal
 
 import torch
 
+from protocol.errors import is_out_of_memory
+
 State = tuple[Literal["running", "done", "refused", "failed"], str]
-"""How far a preparation is, and why it is refused, or has failed in a way that may pass."""
+"""The state of a load. "refused" and "failed" have a reason, and "failed" may pass. vLLM carries it between processes as it
+is."""
 
 DONE: State = ("done", "")
 _NICENESS = 10
-_NO_MEMORY = ("can't allocate memory", "out of memory")  # what torch says in a RuntimeError
+_NO_HOST_MEMORY = "can't allocate memory"  # in a RuntimeError of torch
 
 
 class PartlyServedError(Exception):
-    """Serving without a part of this adapter would be another policy."""
+    """A part of this adapter would not be served, which would be another policy."""
 
 
-class Preparation:
-    """Work that a thread does beside the engine's steps."""
+class BackgroundWork:
+    """Work of a thread beside the engine's steps."""
 
     def __init__(self) -> None:
         self.state = DONE
@@ -34,14 +37,14 @@ class Preparation:
 
     def begin(self, work: Callable[[], None]) -> None:
         self.state = ("running", "")
-        self.thread = threading.Thread(target=self._run, args=(work,), name="preparation", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(work,), name="prepare-policy", daemon=True)
         self.thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             if not torch.cuda.is_available():
-                # Decoding needs the cores first. On a GPU it needs the GIL, which a thread of low priority holds for long where
-                # others fill the cores.
+                # Decoding needs the cores first. On a GPU it needs the GIL, which a thread of low priority on full cores holds
+                # for long.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             work()
             self.state = DONE
@@ -50,18 +53,18 @@ class Preparation:
 
 
 def state_after(error: Exception) -> State:
-    """Tell an adapter that is wrong from a machine that has no room for it now."""
+    """Tell a wrong adapter from a machine that has no room for it now."""
     if isinstance(error, PartlyServedError):
         return "refused", str(error)
-    may_pass = isinstance(error, OSError | MemoryError) or any(said in str(error) for said in _NO_MEMORY)
+    may_pass = isinstance(error, OSError | MemoryError) or is_out_of_memory(error) or _NO_HOST_MEMORY in str(error)
     return "failed" if may_pass else "refused", f"{type(error).__name__}: {error}"
 
 
-class LoadingWorker:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`), called by `producer.engine.engine` through the engine."""
+class AdapterWorker:
+    """The methods that vLLM adds to its workers (`worker_extension_cls`), for `producer.engine.weights.AdapterWeights`."""
 
     def loading_start(self) -> None:
-        self._loading = Loading(self.model_runner.lora_manager)  # type: ignore[attr-defined]
+        self._loading = AdapterLoader(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
     def loading_prepare(self, request: tuple[str, int, str]) -> None:
         from vllm.lora.request import LoRARequest
@@ -69,12 +72,12 @@ class LoadingWorker:
         self._loading.prepare(LoRARequest(*request))
 
     def loading_state(self) -> State:
-        """Of the adapter of the last `loading_prepare`, which is done when it is where the layers read."""
+        """Return the state of the last `loading_prepare`: "done" once the layers have the adapter."""
         return self._loading.finish(self.add_lora)  # type: ignore[attr-defined]
 
 
-class Loading(Preparation):
-    """Stands before the loader of vLLM's LoRA manager."""
+class AdapterLoader(BackgroundWork):
+    """A stage before the loader of vLLM's LoRA manager, which then finds each adapter read."""
 
     def __init__(self, manager: Any) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class Loading(Preparation):
         manager._load_adapter = self._take
         for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
             if type(wrapper).__name__ == "PunicaWrapperCPU":
-                ByAdapter(wrapper)
+                CpuLora(wrapper)
 
     def prepare(self, request: Any) -> None:
         self._request = request
@@ -93,9 +96,9 @@ class Loading(Preparation):
     def _read(self) -> None:
         adapter = self._load(self._request)
         served = {*self._served.modules, *chain(*self._served.packed_modules.values())}
-        kinds = {_leaf(name) for name in served}
-        # Experts have names of their own in vLLM; a worker of a pipeline has some of the layers.
-        unserved = [name for name in adapter.loras if _leaf(name) not in kinds and ".experts" not in name]
+        kinds = {leaf(name) for name in served}
+        # Experts have other names in vLLM; a worker of a pipeline has some of the layers.
+        unserved = [name for name in adapter.loras if leaf(name) not in kinds and ".experts" not in name]
         if unserved:
             raise PartlyServedError(
                 f"vLLM serves no adapter of {', '.join(sorted(unserved)[:3])}; check lora.target_modules of the producer"
@@ -103,7 +106,7 @@ class Loading(Preparation):
         self._ready = {self._request.lora_int_id: adapter}
 
     def finish(self, add: Callable[[Any], bool]) -> State:
-        """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_state`."""
+        """Hand the adapter to vLLM, once it is read, and return the state. Called between two steps."""
         if self.state == DONE and self._request is not None:
             request, self._request = self._request, None
             try:
@@ -117,12 +120,13 @@ class Loading(Preparation):
         return self._load(request) if read is None else read
 
 
-def _leaf(module: str) -> str:
+def leaf(module: str) -> str:
+    """Return the last part of a module's name."""
     return module.rpartition(".")[2]
 
 
-class ByAdapter:
-    """Computes in place of a vLLM `PunicaWrapperCPU`: T tokens of a step, A adapters' places."""
+class CpuLora:
+    """The arithmetic of a vLLM `PunicaWrapperCPU`, replaced: T tokens of a step, A slots of adapters."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -133,12 +137,12 @@ class ByAdapter:
         wrapper.add_lora_logits = self.add_to_logits
 
     def update_metadata(self, *arguments: Any, **keywords: Any) -> None:
-        """Before a step whose tokens are of other adapters than those of the one before."""
+        """Note the adapters of the next step's tokens, which differ from those of the last step."""
         self._update(*arguments, **keywords)
         self._groups = groups_of(self._wrapper.token_lora_indices)
 
     def shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
-        """y (T, rank) = scale * x (T, inputs) @ the transposed matrix in w_t_all (A, 1, rank, inputs) of each token."""
+        """Compute y (T, rank) = scale * x (T, inputs) @ the transposed matrix of each token in w_t_all (A, 1, rank, inputs)."""
         for adapter, tokens in self._groups:
             y[tokens] = scale * (x[tokens].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).t())
 
@@ -151,8 +155,8 @@ class ByAdapter:
         y_slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        """y (T, outputs), from column `y_offset` on, += x (T, rank) @ the transposed matrix in w_t_all (A, 1, y_slice_size,
-        rank)."""
+        """Add x (T, rank) @ the transposed matrix of each token in w_t_all (A, 1, y_slice_size, rank) to y (T, outputs), from
+        column `y_offset` on."""
         part = y[:, y_offset : y_offset + y_slice_size]
         if not add_inputs:
             part.zero_()
@@ -168,9 +172,9 @@ class ByAdapter:
         scale: float,
         **_: Any,
     ) -> None:
-        """The head's part, for the rows that are sampled. vLLM comes here with rows of a prompt that is scored, too, and does
-        not say whose they are (its own code ends the engine then); only an adapter of the head would change them, and the
-        configuration lets nobody score under one."""
+        """Add the head's adapter to the logits of sampled rows. vLLM also passes rows of a scored prompt, without their adapters,
+        at which its own code ends the engine. Only an adapter of the head would change them, and the configuration refuses to
+        score under one."""
         sampled = self._wrapper.sampler_indices
         if len(x) == len(sampled):
             part = y[:, : lora_b_stacked.shape[-2]]  # either may be padded
@@ -180,8 +184,8 @@ class ByAdapter:
 
 
 def groups_of(adapters: torch.Tensor) -> "list[tuple[int, slice | torch.Tensor]]":
-    """Each adapter's place in `adapters` (T,), and its tokens; those of -1 have none."""
-    places = adapters.unique().tolist()
-    if len(places) == 1:
-        return [(place, slice(None)) for place in places if place >= 0]
-    return [(place, (adapters == place).nonzero().squeeze(1)) for place in places if place >= 0]
+    """Return each slot in `adapters` (T,) with its tokens; -1 is no slot."""
+    slots = adapters.unique().tolist()
+    if len(slots) == 1:
+        return [(slot, slice(None)) for slot in slots if slot >= 0]
+    return [(slot, (adapters == slot).nonzero().squeeze(1)) for slot in slots if slot >= 0]

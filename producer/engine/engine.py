@@ -1,7 +1,7 @@
 """The vLLM engine of a producer, in its own process.
 
-Guarantee: `generate` returns tokens that were sampled on exactly the policy it names, with log-probs of the distribution that they
-were sampled from. A dead engine raises `EngineError`; every other refusal of vLLM is data.
+Guarantee: `generate` returns tokens that were sampled on exactly the policy it names, with log-probs of the distribution that
+they were sampled from. A dead engine raises `EngineError`; every other refusal of vLLM is data.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """The `Engine` that runs here. The constructor blocks, and raises ConfigError if vLLM refuses `engine:`, EngineError if it does
-    not start; everything else is asyncio."""
+    """The `Engine` that runs here. The constructor blocks, and raises ConfigError if vLLM refuses `engine:`, EngineError if it
+    does not start; everything else is asyncio."""
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = model_folder(config)

@@ -2,9 +2,9 @@
 
 Guarantee: each set of weights is round(base + scaling * B @ A), computed in float32 from the base that was loaded, so the same
 adapter gives the same bits after any number of swaps. Each worker computes its own part of a layer, on the device of the layer,
-block by block, in a thread and on a CUDA stream of its own; between two engine steps there is only the flip. It tells how many
-tokens each request had by then. An adapter of which a part would not be served is refused. (Knows vLLM's layers only by what they
-have: no import.)
+block by block, in a thread and on a CUDA stream of its own; between two engine steps there is only the flip. The flip returns the
+number of tokens that each request had, counted by the steps that were launched, whether or not their results are known. An
+adapter that would be served in part is refused. (vLLM's layers are used by their attributes: there is no import.)
 """
 
 import json
@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from producer.engine.adapter_worker import PartlyServedError, Preparation, State, state_after
+from producer.engine.adapter_worker import BackgroundWork, PartlyServedError, State, state_after
 
 _WEIGHTS = "adapter_model.safetensors"
 _DOWN = ".lora_A.weight"
@@ -30,11 +30,11 @@ _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 _BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
 
 
-class MergingWorker:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`), called through the engine."""
+class MergeWorker:
+    """The methods that vLLM adds to its workers (`worker_extension_cls`), for `producer.engine.weights.MergedWeights`."""
 
     def merging_start(self) -> None:
-        self._merging = Merging(self.get_model())  # type: ignore[attr-defined]
+        self._merging = Merger(self.get_model())  # type: ignore[attr-defined]
         self._token_counts = TokenCounts()
         execute_model = self.execute_model  # type: ignore[has-type]
 
@@ -45,11 +45,11 @@ class MergingWorker:
         self.execute_model = counted
 
     def merging_prepare(self, path: str | None) -> None:
-        """Begins to compute the weights of the PEFT adapter there, or (None) of the one before the present one."""
+        """Begin to compute the weights of the PEFT adapter at `path`, or (None) the weights before the present ones."""
         self._merging.prepare(None if path is None else Path(path))
 
     def merging_state(self) -> State:
-        """Of the weights of the last `merging_prepare`."""
+        """Return the state of the last `merging_prepare`."""
         return self._merging.state
 
     def merging_flip(self) -> dict[str, int]:
@@ -68,7 +68,7 @@ class Part:
     scaling: float
 
 
-class Merging(Preparation):
+class Merger(BackgroundWork):
     """The base weights of the layers that adapters name, and the weights that come next."""
 
     def __init__(self, model: Any) -> None:
@@ -91,7 +91,7 @@ class Merging(Preparation):
             with safe_open(folder / _WEIGHTS, "pt") as tensors:
                 modules = [key.partition(_DOWN)[0] for key in tensors.keys() if key.endswith(_DOWN)]  # noqa: SIM118
             for name in {self._find(module)[0] for module in modules} - self._bases.keys():
-                if is_packed(self._layers[name]):  # asked on this thread, because layers cannot run twice at a time
+                if is_packed(self._layers[name]):  # on this thread, because a layer cannot run twice at a time
                     self._bases[name] = unpacked(self._layers[name])
         except Exception as error:
             self.state = state_after(error)
@@ -99,7 +99,7 @@ class Merging(Preparation):
             self.begin(lambda: self._compute(self._read(folder)))
 
     def flip(self) -> None:
-        """Installs what was prepared, in all layers at once. Only between two steps."""
+        """Install the prepared weights in all layers at once. Called between two steps."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for install in self._installs:
@@ -148,7 +148,7 @@ class Merging(Preparation):
         return parts
 
     def _find(self, module: str) -> tuple[str, str | int | None]:
-        """The engine's layer and shard for a module of the checkpoint."""
+        """Return the engine's layer and shard for a module of the checkpoint."""
         module = module.removeprefix(_PREFIX)
         mapper: Any = getattr(self._model, "hf_to_vllm_mapper", None)
         (name,) = mapper.get_rename_mapper().apply_list([module]) if mapper else (module,)
@@ -169,7 +169,7 @@ class Merging(Preparation):
 
 
 def scaling(config: dict[str, Any], module: str, rank: int) -> float:
-    """What PEFT multiplies B @ A of this module with."""
+    """Return the factor by which PEFT multiplies B @ A of this module."""
     alpha: float = next(
         (
             value
@@ -194,8 +194,8 @@ def merge(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.T
 
 
 def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor]:
-    """This worker's part of scaling * B @ A of all modules of a layer whose weight has this shape here: (outputs, R) and (R,
-    inputs) in float32, fused and split as the layer loads its weight."""
+    """Return this worker's part of scaling * B @ A of all modules of a layer whose weight has this shape here: (outputs, R) and
+    (R, inputs) in float32, fused and split as the layer loads its weight."""
     ups, downs = [torch.zeros(shape[0], 0)], [torch.zeros(0, shape[1])]
     for part in parts:
         rank, num_inputs = part.down.shape
@@ -212,7 +212,8 @@ def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Ten
 def loaded(
     layer: Any, shape: tuple[int, int], tensor: torch.Tensor, shard: tuple[str | int, ...], **dims: int
 ) -> torch.Tensor:
-    """The part of `tensor` that this worker's layer takes along `output_dim` or `input_dim`, in its place; zero elsewhere."""
+    """Return the part of `tensor` that this worker's layer takes along `output_dim` or `input_dim`, in its place; zero
+    elsewhere."""
     target = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
     for name, dim in dims.items():
         setattr(target, name, dim)
@@ -221,13 +222,13 @@ def loaded(
 
 
 def is_packed(layer: Any) -> bool:
-    """Whether vLLM's CPU build has packed the weight and dropped the original."""
+    """Tell whether vLLM's CPU build has packed the weight and dropped the original."""
     return bool(layer.weight.numel() == 0)
 
 
 def unpacked(layer: Any) -> torch.Tensor:
-    """The weight of a packed layer: its output for unit vectors is the same numbers, exactly, because only zeros are added to
-    each."""
+    """Return the weight of a packed layer: its output for unit vectors, which is exact, because only zeros are added to each
+    number."""
     unit = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size), dtype=layer.weight.dtype)
     with torch.no_grad():
         columns = [layer.quant_method.apply(layer, rows, None) for rows in unit.split(_ROWS)]
@@ -235,13 +236,13 @@ def unpacked(layer: Any) -> torch.Tensor:
 
 
 def _in_host_memory(like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor, pinned where there is a GPU, which copies from there beside its other work."""
+    """Allocate a tensor like this one, pinned where there is a GPU, which copies from there beside its other work."""
     return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Have this thread's work run beside the engine's, and wait for it at the end."""
+    """Run this thread's work on the device beside the engine's, and wait for it at the end."""
     if device.type != "cuda":
         yield
         return
@@ -252,7 +253,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:
-    """Packs a weight as the layer does after loading; the result puts it in the place of the present one."""
+    """Pack a weight as the layer does after loading. The result installs it."""
     stand_in: Any = torch.nn.Module()
     stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
     stand_in.bias = getattr(layer, "bias", None)
@@ -267,19 +268,20 @@ def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:
 
 
 _KEPT_ENDED = 4096
-"""Of requests that have ended the last ones, whose end the producer may not have heard of. It hears within a few steps."""
+"""How many of the last requests that ended are kept: the producer may not know of their end for a few steps."""
 
 
 def completion_of(request: str) -> tuple[str, int] | None:
-    """Group and number of the completion that vLLM calls so, if it is one: a number goes before those of several, a suffix may
-    follow."""
+    """Return group and number of the completion of this request id, if it is one. vLLM puts the number in front where there are
+    several, and may add a suffix."""
     found = re.match(r"(?:(\d+)_)?(group-\d+)", request)
     return found and (found[2], int(found[1] or 0))
 
 
 class TokenCounts:
-    """A step that computes the position before token n samples token n. Requests that have ended
-    are told by `take` once more, because whoever asks may not have heard of their end."""
+    """The number of sampled tokens of each request. A step that computes the position before token n samples token n. `take`
+    returns requests that have ended once more, because the caller may not know of their end. The number of kept requests is
+    bounded, however many end between two swaps, as those of clients do while no trainer is there."""
 
     def __init__(self) -> None:
         self._prompt_lens: dict[str, int] = {}
@@ -287,7 +289,7 @@ class TokenCounts:
         self._num_scheduled: dict[str, int] = {}  # in that step
         self._num_known: dict[str, int] = {}  # tokens before it, which a preempted request computes once more
         self._ended: dict[str, None] = {}  # the oldest first
-        self._forget_at = 2 * _KEPT_ENDED  # so many that have ended
+        self._forget_at = 2 * _KEPT_ENDED  # this number of ended requests
 
     def note(self, step: Any) -> None:
         for new in step.scheduled_new_reqs:
@@ -304,7 +306,7 @@ class TokenCounts:
             self._forget_old()
 
     def take(self) -> dict[str, int]:
-        """Of each request that ran since the last call and may not have been heard of."""
+        """Return the count of each request that runs, or ended since the last call."""
         counts = {request: self._count(request) for request in self._prompt_lens}
         for request in list(self._ended):
             self._forget(request)
@@ -312,7 +314,7 @@ class TokenCounts:
         return counts
 
     def _forget_old(self) -> None:
-        """A group is handed out as a whole, so a completion of it stays while another one runs."""
+        """Forget all but the last ended requests. A completion stays while another one of its group runs."""
         running = {completion_of(request) for request in self._prompt_lens.keys() - self._ended.keys()}
         groups = {completion[0] for completion in running if completion is not None}
         for request in list(self._ended)[:-_KEPT_ENDED]:

@@ -227,7 +227,7 @@ def check_override(ours: ast.FunctionDef, theirs: ast.FunctionDef) -> None:
 
 
 def test_what_we_put_in_place_of_the_lora_kernels_takes_what_they_take(vllm: Sources) -> None:
-    ours = defined(parsed(REPOSITORY / "producer/engine/adapter_worker.py"), "ByAdapter")
+    ours = defined(parsed(REPOSITORY / "producer/engine/adapter_worker.py"), "CpuLora")
     assert ours is not None
     for name, theirs in {
         "shrink": "_apply_shrink",

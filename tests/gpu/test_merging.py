@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from producer.engine import merged_worker as merging
-from producer.engine.merged_worker import Merging
+from producer.engine.merged_worker import Merger
 from tests.unit.producer.engine.test_merging import adapter, engine_model, swap
 
 pytestmark = pytest.mark.stand_in
@@ -17,7 +17,7 @@ def test_weights_are_merged_on_their_gpu_from_a_pinned_base_and_come_back_bit_fo
 ) -> None:
     monkeypatch.setitem(merging._BLOCK, "cuda", 4)  # two rows at a time
     model = engine_model(torch.bfloat16).cuda()
-    merged = Merging(model)
+    merged = Merger(model)
     swap(merged, adapter(tmp_path / "1", "attn.k_proj", "attn.o_proj", "attn.v_proj", "mlp.up_proj"))
     assert model.attn.qkv_proj.weight.tolist() == [[1, 1], [1, 1], [3, 5], [7, 13], [7, 13], [19, 37]]
     assert model.attn.o_proj.weight.tolist() == [[5, 9], [13, 25]]
@@ -33,7 +33,7 @@ def test_weights_are_merged_on_their_gpu_from_a_pinned_base_and_come_back_bit_fo
 
 def test_a_gpu_without_room_for_a_merge_has_room_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = engine_model().cuda()
-    merged = Merging(model)
+    merged = Merger(model)
     swap(merged, adapter(tmp_path / "1", "attn.o_proj"))
     second = adapter(tmp_path / "2", "attn.o_proj", config={"lora_alpha": 4})
     with monkeypatch.context() as full:

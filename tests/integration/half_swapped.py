@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from producer.engine.adapter_worker import LoadingWorker
-from producer.engine.merged_worker import MergingWorker
+from producer.engine.adapter_worker import AdapterWorker
+from producer.engine.merged_worker import MergeWorker
 
 INSTEAD = "second-worker-takes"
 """Name of a file in an adapter's folder: the path of another adapter."""
@@ -15,12 +15,12 @@ def taken(worker: Any, path: str) -> str:
     return instead.read_text() if worker.rank == 1 and instead.exists() else path
 
 
-class HalfLoading(LoadingWorker):
+class HalfLoading(AdapterWorker):
     def loading_prepare(self, request: tuple[str, int, str]) -> None:
         name, number, path = request
         super().loading_prepare((name, number, taken(self, path)))
 
 
-class HalfMerging(MergingWorker):
+class HalfMerging(MergeWorker):
     def merging_prepare(self, path: str | None) -> None:
         super().merging_prepare(path and taken(self, path))

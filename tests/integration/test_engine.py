@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from transformers import AutoTokenizer
 from vllm.v1.engine.output_processor import RequestState
 
-from producer.engine.adapter_worker import ByAdapter
+from producer.engine.adapter_worker import CpuLora
 from producer.interfaces import AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
 from producer.policies.registry import AdapterRegistry
 from producer.rollouts.admission import Admission
@@ -466,7 +466,7 @@ def test_on_a_cpu_adapters_are_multiplied_as_vllm_does_it_token_by_token() -> No
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     theirs, ours = (PunicaWrapperCPU(16, 4, "cpu") for _ in range(2))
-    ByAdapter(ours)
+    CpuLora(ours)
     down, up, x = torch.randn(3, 1, 8, 12), torch.randn(3, 1, 6, 8), torch.randn(5, 12)
     for wrapper in (theirs, ours):
         wrapper.update_metadata(LoRAMapping((7, 7, 7, 5, 6), (7, 5, 6), is_prefill=True), [5, 6, 7], 3, 100)

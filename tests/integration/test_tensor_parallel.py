@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from producer.engine import configuration as arguments
+from producer.engine.own_arguments import own_arguments
 from producer.interfaces import Adapter
 from protocol.config.operation import TOLERANCES
 from tests.integration.engines import LiveEngine, live_engine
@@ -22,7 +22,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # vLLM wants a NUMA node for each worker otherwise
-        own = arguments.own_arguments
+        own = own_arguments
         half = "HalfMerging" if request.param == "merged" else "HalfLoading"
         extension = {"worker_extension_cls": f"tests.integration.half_swapped.{half}"}
         patch.setattr("producer.engine.configuration.own_arguments", lambda *given: own(*given) | extension)

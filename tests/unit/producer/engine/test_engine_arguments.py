@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from producer.engine.configuration import own_arguments, tensor_parallel_size
+from producer.engine.own_arguments import own_arguments, tensor_parallel_size
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from tests.unit.protocol.gpu.models import SHAPES, write_model

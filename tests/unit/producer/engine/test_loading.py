@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from producer.engine.adapter_worker import ByAdapter, Loading, PartlyServedError, Preparation, groups_of
+from producer.engine.adapter_worker import AdapterLoader, BackgroundWork, CpuLora, PartlyServedError, groups_of
 
 ONE = SimpleNamespace(lora_name="v1", lora_int_id=1)
 
@@ -33,8 +33,8 @@ class Manager:
         return SimpleNamespace(name=request.lora_name, loras=self.loras)
 
 
-def prepared(manager: Manager) -> Loading:
-    loading = Loading(manager)
+def prepared(manager: Manager) -> AdapterLoader:
+    loading = AdapterLoader(manager)
     loading.prepare(ONE)
     assert loading.thread is not None
     loading.thread.join()
@@ -58,7 +58,7 @@ def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
 def test_while_it_is_read_nothing_is_put_anywhere() -> None:
     manager, may_go_on = Manager(), threading.Event()
     read, manager._load_adapter = manager._load_adapter, lambda request: may_go_on.wait(10) and read(request)  # type: ignore
-    loading = Loading(manager)
+    loading = AdapterLoader(manager)
     loading.prepare(ONE)
     assert loading.finish(lambda request: pytest.fail("too early")) == ("running", "")
     may_go_on.set()
@@ -87,7 +87,7 @@ def test_what_cannot_be_read_is_refused_and_what_may_be_read_later_has_failed(er
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_on_a_gpu_the_thread_gives_no_core_away_because_the_engine_waits_for_its_gil(monkeypatch, has_gpu) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    preparation, niceness = Preparation(), []
+    preparation, niceness = BackgroundWork(), []
     preparation.begin(lambda: niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
     preparation.thread.join()
     assert (niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)) == (not has_gpu)
@@ -131,7 +131,7 @@ def test_tokens_by_adapter() -> None:
 def test_each_token_is_multiplied_with_the_matrices_of_its_adapter() -> None:
     """Rank 1, two inputs, three outputs of which the last two are this layer's."""
     wrapper = SimpleNamespace(token_lora_indices=torch.tensor([1, -1, 0]), update_metadata=lambda mapping: None)
-    ByAdapter(wrapper)  # type: ignore[arg-type]
+    CpuLora(wrapper)  # type: ignore[arg-type]
     wrapper.update_metadata("mapping")
     down = torch.tensor([[[[1.0, 10.0]]], [[[2.0, 20.0]]]])  # (adapters, 1, rank, inputs)
     up = torch.tensor([[[[1.0], [2.0]]], [[[3.0], [4.0]]]])  # (adapters, 1, outputs, rank)

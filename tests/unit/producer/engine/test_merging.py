@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from producer.engine.merged_worker import _BLOCK, Merging, Part, factors, merge, scaling, unpacked
+from producer.engine.merged_worker import _BLOCK, Merger, Part, factors, merge, scaling, unpacked
 
 
 class Fused(torch.nn.Module):
@@ -56,13 +56,13 @@ def adapter(folder: Path, *modules: str, config: dict | None = None, **extra: to
     return folder
 
 
-def swap(merging: Merging, folder: Path | None) -> None:
+def swap(merging: Merger, folder: Path | None) -> None:
     prepare(merging, folder)
     assert merging.state == ("done", "")
     merging.flip()
 
 
-def prepare(merging: Merging, folder: Path | None) -> None:
+def prepare(merging: Merger, folder: Path | None) -> None:
     merging.prepare(folder)
     if merging.thread is not None:
         merging.thread.join()
@@ -71,7 +71,7 @@ def prepare(merging: Merging, folder: Path | None) -> None:
 def test_each_shard_is_added_to_its_own_rows_of_a_fused_layer(tmp_path):
     model = engine_model()
     names = ("attn.k_proj", "attn.o_proj", "attn.v_proj", "mlp.up_proj")
-    swap(Merging(model), adapter(tmp_path / "a", *names))
+    swap(Merger(model), adapter(tmp_path / "a", *names))
     assert model.attn.qkv_proj.weight.tolist() == [[1, 1], [1, 1], [3, 5], [7, 13], [7, 13], [19, 37]]
     assert model.attn.o_proj.weight.tolist() == [[5, 9], [13, 25]]
     assert model.mlp.gate_up_proj.weight.tolist() == [[1, 1], [1, 1], [9, 17], [25, 49]]
@@ -84,7 +84,7 @@ def test_swaps_leave_no_trace(tmp_path):
     base = model.attn.o_proj.weight.clone()
     one = adapter(tmp_path / "1", "attn.o_proj")
     two = adapter(tmp_path / "2", "attn.o_proj", config={"lora_alpha": 0.37})
-    merging = Merging(model)
+    merging = Merger(model)
     swap(merging, one)
     after_one = model.attn.o_proj.weight.clone()
     assert not torch.equal(after_one, base)
@@ -99,7 +99,7 @@ def test_swaps_leave_no_trace(tmp_path):
 
 def test_before_the_first_adapter_there_is_the_base_and_what_an_adapter_leaves_out_returns_to_it(tmp_path):
     model = engine_model()
-    merging = Merging(model)
+    merging = Merger(model)
     swap(merging, adapter(tmp_path / "1", "attn.o_proj"))
     swap(merging, None)
     assert model.attn.o_proj.weight.tolist() == [[1, 1], [1, 1]]
@@ -189,7 +189,7 @@ def test_an_adapter_that_would_be_served_in_part_is_refused(tmp_path, modules, e
     model = engine_model()
     model.lm_head, model.embed = Fused(torch.ones(2, 2)), torch.nn.Module()
     model.embed.weight = model.lm_head.weight
-    merging, folder = Merging(model), tmp_path
+    merging, folder = Merger(model), tmp_path
     if modules is not None:
         tensors = {name: torch.ones(shape) for name, shape in extra.items()}
         folder = adapter(tmp_path / "a", *modules, **tensors)
