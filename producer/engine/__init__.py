@@ -1,4 +1,4 @@
-"""The room of vLLM.
+"""The engine of the producer, which is vLLM in its own process.
 
 Guarantee: the other rooms use the protocols in `producer.interfaces` alone. Only the daemon may enter, and imports vLLM when it
 is started, not before. Differences between releases of vLLM stay in here.
