@@ -48,13 +48,15 @@ def main() -> None:
     wall_s = time.monotonic() - started
 
     eval_after = greedy_accuracy(BASE, BASE / "eval.jsonl", arguments.run_dir / "adapter")
-    from examples.arithmetic.report import plot, summarize, table
+    from examples.arithmetic.report import plot, shortfalls, summarize, table
 
     summary = summarize(arguments.run_dir, eval_before=eval_before, eval_after=eval_after, wall_s=wall_s)
     (arguments.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     plot(arguments.run_dir)
     print(table(summary))
     print(f"written: {arguments.run_dir}/summary.json, {arguments.run_dir}/reward.png, {arguments.run_dir}/adapter")
+    if missed := shortfalls(summary):
+        sys.exit(f"the demo did not reach what every seed reached so far: {'; '.join(missed)}")
 
 
 def build_base_model() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from slipstream.run_reader import STEPS, RunReader
 
 WINDOW = 10  # steps averaged for the first and the last reward
+LEAST = {"eval_after": 0.9, "eval_gain": 0.25, "reward_gain": 0.0, "policy_versions": 20, "overlap_efficiency": 0.8}
 
 
 def summarize(run_dir: Path, *, eval_before: float, eval_after: float, wall_s: float) -> dict[str, Any]:
@@ -39,6 +40,20 @@ def summarize(run_dir: Path, *, eval_before: float, eval_after: float, wall_s: f
         "swap_p99_ms": percentile(milliseconds, 0.99),
         "staleness_mean": statistics.fmean(step["staleness/mean"] for step in steps),
     }
+
+
+def shortfalls(summary: dict[str, Any]) -> list[str]:
+    """Name what is below `LEAST`; a gain is the last value less the first one."""
+    gains = {
+        "eval_gain": summary["eval_after"] - summary["eval_before"],
+        "reward_gain": summary["reward_last"] - summary["reward_first"],
+    }
+    found = summary | gains
+    return [
+        f"{name} is {found[name]:.3g}, at least {least} was expected"
+        for name, least in LEAST.items()
+        if not found[name] >= least
+    ]
 
 
 def busy_between(timeline: list[dict[str, Any]], begin: float, end: float) -> float:

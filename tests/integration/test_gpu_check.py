@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.integration
 
-PARTS = ("machine", "demo", "parity-adapter", "step", "pair-turns", "packing")
+PARTS = ("machine", "demo", "parity-adapter", "step", "packing")
 
 
 @pytest.mark.timeout(1000)
@@ -24,12 +24,10 @@ def test_on_a_cpu(short_dir: Path) -> None:
         "demo": without,
         "parity-adapter": ("done", ""),
         "step": ("done", ""),
-        "pair-turns": ("done", ""),
         "packing": without,
     }
     found = {finding["what"]: finding for part in parts.values() for finding in part["findings"]}
     assert found["scoring / trainer"]["abs_max"] < 1e-4 < found["trainer / base"]["abs_max"] / 10
     assert found["ours"]["loss"] == pytest.approx(found["trl"]["loss"], abs=1e-5)
     assert found["ours"]["gradient_norm"] == pytest.approx(found["trl"]["gradient_norm"], rel=1e-4)
-    assert min(found["seconds of the GPU"][side] for side in ("trainer", "producers")) > 0
     assert "| packing | **not run** | it needs an NVIDIA GPU |" in (short_dir / "table.md").read_text()
