@@ -35,20 +35,23 @@ class Checkpoint(NamedTuple):
 
 
 def staging(checkpoints_dir: Path) -> Path:
-    """Where checkpoints are written before they are committed."""
+    """Return the folder where checkpoints are written before they are committed."""
     return checkpoints_dir / ".partial"
 
 
 def clear_leftovers(checkpoints_dir: Path) -> None:
-    """Removes what a crash left half written, or half deleted."""
+    """Remove the checkpoints that a crash left half written, or half deleted."""
     for folder in (staging(checkpoints_dir), _deleted(checkpoints_dir)):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(staged: Path, state: dict[str, Any]) -> None:
-    """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and commits it. One that is committed
-    already stays: it is of the same step, and from the same weights. Raises ConfigError if a folder of somebody else has the
-    name."""
+    """Complete the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and commits it. A checkpoint that is
+    committed already stays: it is of the same step, and from the same weights.
+
+    Raises:
+        ConfigError: a folder that no run of Slipstream wrote has the name.
+    """
     (staged / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
     final = staged.parents[1] / staged.name
     if is_committed(final):
@@ -64,7 +67,7 @@ def is_committed(folder: Path) -> bool:
 
 
 def prune(checkpoints_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints. They have left their names, on the disk too, when their files go."""
+    """Delete all but the newest `keep` checkpoints. They have left their names, on the disk too, when their files go."""
     old = committed(checkpoints_dir)[:-keep]
     if old:
         _deleted(checkpoints_dir).mkdir(exist_ok=True)
@@ -75,13 +78,13 @@ def prune(checkpoints_dir: Path, keep: int) -> None:
 
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
-    """The newest committed checkpoint; None if there is none."""
+    """Return the newest committed checkpoint; None if there is none."""
     return next(iter(committed(checkpoints_dir)[::-1]), None)
 
 
 def newest_adapter(run_dir: Path, checkpoints_dir: Path) -> tuple[Path, int] | None:
-    """The folder of the newest weights, and how many steps made them: the final adapter, unless the run went on after it, or
-    the newest checkpoint. None if there is neither."""
+    """Return the folder of the newest weights, and the number of their steps: the final adapter, unless the run went on after it,
+    or the newest checkpoint. None if there is neither."""
     newest, final, summary = latest(checkpoints_dir), run_dir / "adapter", run_dir / "trainer.json"
     if (final / CONFIG_FILE).is_file() and summary.is_file():
         ended = json.loads(summary.read_text(encoding="utf-8"))
@@ -91,7 +94,7 @@ def newest_adapter(run_dir: Path, checkpoints_dir: Path) -> tuple[Path, int] | N
 
 
 def committed(checkpoints_dir: Path) -> list[Checkpoint]:
-    """The committed checkpoints, oldest first."""
+    """Return the committed checkpoints, oldest first."""
     return [
         Checkpoint(folder, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
         for folder in _folders(checkpoints_dir)
@@ -100,9 +103,12 @@ def committed(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
-    """Where a run starts: the newest checkpoint with `--resume`, else from scratch. Raises ConfigError if there is a run to go
-    on with, as a checkpoint or as groups in the journal, and nobody said to go on with it, or if there are checkpoints of
-    others: such names would be taken, and such checkpoints deleted, in the course of the run."""
+    """Return the checkpoint that a run starts from: the newest one with `--resume`; None: from scratch.
+
+    Raises:
+        ConfigError: there is a run, as a checkpoint or as groups in the journal, and no `--resume`; or there are checkpoints of
+            other programs or runs, whose names this run would need.
+    """
     for folder in _folders(checkpoints_dir):
         if not is_committed(folder):
             raise _foreign(folder)
@@ -121,7 +127,7 @@ def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, re
 
 
 def _deleted(checkpoints_dir: Path) -> Path:
-    """Where checkpoints go before they are deleted."""
+    """Return the folder where checkpoints go before they are deleted."""
     return checkpoints_dir / ".deleted"
 
 
@@ -133,6 +139,6 @@ def _foreign(folder: Path) -> ConfigError:
 
 
 def _folders(checkpoints_dir: Path) -> list[Path]:
-    """Everything that is called like a checkpoint, committed or not, in the order of the steps."""
+    """Return everything with the name of a checkpoint, committed or not, in the order of the steps."""
     steps = ((folder.name.removeprefix("checkpoint-"), folder) for folder in checkpoints_dir.glob("checkpoint-*"))
     return [folder for _, folder in sorted((int(step), folder) for step, folder in steps if step.isdigit())]

@@ -1,4 +1,4 @@
-"""The forward pass over completions: log-probs and entropies of their tokens, with nothing computed that nobody needs.
+"""The forward pass over completions: log-probs and entropies of their tokens, without a computation that is not used.
 
 Guarantee: the same numbers as TRL's pass over left-padded prompts and right-padded completions, to float32 rounding, by
 whichever of three layouts fits:
@@ -26,12 +26,12 @@ from consumer.learn.model import is_sharded, text_model
 
 logger = logging.getLogger(__name__)
 
-_WORTH_SHARING = 0.8  # of the tokens, padding included; what is left attends through a mask, which costs something
+_WORTH_SHARING = 0.8  # share of the tokens, padding included, above which the mask costs more than is saved
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From hidden states (N, H), weights (V, H), bias and targets (N,) to log-probs and entropies (N,)."""
 
-_TILE_ELEMENTS = 2**23  # of float32 logits: 32 MiB, and as much again for what is made of them
+_TILE_ELEMENTS = 2**23  # of float32 logits: 32 MiB, and as much again for their softmax
 _MIN_TILE_TOKENS = 128  # fewer would read the weights more often than they are worth
 _TRIED_TOKENS = 8  # of each of two rows that must not see each other
 
@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
     @property
     def width(self) -> int:
-        """T."""
+        """Columns of the completions (T)."""
         return int(self.loss_mask.size(1))
 
     @property
@@ -91,7 +91,7 @@ class Layout(NamedTuple):
 
 
 def is_plain(model: Any) -> bool:
-    """Whether the logits of this model for text are its LM head's output for the hidden states of its text model."""
+    """Tell whether the logits of this model for text are its LM head's output for the hidden states of its text model."""
     config = model.config.get_text_config()
     return (
         type(text_model(model).config) is type(config)
@@ -101,7 +101,7 @@ def is_plain(model: Any) -> bool:
 
 
 def is_packable(model: Any) -> bool:
-    """Whether its attention kernel takes rows of any length one behind the other, and every layer keeps them apart."""
+    """Tell whether its attention kernel takes rows of any length one behind the other, and every layer keeps them apart."""
     if "flash" not in (model.config._attn_implementation or ""):
         return False
     if _cache_layers(model) <= {DynamicLayer, DynamicSlidingWindowLayer} and keeps_rows_apart(model):
@@ -111,9 +111,9 @@ def is_packable(model: Any) -> bool:
 
 
 def keeps_rows_apart(model: Any) -> bool:
-    """Whether of two packed rows the second is computed as if the first were not there.
+    """Tell whether of two packed rows the second is computed as if the first were not there.
 
-    This is tried, because the configuration does not always say it: some models have recurrent layers that it does not list, and
+    A pass tries it, because the configuration does not always tell: some models have recurrent layers that it does not list, and
     others do not hand the positions on to their attention. Whatever a row depends on has a gradient, and where rows are apart it
     is exactly zero.
     """
@@ -143,7 +143,7 @@ def keeps_rows_apart(model: Any) -> bool:
 
 
 def is_shareable(model: Any) -> bool:
-    """Whether every layer's cache is all keys and values, which can be copied to another row."""
+    """Tell whether every layer's cache is all keys and values, which can be copied to another row."""
     return (
         not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         and not is_sharded(model)  # ranks would make different numbers of passes
@@ -154,14 +154,14 @@ def is_shareable(model: Any) -> bool:
 
 
 def _takes(model: Any, *names: str) -> bool:
-    """Whether its text model has these arguments. What it has no name for, it hands on to its layers."""
+    """Tell whether its text model takes these arguments, by name or to hand them on to its layers."""
     parameters = inspect.signature(text_model(model).forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return names[0] in parameters and (hands_on or all(name in parameters for name in names))
 
 
 def _cache_layers(model: Any) -> set[type]:
-    """The kinds of its layers, as its configuration names them; `object` for one that transformers does not know."""
+    """Return the kinds of its layers, as its configuration names them; `object` for a kind that transformers does not know."""
     try:
         return {type(layer) for layer in DynamicCache(config=model.config).layers}
     except KeyError:
@@ -169,7 +169,7 @@ def _cache_layers(model: Any) -> set[type]:
 
 
 def lay_out(tokens: Tokens, *, packed: bool = False, shareable: bool = False) -> Layout:
-    """The layout that fits.
+    """Return the layout that fits.
 
     Args:
         packed: only for a model that `is_packable`.
@@ -225,7 +225,7 @@ def shared_layout(tokens: Tokens) -> Layout:
 
 
 def _layout(tokens: Tokens, ids: torch.Tensor, starts: torch.Tensor, longest: int) -> Layout:
-    """Of rows without gaps, which begin at these places of the flattened `ids`."""
+    """Make the layout of rows without gaps, which begin at these places of the flattened `ids`."""
     in_loss = tokens.in_loss.flatten().nonzero()[:, 0]
     row, token = in_loss // tokens.width, in_loss % tokens.width
     before = starts[row] + tokens.prompt_mask.sum(1)[row] + token - 1
@@ -234,13 +234,13 @@ def _layout(tokens: Tokens, ids: torch.Tensor, starts: torch.Tensor, longest: in
 
 
 def _left_aligned(ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """(B, width): `lengths` tokens of each row from its place in `starts` on; then its last token, again and again."""
+    """Return (B, width): `lengths` tokens of each row from its place in `starts` on; then its last token, repeated."""
     columns = torch.minimum(torch.arange(width), lengths[:, None] - 1) + starts[:, None]
     return ids.gather(1, columns)
 
 
 def token_logprobs(model: Any, layout: Layout, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) log-probs and entropies, 0 for tokens outside the loss.
+    """Return (B, T) log-probs and entropies, 0 for tokens outside the loss.
 
     Args:
         layout: on the device of the model.
@@ -255,13 +255,13 @@ def token_logprobs(model: Any, layout: Layout, head: Head) -> tuple[torch.Tensor
 
 
 def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """(B, T), from one for each token in the loss; 0 for others."""
+    """Return (B, T), from a value for each token in the loss; 0 for others."""
     rows, columns = layout.shape
     return values.new_zeros(rows * columns).index_put((layout.in_loss,), values).view(layout.shape)
 
 
 def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:
-    """(N, H), before each token in the loss, row by row."""
+    """Return hidden states (N, H), before each token in the loss, row by row."""
     if layout.starts is not None:
         hidden = _packed_pass(backbone, layout.ids, layout.positions, layout.starts, layout.longest)
     elif layout.prompts is not None:
@@ -274,7 +274,7 @@ def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:
 def _packed_pass(
     backbone: Any, ids: torch.Tensor, positions: torch.Tensor | None, starts: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """With where rows begin: transformers would ask the device in every layer."""
+    """Tell the model where rows begin: transformers would ask the device in every layer."""
     found: torch.Tensor = backbone(
         input_ids=ids,
         position_ids=positions,
@@ -288,7 +288,7 @@ def _packed_pass(
 
 
 def _shared_pass(backbone: Any, layout: Layout) -> torch.Tensor:
-    """(B, T, H), before each token of the completions."""
+    """Return hidden states (B, T, H), before each token of the completions."""
     cache = DynamicCache(config=backbone.config)
     prompts = backbone(input_ids=layout.prompts, past_key_values=cache, use_cache=True).last_hidden_state
     before = prompts.flatten(0, 1)[layout.last]
@@ -304,9 +304,15 @@ def _shared_pass(backbone: Any, layout: Layout) -> torch.Tensor:
 
 
 class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
-    """(N,) log-probs and entropies of `targets` (N,), given hidden states (N, H) and weights (V, H).
+    """Log-probs and entropies (N,) of `targets` (N,), given hidden states (N, H) and weights (V, H), in float32 or wider.
 
-    They are computed in the wider of float32 and what is given.
+    Logits exist for one tile of tokens at a time, in the forward pass only. The gradient of a token's log-prob (and entropy) with
+    respect to its hidden state does not depend on the loss, so it is made while the tile is there, and the backward pass merely
+    scales it. TRL's kernel projects each tile a second time there, which makes three matrix products of two.
+
+    With logits z = (W h + bias) / temperature, p = softmax(z) and H = -Σ p log p:
+
+        d log p_y / dh = (W_y - Σ_v p_v W_v) / temperature        dH / dh = -Σ_v p_v (log p_v + H) W_v / temperature
     """
 
     @staticmethod

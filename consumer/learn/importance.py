@@ -5,7 +5,7 @@ no token without a sampling log-prob (NaN), no padding and no overflow reaches t
 
 Symbols: b behaviour policy (vLLM, some versions old), p proximal policy (the trainer's when the batch is cut), π current
 policy; log-probs are of the sampled tokens under the temperature that was sampled with. Tensors are (B, T), with a mask
-of the same shape that is 1 for tokens in the loss. docs/algorithms.md says which preset to take when.
+of the same shape that is 1 for tokens in the loss. docs/algorithms.md compares the presets.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ LOG_LIMIT = 80.0
 
 @dataclass(frozen=True)
 class Correction:
-    """At which level the ratio p / b is taken, what happens outside its bounds, and the masks on top."""
+    """The level of the ratio p / b, the action outside its bounds, and the masks on top."""
 
     level: Literal["none", "token", "sequence", "geometric"]
     action: Literal["truncate", "mask"]
@@ -34,7 +34,7 @@ class Correction:
 
     @property
     def is_active(self) -> bool:
-        """Whether any factor can differ from 1."""
+        """Tell whether any factor can differ from 1."""
         return self.level != "none" or self.token_veto is not None or self.probability_difference_max is not None
 
 
@@ -52,7 +52,7 @@ PRESETS = {
 
 
 def resolve(section: CorrectionSection) -> Correction:
-    """The preset with the bounds and masks that the configuration sets."""
+    """Return the preset with the bounds and masks that the configuration sets."""
     preset = PRESETS[section.preset]
     return dataclasses.replace(
         preset,
@@ -65,7 +65,7 @@ def resolve(section: CorrectionSection) -> Correction:
 
 @dataclass(frozen=True)
 class Factors:
-    """What a correction makes of a batch. All detached."""
+    """The result of a correction, all detached."""
 
     policy: torch.Tensor
     """float (B, T): multiplies the policy loss. 1 where the mask is 0."""
@@ -96,7 +96,7 @@ def importance_factors(
     advantages: torch.Tensor,
     mask: torch.Tensor,
 ) -> Factors:
-    """The factor of every token: its level's ratio, truncated or masked, and 0 where a veto or a trust region says so.
+    """Return the factor of every token: its level's ratio, truncated or masked, and 0 by a veto or a trust region.
 
     Args:
         current: float (B, T), log π. Equal to `proximal` in the first update over a batch.
@@ -130,7 +130,7 @@ def importance_factors(
 
 
 def level_ratio(log_ratio: torch.Tensor, scored: torch.Tensor, level: str) -> torch.Tensor:
-    """r of a token, or of its whole completion of T scored tokens: their product, or the geometric mean of them.
+    """Return r of a token, or of its whole completion of T scored tokens: their product, or the geometric mean of them.
 
         token      r_t = p_t / b_t
         sequence   r   = Π_t r_t
@@ -157,9 +157,9 @@ def level_ratio(log_ratio: torch.Tensor, scored: torch.Tensor, level: str) -> to
 
 
 def veto(log_ratio: torch.Tensor, token_veto: float | None) -> torch.Tensor:
-    """bool (B,): completions with a token of ratio p / b below `token_veto` (Liu, Li et al. 2025).
+    """Return bool (B,): completions with a token of ratio p / b below `token_veto` (Liu, Li et al. 2025).
 
-    One token that the trainer thinks all but impossible says that the completion was not sampled from this policy, and
+    A token that the trainer thinks all but impossible shows that the completion was not sampled from this policy, and
     that what follows that token cannot be trusted either.
     """
     if token_veto is None:
@@ -170,7 +170,7 @@ def veto(log_ratio: torch.Tensor, token_veto: float | None) -> torch.Tensor:
 def moved_away(
     current: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, bound: float | None
 ) -> torch.Tensor:
-    """bool (B, T): tokens outside DPPO's trust region, binary total variation (arXiv:2602.04879).
+    """Return bool (B, T): tokens outside DPPO's trust region, binary total variation (arXiv:2602.04879).
 
         |π_t - b_t| > bound  and  sign(π_t - b_t) = sign(A)
 

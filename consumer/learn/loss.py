@@ -1,6 +1,6 @@
-"""The loss of an optimizer step, micro-batch by micro-batch, and its metrics. Pure functions of tensors.
+"""The loss of an optimizer step, micro-batch by micro-batch, its metrics, and the reference policy.
 
-Guarantee: however a step is cut, the losses of its micro-batches, and so their gradients, add up to what TRL 1.16.0 computes when
+Guarantee: however a step is split, the losses of its micro-batches, and so their gradients, add up to those of TRL 1.16.0 when
 all of its rows are one micro-batch, for every loss type and option; what a batch that is not full lacks is worth as much as rows
 without advantage. Two things differ from TRL. The bias-corrected KL term carries p / b beside π / p, because its tokens came from
 b, so that its gradient is that of the reverse KL; and the experts' load-balancing loss is a mean over the tokens of the step.
@@ -31,7 +31,7 @@ Seen = dict[str, torch.Tensor]
 """What metrics are made of, by their names: (B, T), or one of each row, (B,) or (B, 1), or one of all, (1,)."""
 
 
-class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the loop to say
+class NotFiniteStep(Exception):  # noqa: N818  the loop decides what follows
     """Loss or gradient of the step in progress is NaN or infinite; weights and optimizer are as before it."""
 
     def __init__(self, loss: float, grad_norm: float) -> None:
@@ -41,7 +41,7 @@ class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the lo
 
 
 class Pass(NamedTuple):
-    """What a forward pass over a micro-batch gives."""
+    """The result of a forward pass over a micro-batch."""
 
     logprobs: torch.Tensor  # (B, T)
     entropies: torch.Tensor  # (B, T)
@@ -49,14 +49,14 @@ class Pass(NamedTuple):
 
 
 class EntropyThreshold(NamedTuple):
-    """Which tokens of a step `top_entropy_quantile` leaves."""
+    """The entropy from which on `top_entropy_quantile` leaves a token of a step in the loss."""
 
     entropy: torch.Tensor | float
     num_tokens: torch.Tensor
 
     @classmethod
     def at(cls, entropies: torch.Tensor, quantile: float) -> "EntropyThreshold":
-        """Of all tokens in the loss of the step, (N,)."""
+        """Make it from the entropies (N,) of all tokens in the loss of the step."""
         if not len(entropies):
             return cls(math.inf, entropies.new_zeros(()))
         threshold = torch.quantile(entropies.to(torch.promote_types(entropies.dtype, torch.float32)), quantile)
@@ -73,7 +73,7 @@ def part_of_loss(
     entropy_coef: float = 0.0,
     aux_loss_coef: float = 0.0,
 ) -> tuple[torch.Tensor, Seen]:
-    """The part that a micro-batch is of the loss of its step."""
+    """Return the part of a micro-batch in the loss of its step, and the values that metrics are made of."""
     mask, num_tokens = loss_mask(batch), batch["num_items_in_batch"].clamp(min=1)
     acting, num_acting = mask, num_tokens
     if threshold is not None:
@@ -95,7 +95,8 @@ def part_of_loss(
 
 
 def values_of(seen: Seen, places: Places, shape: torch.Size) -> Values:
-    """
+    """Return the values of tokens in the loss, of rows, or of all.
+
     Args:
         shape: (B, T).
     """
@@ -108,7 +109,7 @@ def values_of(seen: Seen, places: Places, shape: torch.Size) -> Values:
 def policy_losses(
     options: Any, batch: MicroBatch, current: torch.Tensor, factors: Factors
 ) -> tuple[torch.Tensor, Seen]:
-    """(B, T), or (B, 1) where all tokens of a completion have one."""
+    """Return losses (B, T), or (B, 1) where all tokens of a completion share one."""
     mask, advantages = loss_mask(batch), batch["advantages"][:, None]
     log_ratio = current - _proximal(batch, current)
     ratio = _level_ratio(options, log_ratio, mask)
@@ -140,7 +141,7 @@ def policy_losses(
 
 
 def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:
-    """k3 of KL(π ‖ ref) per token, ref / π - log(ref / π) - 1 (http://joschu.net/blog/kl-approx.html), times π / p with
+    """Return k3 of KL(π ‖ ref) per token, ref / π - log(ref / π) - 1 (http://joschu.net/blog/kl-approx.html), times π / p with
     `use_bias_correction_kl` (DeepSeek-V3.2). Gradients flow through π in both."""
     log_ratio = batch["ref_per_token_logps"] - current
     kl = log_ratio.exp() - log_ratio - 1
@@ -150,7 +151,7 @@ def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torc
 
 
 def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-    """What the losses of tokens (B, T) are of the loss of a step. A row is a record: an episode may have several.
+    """Return the part of the losses of tokens (B, T) in the loss of a step. A row is a record: an episode may have several.
 
         bnpo, dapo, cispo, vespo   sum / tokens of the step
         grpo, sapo                 sum over rows of the mean over tokens / completions of a full step
@@ -171,8 +172,7 @@ def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens
 
 
 def metrics_of_step(numbers: Mapping[str, Numbers]) -> dict[str, float]:
-    """The minimum for a name that ends in `min`, the maximum for `max`, the sum for `policy_loss`, else the mean. A name without
-    values is left out."""
+    """Return the metrics: `*_min` minimum, `*_max` maximum, `policy_loss` sum, others mean. Those without values are dropped."""
     known = {name: each for name, each in numbers.items() if each.num_values}
     return {name: _metric(name, each) for name, each in known.items()}
 
@@ -190,7 +190,7 @@ def _proximal(batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:
 
 
 def _level_ratio(options: Any, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of tokens, (B, T), or their geometric mean over a completion, (B, 1)."""
+    """Return the ratios of tokens, (B, T), or their geometric mean over a completion, (B, 1)."""
     if options.importance_sampling_level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return log_ratio.exp()
@@ -199,7 +199,7 @@ def _level_ratio(options: Any, log_ratio: torch.Tensor, mask: torch.Tensor) -> t
 def _vespo_weights(
     options: Any, advantages: torch.Tensor, log_ratio: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """φ(w) = e^(λ - λ w) w^k, (B, 1), of the product w of a completion's π / b; 1 at w = 1."""
+    """Return φ(w) = e^(λ - λ w) w^k, (B, 1), of the product w of a completion's π / b; 1 at w = 1."""
     log_w = log_ratio.detach().clamp(-_LOG_MAX, _LOG_MAX).sum(-1, keepdim=True)
     log_w = (log_w + factor.log().clamp(_LOG_MIN, _LOG_MAX).sum(-1, keepdim=True)).clamp(_LOG_MIN, _LOG_MAX)
     is_good = advantages >= 0
@@ -209,7 +209,7 @@ def _vespo_weights(
 
 
 def _row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B,), NaN for a row without tokens in the loss."""
+    """Return means (B,), NaN for a row without tokens in the loss."""
     return (values * mask).sum(-1) / mask.sum(-1)
 
 
@@ -257,7 +257,10 @@ class EntropyBonus:
 
 
 class ReferencePolicy:
-    """A context, for forward passes without a gradient.
+    """The policy that the KL term is measured from: the base model, or the adapter that a run started from.
+
+    A context for forward passes without a gradient: inside, the model computes as its reference policy; afterwards as before,
+    with the very same parameters.
 
     Args:
         model: whose adapter `default` is trained.
@@ -275,7 +278,7 @@ class ReferencePolicy:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """That it keeps beside the model's."""
+        """The tensors that it keeps beside the model's."""
         return [tensor for _, tensor in self._pairs]
 
     def __enter__(self) -> None:
@@ -294,6 +297,6 @@ class ReferencePolicy:
             self._disabled.__exit__(kind, error, trace)
 
     def _exchange(self) -> None:
-        """The parameters' storage and ours change places."""
+        """Let the storage of the parameters and of ours change places."""
         for number, (parameter, other) in enumerate(self._pairs):
             parameter.data, self._pairs[number] = other, (parameter, parameter.data)

@@ -1,7 +1,7 @@
-"""What a step takes of the device: its memory, and the random numbers that it draws.
+"""The device during a step: its memory, and the random numbers that it draws.
 
-Guarantee: what the device of one rank has no memory for is given up by all ranks at the same place, so that they can try it again
-together. A step that is tried again draws the same random numbers.
+Guarantee: where the device of one rank has no memory for a pass, all ranks end it at the same place, so that they can try it
+again together. A step that is tried again draws the same random numbers.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from consumer.learn.micro_batches import MOST_TOKENS, MicroBatch
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 
-_USED_SHARE = 0.8  # of what is free; the rest is for other shapes and what fragmentation takes
+_USED_SHARE = 0.8  # of the free memory; the rest is for other shapes and fragmentation
 _ROUNDED_TO = 1024  # tokens
 _WORTH_MEASURING = FIRST_TOKENS // 2  # in smaller passes what does not grow with the tokens counts too much
 
 
-class OutOfMemory(Exception):  # noqa: N818  what to do about it is for the trainer to say
+class OutOfMemory(Exception):  # noqa: N818  the trainer decides what follows
     """The device of a rank has no memory for a pass of this step."""
 
 
 @contextlib.contextmanager
 def oom_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """For passes in which ranks exchange nothing.
+    """Surround passes in which ranks exchange nothing: if one rank runs out of memory, all of them raise.
 
     Raises:
-        OutOfMemory: on all ranks; the device of one had no memory for what is done here.
+        OutOfMemory: on all ranks; the device of one had no memory for a pass.
     """
     problem = ""
     try:
@@ -39,11 +39,11 @@ def oom_on_all_ranks(ranks: Ranks) -> Iterator[None]:
         problem = str(error).partition("\n")[0]
     refused = ranks.gather({"refused": torch.tensor([bool(problem)])})["refused"]
     if refused.any():
-        raise OutOfMemory(problem or f"rank {int(refused.nonzero()[0])} said so")
+        raise OutOfMemory(problem or f"on rank {int(refused.nonzero()[0])}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a device, or the host, had no memory. CUDA itself says it in other words than torch's allocator."""
+    """Tell whether a device, or the host, had no memory. CUDA itself reports it in other words than torch's allocator."""
     of_driver = isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
     return of_driver or isinstance(error, torch.OutOfMemoryError) or bool(should_reduce_batch_size(error))
 
@@ -63,7 +63,7 @@ def room_of_gpu(device: torch.device) -> tuple[int, int]:
 
 
 class PassMemory:
-    """What the passes of a step take of a GPU. Elsewhere nobody can tell."""
+    """The memory that the passes of a step take of a GPU; on a CPU it is unknown."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -72,8 +72,8 @@ class PassMemory:
             self._before = torch.cuda.memory_allocated(self._device)
 
     def fitting_tokens(self, micro_batches: Sequence[MicroBatch], *, padded: bool) -> int | None:
-        """Tokens of the largest pass that there is room for now, from the largest of the passes that were made; None if none was
-        large enough to tell."""
+        """Return the tokens of the largest pass that there is room for now, from the largest of those that were made; None if
+        none was large enough to tell."""
         largest = max(num_tokens(batch, padded=padded) for batch in micro_batches)
         if self._device is None or largest < _WORTH_MEASURING:
             return None
@@ -83,7 +83,7 @@ class PassMemory:
 
 
 def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> int:
-    """What torch can still give out.
+    """Return the bytes that torch can still give out.
 
     Args:
         free: on the GPU.
@@ -95,27 +95,26 @@ def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> i
 
 
 def tokens_within(free_bytes: int, taken_bytes: int, taken_tokens: int) -> int:
-    """Tokens of a pass for which so much free memory is enough, when one of `taken_tokens` took `taken_bytes`; a multiple of 1024
-    within which a step can be cut.
-    """
+    """Return the tokens of a pass that `free_bytes` are enough for, when one of `taken_tokens` took `taken_bytes`; a multiple of
+    1024."""
     fitting = int(_USED_SHARE * free_bytes * taken_tokens / max(1, taken_bytes))
     return max(_ROUNDED_TO, min(MOST_TOKENS, fitting) // _ROUNDED_TO * _ROUNDED_TO)
 
 
 def num_tokens(batch: MicroBatch, *, padded: bool) -> int:
-    """Of a micro-batch, as the recipe counts them; without the completions that are masked as a whole."""
+    """Count the tokens of a micro-batch as the recipe does, without the completions that are masked as a whole."""
     lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)
     return int(len(lengths) * lengths.max() if padded else lengths.sum())
 
 
 def random_state(device: torch.device) -> bytes:
-    """Of the generator that draws on this device."""
+    """Return the state of the generator that draws on this device."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return bytes(state.numpy())
 
 
 def set_random_state(device: torch.device, state: bytes) -> None:
-    """A state of another kind of device is left alone."""
+    """Set the generator's state, unless it is that of another kind of device."""
     if len(state) != len(random_state(device)):
         return
     tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)

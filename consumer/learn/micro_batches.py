@@ -1,9 +1,18 @@
-"""Rollout groups to the tensors that TRL's loss takes.
+"""From rollout groups to the micro-batches of an optimizer step: advantages, tensors, passes.
 
-Guarantee: a step is cut into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
+Guarantee: a step is split into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
 longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Tokens that
 the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out. What a group was
-padded to before, and any importance ratio it had, is nowhere kept, so a group can be trained again in any company.
+padded to before, and any importance ratio it had, is kept nowhere, so a group can be trained again in any company. Every
+advantage is finite; it is 0 where nothing is known (no reward, or none to compare with).
+
+All ranks split a step alike. Under `pipeline.trainer_tokens_per_micro_batch: auto` a step that the journal knows is split as it
+was, so that its sums come out bit for bit; any other step within the limit that the run has come to. The log-probs of fixed
+policies stay with a row when its batch is split again.
+
+Advantages: N = groups x num_generations completions, a group's completions adjacent; F reward functions; NaN in a reward means
+"this function gave none" and is left out of every mean and standard deviation. Names and formulas are TRL's (`scale_rewards`,
+`multi_objective_aggregation`), so a run moves between the two without surprises.
 """
 
 import logging
@@ -35,30 +44,30 @@ Recorded = Callable[[int], StepCut | None]
 MicroBatch = dict[str, torch.Tensor]
 
 FILLER = -1
-"""The number of a row that stands for none."""
+"""The number of a row that fills up a rank without rows."""
 
 _ALIGNED_TO = 8  # bytes, of the widest numbers
 
 
 def loss_mask(batch: MicroBatch) -> torch.Tensor:
-    """(B, T), 1 for the tokens in the loss."""
+    """Return (B, T), 1 for the tokens in the loss."""
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
 class Places(NamedTuple):
-    """Where the loss of a micro-batch is."""
+    """The places of a micro-batch that are in the loss."""
 
     tokens: torch.Tensor  # (N,), in the flattened (B, T), of the tokens in the loss
     rows: torch.Tensor  # of the rows that have one
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> "Places":
-        """Of the ones of a mask (B, T). On a GPU this waits for it."""
+        """Find the ones of a mask (B, T). On a GPU this waits for it."""
         return cls(mask.flatten().nonzero()[:, 0], mask.any(1).nonzero()[:, 0])
 
 
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> MicroBatch:
-    """The tensors on this device. What is not there is copied in one transfer, which the host does not wait for."""
+    """Return the tensors on this device. Those elsewhere are copied in one transfer, which the host does not wait for."""
     away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != device.type}
     if not away:
         return dict(tensors)
@@ -68,7 +77,7 @@ def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Micr
 
 
 def joined_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, int]]:
-    """Their bytes one behind the other, and where each begins, so that numbers of any type may begin there."""
+    """Return their bytes one behind the other, and the start of each, aligned for numbers of any type."""
     pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
     pieces = [torch.nn.functional.pad(piece, (0, -len(piece) % _ALIGNED_TO)) for piece in pieces]
     starts = accumulate((len(piece) for piece in pieces), initial=0)
@@ -76,7 +85,7 @@ def joined_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dic
 
 
 def view_of(data: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
-    """The tensor of this shape and type whose bytes begin there."""
+    """Return the tensor of this shape and type whose bytes begin there."""
     return data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -102,7 +111,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchRecipe:
-    """What turns groups into tensors, fixed for a run."""
+    """The rules by which groups become tensors, fixed for a run."""
 
     rewards: RewardRecipe
     num_generations: int
@@ -120,7 +129,7 @@ class BatchRecipe:
     in_step: bool = False  # all of them with as many micro-batches
 
     def tensors(self, groups: list[RolloutGroup], dealt_by: int | None = None) -> list[MicroBatch]:
-        """This rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
+        """Return this rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
         Args:
             dealt_by: tokens of a micro-batch by which rows are dealt out to the ranks, where it is not `max_tokens`.
@@ -132,35 +141,35 @@ class BatchRecipe:
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
-        moving = [row for row in rows if self._moves(row)]
+        moving = [row for row in rows if self._has_gradient(row)]
         shortest = min(rows, key=lambda row: row.num_tokens)
         of_ranks = self._deal(moving or [shortest], dealt_by or self.max_tokens)
-        parts = self._cut(of_ranks[self.rank])
-        num_parts = max(len(self._cut(rows)) for rows in of_ranks) if self.in_step else 1
+        parts = self._passes(of_ranks[self.rank])
+        num_parts = max(len(self._passes(rows)) for rows in of_ranks) if self.in_step else 1
         filler = [shortest._replace(number=FILLER, advantage=0.0, in_loss=False)]
         parts += [filler] * (num_parts - len(parts))
         return [self._pad(part) | {"num_items_in_batch": num_items} for part in parts]
 
     def _deal(self, rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
-        """The rows of each rank; some may have none."""
+        """Return the rows of each rank; some may have none."""
         if self.world == 1:
             return [rows]
         lengths = [row.num_tokens for row in rows]
         dealt = shares(lengths, max_tokens, padded=not self.packed, world=self.world)
         return [[rows[i] for i in own] for own in dealt]
 
-    def _cut(self, rows: list[_Row]) -> list[list[_Row]]:
-        """The micro-batches of one rank."""
-        cut = split_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
-        return [[rows[i] for i in part] for part in cut]
+    def _passes(self, rows: list[_Row]) -> list[list[_Row]]:
+        """Return the rows of each micro-batch of one rank."""
+        split = split_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
+        return [[rows[i] for i in part] for part in split]
 
-    def _moves(self, row: _Row) -> bool:
+    def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
         return row.in_loss and (bool(row.advantage) or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
-        """Float32 (N,), of the completions in the order of the groups."""
+        """Return float32 (N,), of the completions in the order of the groups."""
         return advantages(
             torch.from_numpy(np.concatenate([self.rewards.columns(group) for group in groups])),
             torch.from_numpy(self.rewards.column_weights),
@@ -214,20 +223,20 @@ class BatchRecipe:
 
 
 def combined_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over the functions: (N, F), (F,) -> (N,); NaN where no function gave a reward."""
+    """Return the weighted sum over the functions: (N, F), (F,) -> (N,); NaN where no function gave a reward."""
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def nanstd(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sample standard deviation (n - 1) over the non-NaN values of `dim`, kept as a dimension of size 1."""
+    """Return the sample standard deviation (n - 1) over the non-NaN values of `dim`, kept as a dimension of size 1."""
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     deviations = values - values.nanmean(dim=dim, keepdim=True)
     return (deviations.square().nansum(dim=dim, keepdim=True) / (count - 1)).sqrt()
 
 
 def centred(values: torch.Tensor, dim: int, baseline: str) -> torch.Tensor:
-    """Values minus their baseline along `dim`, float, same shape; NaN where there is no value or nothing to compare with.
+    """Return values minus their baseline along `dim`, float, same shape; NaN where there is no value or nothing to compare with.
 
     `group`: the mean of all n, x_i - mean x. `leave_one_out`: the mean of the other n - 1 (RLOO, arXiv:2402.14740),
     x_i - (sum x - x_i) / (n - 1) = n / (n - 1) (x_i - mean x).
@@ -248,7 +257,7 @@ def advantages(
     aggregation: str = "sum_then_normalize",
     baseline: str = "group",
 ) -> torch.Tensor:
-    """Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2).
+    """Return group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2).
 
     `sum_then_normalize`: A = (R - baseline) / (std R + eps), R the weighted sum; std over the group, over the batch
     (`scale_rewards="batch"`, arXiv:2508.08221), or no division at all (`"none"`, Dr. GRPO, arXiv:2503.20783; RLOO with
@@ -285,7 +294,7 @@ class CompletionTooLargeError(DeviceError):
 
 @dataclass(eq=False)
 class StepSplitter:
-    """See the module's guarantee. Every method is called by all ranks.
+    """Splits each step over a batch into micro-batches. All ranks call every method.
 
     Args:
         setting: tokens of a pass, or `auto`.
@@ -330,10 +339,10 @@ class StepSplitter:
         self.micro_batches.clear()
 
     def halve(self, problem: str) -> list[MicroBatch]:
-        """The step in progress in more passes than before, of at most half as many tokens.
+        """Return the step in progress in more passes than before, of at most half as many tokens.
 
         Args:
-            problem: what the device said of the passes as they were.
+            problem: the device's words about the passes as they were.
 
         Raises:
             DeviceError: the number of tokens is fixed.
@@ -353,12 +362,12 @@ class StepSplitter:
                 )
             self.tokens //= 2
             self._split()
-        text = "the device is out of memory with passes of %d tokens; the step is cut again into passes of %d (%s)"
+        text = "the device is out of memory with passes of %d tokens; the step is split again into passes of %d (%s)"
         logger.warning(text, before, self.tokens, problem)
         return self.micro_batches
 
     def measured(self, fitting: int | None) -> None:
-        """Takes over what was measured, once in a run.
+        """Take over the limit that was measured, once in a run.
 
         Args:
             fitting: tokens of the largest pass that this rank's device has room for; None: it cannot tell.
@@ -395,7 +404,7 @@ class StepSplitter:
 
 
 def carry_over(before: Sequence[MicroBatch], after: Sequence[MicroBatch]) -> None:
-    """Gives the rows of a new cut the log-probs of fixed policies that they had in the one before."""
+    """Give the rows of a new split the log-probs of fixed policies that they had in the one before."""
     for name in _FIXED_POLICIES:
         if name not in before[0]:
             continue

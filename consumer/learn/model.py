@@ -215,7 +215,7 @@ def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device
         module for module in text_model(model).modules() if type(module).__name__ in (model._no_split_modules or ())
     ]
     if not layers:
-        raise _not_shardable(f"{type(model).__name__} does not say which of its modules are decoder layers")
+        raise _not_shardable(f"{type(model).__name__} does not name those of its modules that are decoder layers")
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     mesh = ranks.mesh
     for layer in layers:

@@ -28,7 +28,7 @@ CHOICES = {
 
 
 def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
-    """The run's GRPOConfig: the `trainer` section plus what follows from the others.
+    """Make the run's GRPOConfig: the `trainer` section plus what follows from the others.
 
     Raises:
         ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
@@ -52,7 +52,7 @@ def former_names() -> Iterator[None]:
 
 
 def build_lora(config: RunConfig) -> LoraConfig:
-    """The run's LoraConfig.
+    """Make the run's LoraConfig.
 
     Raises:
         ConfigError: PEFT does not know a key or refuses a value.
@@ -67,7 +67,7 @@ def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """What follows from the other sections.
+    """Return the options that follow from the other sections.
 
     Raises:
         ConfigError: `trainer.model_init_kwargs` is no mapping.
@@ -92,14 +92,14 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:
-    """Refuses what TRL cannot do with this model.
+    """Refuse options that TRL cannot combine with this model.
 
     Args:
         model_config: of its text model.
         seen: what it is beside a text model.
 
     Raises:
-        ConfigError: says which key and what to do instead.
+        ConfigError: names the key and the fix.
     """
     if arguments.cast_lm_head_to_fp32 and seen is not None:
         raise ConfigError(
@@ -114,15 +114,15 @@ def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None =
 
 
 def check_arguments(arguments: Any, config: RunConfig) -> None:
-    """Refuses what a `trl.GRPOConfig` accepts and this trainer, or TRL later on, does not.
+    """Refuse values that a `trl.GRPOConfig` accepts and this trainer does not.
 
     Raises:
-        ConfigError: says which key and what to do instead.
+        ConfigError: names the key and the fix.
     """
     for key, choices in CHOICES.items():
         value = getattr(arguments, key)
         if value not in choices:
-            raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
+            raise ConfigError(f"trainer.{key}: {value!r} is unknown to TRL, which knows {', '.join(choices)}")
     correction = resolve(config.correction)
     if not correction.ratio_min <= 1 <= correction.ratio_max:
         raise ConfigError(
@@ -145,7 +145,7 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
 
 
 def check_optimizer(name: str, *, on_gpu: bool) -> None:
-    """transformers would ask for the library when the first step begins.
+    """Refuse an optimizer without its library, for which transformers would ask when the first step begins.
 
     Args:
         name: of `trainer.optim`.

@@ -25,12 +25,12 @@ _FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens,
 
 
 def tokens_of(lengths: Sequence[int], padded: bool) -> int:
-    """What a micro-batch of rows of these lengths costs, in tokens."""
+    """Return the cost of a micro-batch of rows of these lengths, in tokens."""
     return _FIXED_TOKENS + (len(lengths) * max(lengths) if padded else sum(lengths))
 
 
 def split_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Indexes of the rows of each micro-batch, in the cheapest way.
+    """Return the indexes of the rows of each micro-batch, in the cheapest way.
 
     Args:
         lengths: tokens of each row, at least 1.
@@ -47,12 +47,12 @@ def split_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list
 
 
 def least_tokens(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> int:
-    """What the micro-batches of `split_rows` cost together, in tokens."""
+    """Return the cost of all micro-batches of `split_rows` together, in tokens."""
     return _cheapest(sorted(lengths, reverse=True), max_tokens, padded)[0][-1]
 
 
 def _cheapest(length: list[int], max_tokens: int, padded: bool) -> tuple[list[int], list[int]]:
-    """Of the first 0, 1, 2, ... rows: their least cost, and where the last micro-batch of the cheapest cut begins.
+    """Return, for the first 0, 1, 2, ... rows, their least cost, and where the last micro-batch of the cheapest split begins.
 
     Args:
         length: descending.
@@ -79,7 +79,7 @@ def _padded(length: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
     queue = deque([(1, 0)])
 
     def takes_over(early: int, late: int) -> int:
-        """The first end for which `late` is cheaper than `early`, or `early` would have too many tokens."""
+        """Return the first end for which `late` is cheaper than `early`, or `early` would have too many tokens."""
         expiry = early + max(1, max_tokens // length[early]) + 1
         lead = cost[late] - late * length[late] - cost[early] + early * length[early]
         gain = length[early] - length[late]
@@ -108,7 +108,7 @@ def _padded(length: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
 
 
 def shares(lengths: Sequence[int], max_tokens: int, *, padded: bool, world: int) -> list[list[int]]:
-    """The rows of each rank; some have none if there are fewer rows than ranks.
+    """Return the rows of each rank; some have none if there are fewer rows than ranks.
 
     Micro-batches of neighbours in length have little padding, and small ones can be dealt out evenly. So the step is cut more
     and more finely, each cut is dealt out longest first (Graham 1969), and so are the rows alone; of all these the best is taken.
@@ -129,7 +129,7 @@ def shares(lengths: Sequence[int], max_tokens: int, *, padded: bool, world: int)
 
 
 def _deal(parts: list[list[int]], work: Callable[[Sequence[int]], int], world: int) -> list[list[int]]:
-    """Each part, the largest first, to the rank with the least work so far."""
+    """Deal out each part, the largest first, to the rank with the least work so far."""
     result: list[list[int]] = [[] for _ in range(world)]
     ranks = [(0, rank) for rank in range(world)]
     for amount, part in sorted(((work(part), part) for part in parts), key=lambda each: (-each[0], each[1])):
@@ -164,7 +164,7 @@ def _best_move(
     lengths: Sequence[int],
     work: Callable[[Sequence[int]], int],
 ) -> tuple[list[int], list[int]] | None:
-    """Both after a row, or two rows, changed places; None if no such change leaves both less busy than the first was."""
+    """Return both ranks' rows after moving one row or swapping two; None if no move lowers the larger load."""
     for away, back in _changes(busiest, partner, (amounts[0] - amounts[1]) // 2, lengths):
         left = [row for row in busiest if row != away] + ([back] if back >= 0 else [])
         right = [row for row in partner if row != back] + [away]
@@ -174,7 +174,7 @@ def _best_move(
 
 
 def _changes(busiest: list[int], partner: list[int], half: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """A few rows to give away, each with a shorter row to take for it, or -1 for none: those that move about `half` tokens."""
+    """Return a few rows to give away, each with a shorter row to take for it, or -1 for none, that move about `half` tokens."""
     theirs = [-1, *sorted(partner, key=lambda row: (lengths[row], row))]
     own, other = np.array([lengths[row] for row in busiest]), np.array([0, *(lengths[row] for row in theirs[1:])])
     near = np.searchsorted(other, own - half)[:, None] + np.arange(-_NEAR, _NEAR)

@@ -42,7 +42,7 @@ _MUST_BE_EQUAL = {
 def run_facts(
     config: RunConfig, model_folder: Path, run_id: str, vocab_size: int, num_iterations: int, num_threads: int
 ) -> Facts:
-    """The facts that a journal keeps; lists as JSON."""
+    """Return the facts that a journal keeps; lists as JSON."""
     facts: dict[str, Any] = {
         "run_id": run_id,
         "model_path": str(model_folder),
@@ -73,22 +73,29 @@ def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
 
 
 def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
-    """Whether groups made under the facts `before` can be trained now. Raises ConfigError if they are of another model.
-    A new journal has no facts and no groups."""
+    """Tell whether groups made under the facts `before`, of which a new journal has none, can be trained now.
+
+    Raises:
+        ConfigError: they are of another model.
+    """
     if not before:
         return True
     changed = list(_changes(before, now))
     for _, fact in changed:
         if fact.decides == "run":
             raise ConfigError(
-                f"{fact.key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
+                f"{fact.key} differs from that of {journal_file}; use the same one, or choose another run_dir"
             )
     return before.get("wire_schema") == str(SCHEMA_VERSION) and all(fact.decides != "groups" for _, fact in changed)
 
 
 def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
-    """Whether the batches that were recorded under the facts `before` can be trained again now. Raises ConfigError if the
-    configuration does not fit them, JournalError if their groups are of another schema."""
+    """Refuse batches, recorded under the facts `before`, that cannot be trained again now.
+
+    Raises:
+        ConfigError: the configuration does not fit them.
+        JournalError: their groups are of another schema.
+    """
     if (schema := before.get("wire_schema", "unknown")) != str(SCHEMA_VERSION):
         raise JournalError(
             f"{journal_file} has groups of protocol schema {schema}, this release reads {SCHEMA_VERSION}; use the "
@@ -101,8 +108,11 @@ def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
 
 
 def dataset_change(before: Facts, now: Facts, journal_file: Path) -> str | None:
-    """What has become of the dataset since the run that goes on last started, if that can be lived with. Raises DatasetError if
-    it has another number of prompts, so that ids name other rows, or none."""
+    """Return a warning if the dataset changed since the last start.
+
+    Raises:
+        DatasetError: it has another number of prompts, so that ids name other rows, or none.
+    """
     if before.get("num_prompts", now["num_prompts"]) != now["num_prompts"]:
         raise DatasetError(
             f"dataset: it has {now['num_prompts']} prompts now and had {before['num_prompts']} when {journal_file} was "

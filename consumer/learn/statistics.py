@@ -24,7 +24,7 @@ Values = dict[str, torch.Tensor]
 
 
 class Numbers(NamedTuple):
-    """Of the values of one name."""
+    """Count, sum and extremes of the values of one name."""
 
     num_values: float
     total: float
@@ -33,13 +33,13 @@ class Numbers(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """NaN for no values."""
+        """The mean of the values; NaN for no values."""
         return self.total / self.num_values if self.num_values else float("nan")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of values by name. Parts of one step have the same names in the same order.
+    """Numbers and samples of values by name. Parts of one step have the same names in the same order.
 
     Args:
         moments: float64 (names, 4), each row the fields of `Numbers`.
@@ -60,7 +60,7 @@ class Summary:
 
 
 def sampled(values: Values, names: Sequence[str], num_tokens: int) -> Values:
-    """Every k-th value of these names, with k = `num_tokens` / `SAMPLE`, rounded up.
+    """Take every k-th value of these names, with k = `num_tokens` / `SAMPLE`, rounded up.
 
     Args:
         num_tokens: in the loss of the whole step.
@@ -69,7 +69,7 @@ def sampled(values: Values, names: Sequence[str], num_tokens: int) -> Values:
 
 
 def merged(parts: Sequence[Summary]) -> Summary:
-    """As if the values of the parts were those of one."""
+    """Return the summary of all parts together."""
     [first, *others] = parts
     assert all(other.names == first.names for other in others)
     samples = {name: torch.cat([part.samples[name] for part in parts]) for name in first.samples}
@@ -77,7 +77,7 @@ def merged(parts: Sequence[Summary]) -> Summary:
 
 
 def over_ranks(summary: Summary, ranks: Ranks) -> tuple[dict[str, Numbers], Values]:
-    """The numbers and samples of all ranks, on the CPU. Is called by all of them."""
+    """Return the numbers and samples of all ranks, on the CPU. All ranks call it."""
     flat = [summary.moments.flatten(), *(sample.double() for sample in summary.samples.values())]
     own = torch.cat(flat).cpu().split([len(part) for part in flat])
     names = ["moments", *(f"sample of {name}" for name in summary.samples)]
@@ -88,7 +88,7 @@ def over_ranks(summary: Summary, ranks: Ranks) -> tuple[dict[str, Numbers], Valu
 
 
 def quantiles(sample: torch.Tensor, at: Mapping[str, float]) -> dict[str, float]:
-    """Of the values that are not NaN, at most `SAMPLE` of them; of none, NaN."""
+    """Return the quantiles of the values that are not NaN, of at most `SAMPLE` of them; NaN of no values."""
     known = sample[~sample.isnan()]
     known = known[:: max(1, -(-len(known) // SAMPLE))]
     if not len(known):
@@ -98,7 +98,7 @@ def quantiles(sample: torch.Tensor, at: Mapping[str, float]) -> dict[str, float]
 
 
 def _moments(table: torch.Tensor) -> torch.Tensor:
-    """(names, values) to (names, 4)."""
+    """Turn (names, values) into (names, 4)."""
     unknown = table.isnan()
     count = (~unknown).sum(1).double()
     if not table.size(1):
@@ -108,13 +108,13 @@ def _moments(table: torch.Tensor) -> torch.Tensor:
 
 
 def _added(moments: torch.Tensor) -> torch.Tensor:
-    """(parts, names, 4) to (names, 4)."""
+    """Turn (parts, names, 4) into (names, 4)."""
     count, total, least, greatest = moments.unbind(2)
     return torch.stack([count.sum(0), total.sum(0), least.amin(0), greatest.amax(0)], 1)
 
 
 def ratio_values(correction: Correction, factors: Factors, places: Places) -> Values:
-    """What the statistics are made of: a value of each token in the loss, then of each completion that has one."""
+    """Return the values behind the statistics: one of each token in the loss, then one of each completion with such a token."""
 
     def of_tokens(values: torch.Tensor) -> torch.Tensor:
         return values.flatten()[places.tokens]
@@ -137,13 +137,13 @@ def ratio_values(correction: Correction, factors: Factors, places: Places) -> Va
 
 
 def samples_of(correction: Correction) -> tuple[list[str], list[str]]:
-    """The names of values whose quantiles are reported: those of tokens, and those of completions."""
+    """Return the names of values whose quantiles are reported: those of tokens, and those of completions."""
     of_tokens = ["ratio", "policy"] if correction.is_active else ["ratio"]
     return of_tokens, ["completions"] if correction.level in ("sequence", "geometric") else []
 
 
 def ratio_statistics(correction: Correction, numbers: Mapping[str, Numbers], samples: Values) -> dict[str, float]:
-    """Statistics of p / b, by name.
+    """Return statistics of p / b, by name.
 
     Without prefix: the raw ratios of the scored tokens, whatever the preset, so that they compare across runs.
     `sequence/` or `geometric/`: the raw ratios of the completions, where the preset has that level. `corrected/`: the
@@ -180,8 +180,8 @@ def _powers(name: str, ratio: torch.Tensor) -> Values:
 
 
 def _distribution(name: str, numbers: Mapping[str, Numbers], samples: Values) -> dict[str, float]:
-    """Kish's effective sample size over the sample size is (Σ r)² / (N Σ r²), in [0, 1], 0 when all are masked. χ²(p ‖ b) is
-    estimated by mean (r - 1)², which is E r² - 1 in expectation but never negative."""
+    """Return a distribution by its numbers. Kish's effective sample size over the sample size is (Σ r)² / (N Σ r²), in [0, 1],
+    0 when all are masked. χ²(p ‖ b) is estimated by mean (r - 1)², which is E r² - 1 in expectation but never negative."""
     ratio, squares = numbers[name], numbers[f"{name} squared"].total
     return {
         "mean": ratio.mean,

@@ -94,13 +94,13 @@ class TrainedStep:
     """One optimizer step as the trainer knows it when it ends.
 
     Args:
-        split: how it was split into passes, as the journal records it.
+        plan: how it was split into passes, as the journal records it.
         loss: of the whole step.
         metrics: by TRL's names, NaN where a step has no such number; on rank 0 those of all ranks.
         grad_norm: before clipping.
     """
 
-    split: StepCut
+    plan: StepCut
     loss: float
     metrics: dict[str, float]
     grad_norm: float = math.nan
@@ -191,7 +191,7 @@ class SlipstreamTrainer(Trainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
+        """Tell whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
         return is_sharded(self.base)
 
     def start_from(self, adapter: AdapterFolder, *, resumed: bool) -> None:
@@ -260,17 +260,17 @@ class SlipstreamTrainer(Trainer):
         passes_s = time.monotonic() - began
         metrics = self.end_passes()
         if ranks.world > 1:
-            for parameter in trained.values():  # one that no row of this rank went through
+            for parameter in trained.values():  # no row of this rank went through it
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
             step_s, waited_s = time.monotonic() - began, ranks.waited_s - waited_s
             num_tokens = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in inputs)
             self.works[:] = work_of_all(ranks, step_s, waited_s, num_tokens)
-        split = StepCut(
+        plan = StepCut(
             self.state.global_step + 1, splitter.tokens, drawn_from if random_state(device) != drawn_from else None
         )
         metrics |= {"step_time": passes_s, "pipeline/micro_batch_tokens": float(splitter.tokens)}
-        self.last = TrainedStep(split, math.nan, metrics)
+        self.last = TrainedStep(plan, math.nan, metrics)
         if ranks.rank == 0:
             self.add_to_log(metrics)
         splitter.measured(memory.fitting_tokens(inputs, padded=not self._packed))
@@ -409,7 +409,7 @@ class SlipstreamTrainer(Trainer):
 
     @functools.cached_property
     def _is_shareable(self) -> bool:
-        """Asked at the first pass, when transformers has switched gradient checkpointing on."""
+        """Answer at the first pass, when transformers has switched gradient checkpointing on."""
         return is_shareable(self.base)
 
     def _head(

@@ -65,7 +65,7 @@ class RunControl(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step, batch = state.global_step, self._batch
-        self.connections.pipeline.end_step(step, self._split())
+        self.connections.pipeline.end_step(step, self._plan())
         published = step % self.budget.sync_interval == 0
         if published:
             self.publish(step)
@@ -105,12 +105,12 @@ class RunControl(TrainerCallback):
         num_tokens = sum(int(group.sampled_lengths.sum()) for group in batch.groups)
         self.connections.report.step(StepRecord(step, numbers, wait_s, step_s, num_tokens))
 
-    def _split(self) -> StepCut:
+    def _plan(self) -> StepCut:
         """Return how the last step was split into passes, with its advantages."""
         trained = self.trainer.last
         assert trained is not None
         advantages = self.trainer.recipe.advantages_of(self._batch.groups)
-        return trained.split._replace(advantages=advantages.numpy().astype("<f4").tobytes())
+        return trained.plan._replace(advantages=advantages.numpy().astype("<f4").tobytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.connections.pipeline.flush()

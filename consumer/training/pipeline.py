@@ -70,7 +70,7 @@ class Pipeline:
     def flush(self) -> None:
         """Returns when every policy is published."""
 
-    def end_step(self, step: int, split: StepCut) -> None:
+    def end_step(self, step: int, plan: StepCut) -> None:
         """Record that step `step` ended, and how it was split into passes."""
 
     def undo_try(self, last_step: int) -> None:
@@ -150,10 +150,10 @@ class LivePipeline(Pipeline):
     def newest_cut(self, step: int) -> StepCut | None:
         return self._journal.newest_cut(step)
 
-    def end_step(self, step: int, split: StepCut) -> None:
+    def end_step(self, step: int, plan: StepCut) -> None:
         def attempt() -> bool | None:
             try:
-                self._journal.end_step(step, split)
+                self._journal.end_step(step, plan)
             except JournalFullError:
                 self._disk.spend_reserve()
                 return None

@@ -27,7 +27,7 @@ def test_a_step_that_is_large_enough_to_be_measured(tmp_path: Path, model: Model
     trained = trainer(tmp_path, model("llama"), completions=LONG, sampled=2)
     trained.train()
     assert trained.last is not None
-    assert trained.last.split.tokens == FIRST_TOKENS
+    assert trained.last.plan.tokens == FIRST_TOKENS
     assert trained._splitter.tokens > FIRST_TOKENS
 
 
@@ -74,7 +74,7 @@ def test_a_step_without_room_is_cut_into_smaller_passes(tmp_path: Path, model: M
     limited(gpu, 24 * MIB)
     trained.train()
     assert trained.last is not None
-    assert trained.last.split.tokens < FIRST_TOKENS
+    assert trained.last.plan.tokens < FIRST_TOKENS
     assert whole.last is not None
     assert trained.last.loss == pytest.approx(whole.last.loss, rel=1e-4, abs=1e-6)
     assert trained.last.grad_norm == pytest.approx(whole.last.grad_norm, rel=1e-4, abs=1e-6)

@@ -76,7 +76,7 @@ def test_a_run_begins_at_the_adapter_and_its_checkpoints_are_plain_ones(
     random_adapter(trained_model, folder, rank=4, seed=1)
     refused = run.trainer("--resume")
     assert refused.end() == 78
-    assert "lora.init_from is not the one that" in refused.output
+    assert "lora.init_from differs from that of" in refused.output
 
     with live_engine(trained_model, tmp_path / "engine") as live:
 

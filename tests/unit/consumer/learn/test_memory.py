@@ -128,7 +128,7 @@ def taken(trainer: SlipstreamTrainer) -> tuple[dict[int, StepCut], list[list[flo
     def noted(*arguments: Any) -> torch.Tensor:
         loss = step(*arguments)
         assert trainer.last is not None
-        cuts[trainer.last.split.step] = trainer.last.split
+        cuts[trainer.last.plan.step] = trainer.last.plan
         metrics.append([float(loss)] + [value for name, value in metrics_of(trainer).items() if "time" not in name])
         return loss
 
@@ -270,7 +270,7 @@ def test_what_one_rank_has_no_memory_for_no_rank_does(tmp_path: Path, one_layer_
         trainer._splitter.begin(trainer.recipe, batches()[0].groups)
         loss = trainer.training_step(trainer.model, trainer._splitter.split(1), None)
         assert trainer.last is not None
-        return float(loss), trainer.last.split, [parameter.grad for parameter in lora_parameters(trainer)]
+        return float(loss), trainer.last.plan, [parameter.grad for parameter in lora_parameters(trainer)]
 
     config = run_config(tmp_path, one_layer_model, trainer={"top_entropy_quantile": 0.5})
     trainers = [slipstream_trainer(config, one_layer_model) for _ in range(2)]
@@ -302,7 +302,7 @@ def test_the_rank_that_refused_is_named_on_the_others() -> None:
         return "it went on"
 
     own = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-    assert on_ranks(2, work) == ["rank 1 said so", own]
+    assert on_ranks(2, work) == ["on rank 1", own]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_groups_of_another_model_are_refused(name: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         comparable(FACTS, FACTS | {name: "other"}, JOURNAL)
     assert str(caught.value) == (
-        f"{key} is not the one that run/journal.sqlite was written with; use that one, or choose another run_dir"
+        f"{key} differs from that of run/journal.sqlite; use the same one, or choose another run_dir"
     )
 
 
