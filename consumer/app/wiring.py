@@ -34,10 +34,7 @@ from consumer.link.intake import Dispatchers, Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
 from consumer.link.snapshots import Probe, probe_tokens
-from consumer.prompts.dataset import Placeholders, PromptDataset
-from consumer.prompts.source import PromptSource
-from consumer.prompts.transformed import read_aside
-from consumer.ranks.exchange import ALONE, Ranks, begin
+from consumer.ranks.exchange import ALONE, LedBatches, Ranks, begin
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.report.sampled_rollouts import RolloutLog
 from consumer.training.callbacks import Heartbeat, RunControl
@@ -139,12 +136,9 @@ def live_run(
     store = PolicyStore(config.max_loras, opened.enter_context(shared_memory()))
     report = components.report(buffer.totals, start.step, watch.registry)
 
-    def read(prompts: PromptDataset | Placeholders) -> PromptSource:
-        return opened.enter_context(read_aside(prompts, channel.wake))
-
     warn = Throttle(logger)
-    prompts, sampling = read(components.prompts), config.sampling.message
-    evaluation = evaluation_of(components, channel, store, read, session, start.step, report.say)
+    prompts, sampling = components.prompts, config.sampling.message
+    evaluation = evaluation_of(components, channel, store, session, start.step, report.say)
     dispatchers = Dispatchers(
         LeaseDispatcher(channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn),
         evaluation.leases if evaluation else EvaluationDispatcher(store),
@@ -296,7 +290,6 @@ def evaluation_of(
     components: RunComponents,
     channel: ServerChannel,
     store: PolicyStore,
-    read: Callable[[PromptDataset], PromptSource],
     session: str,
     first_step: int,
     say: Callable[..., None],
@@ -304,7 +297,6 @@ def evaluation_of(
     """None for a run without evaluations.
 
     Args:
-        read: makes of a dataset what the intake's thread may ask.
         session: unique per trainer process.
         first_step: steps taken before this process.
     """
@@ -336,7 +328,7 @@ def evaluation_of(
         section,
         due,
         results,
-        EvaluationLeases(store, channel, due, read(components.held_out), rules, Throttle(logger)),
+        EvaluationLeases(store, channel, due, components.held_out, rules, Throttle(logger)),
         run_dir=run_dir,
         reward_names=config.reward_names,
         last_version=components.budget.version_at(components.arguments.max_steps),

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer, num_bytes
 from consumer.evaluate.results import DueVersion, EvaluationQueue
-from consumer.link.dispatcher import EvaluationDispatcher, read
+from consumer.link.dispatcher import EvaluationDispatcher, Prompts
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
-from consumer.prompts.source import PromptSource
 from protocol.channel.channel import ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError, encode
@@ -81,7 +80,7 @@ class EvaluationLeases(EvaluationDispatcher):
 
     channel: ServerChannel
     due: EvaluationQueue
-    prompts: PromptSource
+    prompts: Prompts
     rules: EvaluationRules
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
@@ -162,15 +161,12 @@ class EvaluationLeases(EvaluationDispatcher):
 
     def _give(self, running: RunningEvaluation, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         rules, policy, work = self.rules, running.due.policy, running.next_work(now)
-        prompt = None if work is None else read(self.prompts, work.key)
-        if work is None or prompt is None:
+        if work is None:
             return None
         record = running.lease(work, session.name, deadline=now + rules.timeout_s)
         try:
-            if isinstance(prompt, DatasetError):
-                raise prompt
             lease = Lease(
-                record.lease_id, work.key, record.work.attempt, *prompt, rules.sampling, policy.version,
+                record.lease_id, work.key, record.work.attempt, *self.prompts[work.key], rules.sampling, policy.version,
                 rules.timeout_s, policy,
             )  # fmt: skip
             sent = self.channel.send(peer, lease)

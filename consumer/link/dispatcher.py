@@ -1,22 +1,18 @@
 """Giving prompts to producers.
 
-Guarantee: a prompt that cannot be sent fails alone; nothing is leased while the disk has no room for the groups that would come
-back. Prompts go out in the order in which the ledger leases them. Where reading one takes time, as with a user's transform, a few
-more are leased to nobody and read meanwhile, as far as producers have room: they wait for those before them, and nothing else
-waits.
+Guarantee: a prompt that cannot be sent fails alone; no prompt is leased while the disk has no room for the groups that would come
+back. Prompts go out in the order in which the ledger leases them.
 """
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
-from consumer.prompts.source import Prompt, PromptSource
 from protocol.channel.channel import ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
@@ -24,29 +20,15 @@ from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
-from replay.lease_ids import Key
-from replay.prompts.leases import LeaseRecord
 
-_READ_AHEAD = 32  # leases
-_NOBODY = ""
 _LOOK_AT_DISK_EVERY_S = 1.0
 _REFILL_EVERY_S = 0.05
 
 
-def read(prompts: PromptSource, prompt_id: int) -> Prompt | DatasetError | None:
-    """The prompt, or what is wrong with it; None: it is being read."""
-    try:
-        return prompts[prompt_id]
-    except DatasetError as error:
-        return error
-
-
-@dataclass
-class _Unsent:
-    """A lease that no producer has yet."""
-
-    record: LeaseRecord[Key]
-    prompt: Prompt | DatasetError | None  # None: it is being read
+class Prompts(Protocol):
+    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
+        """Return the prompt and the columns of its row. Raises DatasetError for a row without a usable prompt."""
+        ...
 
 
 @dataclass(eq=False)
@@ -55,7 +37,7 @@ class LeaseDispatcher:
 
     channel: ServerChannel
     buffer: RolloutBuffer
-    prompts: PromptSource
+    prompts: Prompts
     disk: DiskGuard
     sampling: Sampling
     timeout_s: float
@@ -63,7 +45,6 @@ class LeaseDispatcher:
     clock: Callable[[], float] = time.monotonic
     _queue: RoomQueue = field(default_factory=lambda: RoomQueue(lambda session: session.room))
     _refill_at: float = -math.inf
-    _unsent: deque[_Unsent] = field(default_factory=deque)
     _look_at_disk_at: float = 0.0
 
     def note(self, peer: bytes, session: ProducerSession) -> None:
@@ -84,18 +65,12 @@ class LeaseDispatcher:
         return give_leases(self.channel, self._queue, partial(self._give, now), self.clock)
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
-        unsent = self._next(session.room + self._queue.at_most, now)
-        if unsent is None:
+        record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s)
+        if record is None:
             return None
-        record, prompt = unsent.record, unsent.prompt
         lease_id, work = record.lease_id, record.work
-        if not self.buffer.hand_over(lease_id, session.name, deadline=now + self.timeout_s):
-            return True
         try:
-            if isinstance(prompt, DatasetError):
-                raise prompt
-            assert prompt is not None
-            lease = Lease(lease_id, work.key.prompt_id, work.attempt, *prompt, self.sampling,
+            lease = Lease(lease_id, work.key.prompt_id, work.attempt, *self.prompts[work.key.prompt_id], self.sampling,
                           record.policy_floor, self.timeout_s)  # fmt: skip
             sent = self.channel.send(peer, lease)
         except (DatasetError, CodecError) as error:
@@ -108,19 +83,6 @@ class LeaseDispatcher:
             return True
         session.leases.add(lease_id)
         return sent
-
-    def _next(self, room: int, now: float) -> _Unsent | None:
-        """The next lease, within the room of the producers; None if there is none, or its prompt is being read. Then others are
-        read meanwhile."""
-        for unsent in self._unsent:
-            if unsent.prompt is None:
-                unsent.prompt = read(self.prompts, unsent.record.work.key.prompt_id)
-        while len(self._unsent) < min(room, _READ_AHEAD) and not (self._unsent and self._unsent[0].prompt):
-            record = self.buffer.lease(_NOBODY, now=now, timeout_s=math.inf)
-            if record is None:
-                break
-            self._unsent.append(_Unsent(record, read(self.prompts, record.work.key.prompt_id)))
-        return self._unsent.popleft() if self._unsent and self._unsent[0].prompt else None
 
 
 @dataclass(eq=False)

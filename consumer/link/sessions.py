@@ -18,7 +18,6 @@ from protocol.wire.messages import Bye, Heartbeat, Hello
 
 _LEASES_PER_TICK = 256
 _LEASING_S = 0.05  # of a tick, after which what has arrived comes first: reading prompts from a slow disk takes time
-_COUNTED = 32  # producers
 
 
 @dataclass(eq=False)
@@ -88,11 +87,6 @@ class RoomQueue:
         self._heap: list[tuple[int, int, bytes, ProducerSession]] = []  # by room, negative, and then by turn
         self._noted: dict[bytes, int] = {}  # the room that counts of those in the heap
         self._turns = itertools.count()
-
-    @property
-    def at_most(self) -> int:
-        """No less than the room of all producers, as far as it is below 32."""
-        return sum(-negative for negative, *_ in self._heap[:_COUNTED])
 
     def refill(self, producers: Iterable[tuple[bytes, ProducerSession]]) -> None:
         self._noted = {}

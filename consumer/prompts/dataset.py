@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from consumer.prompts.filters import TokenLimit, kept_rows
-from consumer.prompts.rows import RowReader, load_rows
-from consumer.prompts.source import Prompt
+from consumer.prompts.filters import TokenLimit, UsableRows
+from consumer.prompts.rows import Prompt, RowReader, load_rows
 from protocol.config.data import DatasetSection
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
@@ -37,48 +36,39 @@ class PromptDataset:
         self, section: DatasetSection, model_folder: Path | None = None, *, trust_remote_code: bool = False
     ) -> None:
         limit = TokenLimit(section, model_folder, trust_remote_code) if section.max_prompt_tokens else None
-        self.readers: list[RowReader] = []
-        self._kept: list[Sequence[int]] = []  # numbers of the rows of each source that were not skipped
-        parts = []
-        for key, source in section.all_sources.items():
-            reader = RowReader(source, key, load_rows(source, key))
-            kept, digest = kept_rows(reader, limit)
-            reader[int(kept[0])]
-            self.readers.append(reader)
-            self._kept.append(kept)
-            parts.append(f"{digest} {source.weight}")
+        self._sources = [
+            UsableRows(RowReader(source, key, load_rows(source, key)), limit)
+            for key, source in section.all_sources.items()
+        ]
+        given = [rows.reader.source for rows in self._sources]
+        parts = [f"{rows.digest} {source.weight}" for rows, source in zip(self._sources, given, strict=True)]
         self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        weights = [source.weight for source in section.all_sources.values() if source.weight is not None]
-        self._mixture = Mixture([len(kept) for kept in self._kept], weights or None)
+        weights = [source.weight for source in given if source.weight is not None]
+        self._mixture = Mixture([len(rows) for rows in self._sources], weights or None)
         shares = ", ".join(
-            f"{count} of {reader.source.path} ({len(kept)} rows)"
-            for count, reader, kept in zip(self._mixture.counts, self.readers, self._kept, strict=True)
+            f"{count} of {source.path} ({len(rows)} rows)"
+            for count, source, rows in zip(self._mixture.counts, given, self._sources, strict=True)
         )
         if len(self) > MOST_PROMPTS:
             raise DatasetError(
                 f"dataset.sources: with these weights an epoch has {len(self):,} prompts, because every row comes at least "
                 f"once; bring the weights closer to the numbers of rows ({shares})"
             )
-        if len(self.readers) > 1:
+        if len(self._sources) > 1:
             logger.info("dataset: %d prompts: %s", len(self), shares)
 
     def __len__(self) -> int:
         return len(self._mixture)
 
     def __getitem__(self, prompt_id: int) -> Prompt:
-        """Raises DatasetError if the transform raised, or the row has no usable prompt."""
-        source, number = self.locate(prompt_id)
-        return self.readers[source][number]
+        """Raises DatasetError if the row has no usable prompt."""
+        source, row = self._mixture[prompt_id]
+        return self._sources[source][row]
 
     def place(self, prompt_id: int) -> str:
         """Row and dataset of a prompt, for messages."""
-        source, number = self.locate(prompt_id)
-        return self.readers[source].place(number)
-
-    def locate(self, prompt_id: int) -> tuple[int, int]:
-        """The index of a prompt's reader, and the number of its row there."""
         source, row = self._mixture[prompt_id]
-        return source, int(self._kept[source][row])
+        return self._sources[source].place(row)
 
 
 class Placeholders:

@@ -1,37 +1,32 @@
-"""Which rows are left out before a run starts: those that the filter refuses, the transform skips or that are too long.
+"""The rows of a source that a run uses: not those that the filter refuses, the transform skips or that are too long.
 
-Guarantee: every row is judged once, in one pass that `datasets` keeps in its cache; the same rows, functions, tokenizer and
-bound are not judged again at the next start. What is wrong with a single row does not keep it out: it is counted, and
-refused alone when its turn comes.
+Guarantee: every row is judged once, in one pass that `datasets` keeps in its cache, with the prompts that a transform made; the
+same rows, functions, tokenizer and bound are not judged again at the next start. A fault in a single row does not keep it out:
+it is counted, and refused alone when its turn comes.
 """
 
 import hashlib
 import logging
 from collections.abc import Sequence
-from enum import IntEnum
+from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import numpy as np
+from datasets import Dataset
 
-from consumer.prompts.rows import Row, RowReader, rows_digest
+from consumer.prompts.rows import Prompt, Row, RowReader, Verdict, rows_digest
 from consumer.prompts.tokenizer import load_tokenizer
+from consumer.prompts.transform import TransformProcess
 from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
 from protocol.wire.messages import prompt_token_ids
 from protocol.wire.model_folder import tokenizer_digest
 
 logger = logging.getLogger(__name__)
-
-
-class Verdict(IntEnum):
-    KEPT = 0
-    FILTERED = 1
-    TRANSFORMED_AWAY = 2
-    TOO_LONG = 3
-    UNUSABLE = 4
 
 
 class TokenLimit:
@@ -54,68 +49,96 @@ class TokenLimit:
         return len(prompt_token_ids(self._tokenizer, prompt, self._template)) <= (self.max_tokens or 0)
 
 
-def kept_rows(reader: RowReader, limit: TokenLimit | None) -> tuple[Sequence[int], str]:
-    """The numbers of the rows that are not left out, which the log names, and a digest of all that they depend on. Raises
+class UsableRows:
+    """The rows of `reader` that are not left out, which the log names. `digest` changes with all that they depend on. Raises
     DatasetError if none is left, or the filter raised."""
-    digest, path = f"{rows_digest(reader.rows)} {reader.code_digest()}", reader.source.path
-    if limit is None and reader.filter is None and reader.transform is None:
-        return range(len(reader.rows)), digest
-    digest += f" {limit.identity if limit else ''}"
-    found = _verdicts(reader, limit, hashlib.sha256(digest.encode()).hexdigest())
-    kept: Any = np.flatnonzero((found == Verdict.KEPT) | (found == Verdict.UNUSABLE))
-    reasons = {
-        Verdict.FILTERED: "refused by the filter",
-        Verdict.TRANSFORMED_AWAY: "skipped by the transform",
-        Verdict.TOO_LONG: f"longer than max_prompt_tokens={limit.max_tokens if limit else 0}",
-    }
-    counts = {reason: int((found == verdict).sum()) for verdict, reason in reasons.items()}
-    skipped = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
-    if len(kept) == 0:
-        raise DatasetError(f"{reader.key}: all {len(found)} rows of {path} are skipped: {skipped}")
-    if skipped:
-        logger.info("%s: %d of the %d rows of %s are used; %s", reader.key, len(kept), len(found), path, skipped)
-    unusable = np.flatnonzero(found == Verdict.UNUSABLE)
-    if len(unusable):
-        why = _problem(reader, int(unusable[0]))
-        text = "%s: %d rows cannot be used and will each be refused; the first: %s"
-        logger.warning(text, reader.key, len(unusable), why)
-    return kept, digest
+
+    def __init__(self, reader: RowReader, limit: TokenLimit | None) -> None:
+        self.reader = reader
+        self.digest = f"{rows_digest(reader.rows)} {reader.code_digest()}"
+        self._numbers: Sequence[int] = range(len(reader.rows))
+        self._judged: Dataset | None = None
+        if limit is not None or reader.filter is not None or reader.transform is not None:
+            self.digest += f" {limit.identity if limit else ''}"
+            self._judged = _judged(reader, limit, hashlib.sha256(self.digest.encode()).hexdigest())
+            self._choose(np.asarray(self._judged.data.column("verdict"), np.int8), limit)
+        self[0]  # without a prompt in the first row the section is wrong
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Raises DatasetError if the row has no usable prompt."""
+        number = int(self._numbers[index])
+        if self._judged is None or self.reader.transform is None:
+            prompt = self.reader.read(self.reader.rows[number], number)
+            assert prompt is not None
+            return prompt
+        row = self._judged[number]
+        if row["problem"]:
+            raise DatasetError(row["problem"])
+        made: Prompt = msgspec.msgpack.decode(row["row"], type=tuple[Any, dict[str, Any]])
+        return made
+
+    def place(self, index: int) -> str:
+        """Row and dataset, for messages."""
+        return self.reader.place(int(self._numbers[index]))
+
+    def _choose(self, found: Any, limit: TokenLimit | None) -> None:
+        reader, path = self.reader, self.reader.source.path
+        kept: Any = np.flatnonzero((found == Verdict.KEPT) | (found == Verdict.UNUSABLE))
+        reasons = {
+            Verdict.FILTERED: "refused by the filter",
+            Verdict.TRANSFORMED_AWAY: "skipped by the transform",
+            Verdict.TOO_LONG: f"longer than max_prompt_tokens={limit.max_tokens if limit else 0}",
+        }
+        counts = {reason: int((found == verdict).sum()) for verdict, reason in reasons.items()}
+        skipped = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+        if len(kept) == 0:
+            raise DatasetError(f"{reader.key}: all {len(found)} rows of {path} are skipped: {skipped}")
+        if skipped:
+            logger.info("%s: %d of the %d rows of %s are used; %s", reader.key, len(kept), len(found), path, skipped)
+        unusable = np.flatnonzero(found == Verdict.UNUSABLE)
+        if len(unusable):
+            assert self._judged is not None
+            first = self._judged[int(unusable[0])]["problem"]
+            text = "%s: %d rows cannot be used and will each be refused; the first: %s"
+            logger.warning(text, reader.key, len(unusable), first)
+        self._numbers = kept
 
 
-def judge(reader: RowReader, limit: TokenLimit | None, row: Row, number: int) -> Verdict:
-    """Raises DatasetError if the filter raised, or did not say."""
-    if not reader.passes(row, number):
-        return Verdict.FILTERED
-    try:
-        result = reader.read(row, number)
-        if result is None:
-            return Verdict.TRANSFORMED_AWAY
-        if limit is not None and not limit.allows(result[0]):
-            return Verdict.TOO_LONG
-    except Exception:  # a chat template raises what it likes
-        return Verdict.UNUSABLE
-    return Verdict.KEPT
-
-
-def _verdicts(reader: RowReader, limit: TokenLimit | None, key: str) -> np.ndarray:
-    """One verdict per row, int8, with its key in the cache."""
+def _judged(reader: RowReader, limit: TokenLimit | None, key: str) -> Dataset:
+    """One row per row, with its key in the cache: the verdict, the problem, and the prompt that a transform made."""
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "slipstream"
     cache.mkdir(parents=True, exist_ok=True)
-    judged = reader.rows.map(
-        lambda row, number: {"verdict": judge(reader, limit, row, number)},
-        with_indices=True,
-        remove_columns=reader.rows.column_names,
-        features=datasets.Features({"verdict": datasets.Value("int8")}),
-        cache_file_name=str(cache / f"verdicts-{key}.arrow"),
-        new_fingerprint=key,
-    )
-    return np.asarray(judged.data.column("verdict"), np.int8)
+    features = {"verdict": datasets.Value("int8"), "problem": datasets.Value("string")}
+    if reader.transform is not None:
+        features["row"] = datasets.Value("binary")
+    with closing(TransformProcess(reader)) if reader.transform is not None else nullcontext(reader) as source:
 
+        def judge(row: Row, number: int) -> dict[str, Any]:
+            verdict, prompt, made, problem = source.judge(row, number)
+            if verdict == Verdict.KEPT and limit is not None:
+                text = prompt[0] if prompt is not None else msgspec.msgpack.decode(made)[0]
+                try:
+                    verdict = verdict if limit.allows(text) else Verdict.TOO_LONG
+                except Exception:  # a chat template raises what it likes
+                    verdict, problem = (
+                        Verdict.UNUSABLE,
+                        f"{reader.place(number)}: the chat template refuses its messages",
+                    )
+            result = {"verdict": verdict, "problem": problem}
+            return result if reader.transform is None else result | {"row": made if verdict == Verdict.KEPT else b""}
 
-def _problem(reader: RowReader, number: int) -> str:
-    """What is wrong with a row that cannot be used."""
-    try:
-        reader[number]
-    except DatasetError as error:
-        return str(error)
-    return f"row {number}: the chat template refuses its messages"
+        file = cache / f"rows-{key}.arrow"
+        judged = reader.rows.map(
+            judge,
+            with_indices=True,
+            remove_columns=reader.rows.column_names,
+            features=datasets.Features(features),
+            cache_file_name=str(file),
+            new_fingerprint=key,
+        )
+        if isinstance(source, TransformProcess) and source.num_ended:
+            file.unlink(missing_ok=True)  # at the next start those rows may come out
+        return judged

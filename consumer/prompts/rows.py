@@ -8,8 +8,9 @@ the function, the row and the dataset.
 import hashlib
 import inspect
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,25 @@ from protocol.errors import DatasetError
 from protocol.wire.messages import is_conversational, media_in
 
 Row = dict[str, Any]
+Prompt = tuple[Any, Row]
+"""A string or a list of messages, and the other columns of its row."""
+
+
+class Verdict(IntEnum):
+    KEPT = 0
+    FILTERED = 1
+    TRANSFORMED_AWAY = 2
+    TOO_LONG = 3
+    UNUSABLE = 4
+
+
+class Judged(NamedTuple):
+    """What became of a row. `row` is the prompt encoded, where a child process made it."""
+
+    verdict: Verdict
+    prompt: Prompt | None = None
+    row: bytes = b""
+    problem: str = ""  # with an UNUSABLE row
 
 
 class RowReader:
@@ -45,7 +65,7 @@ class RowReader:
             )
         return bool(passes)
 
-    def read(self, row: Row, number: int) -> tuple[Any, Row] | None:
+    def read(self, row: Row, number: int) -> Prompt | None:
         """The prompt (a string or a list of messages) and all other columns; None for a row that the transform skips. Raises
         DatasetError if the transform raised, or the row has no usable prompt."""
         if self.transform is not None:
@@ -76,16 +96,15 @@ class RowReader:
             )
         return prompt, row
 
-    def __getitem__(self, number: int) -> tuple[Any, Row]:
-        """As `read_kept`, of the row with this number."""
-        return self.read_kept(self.rows[number], number)
-
-    def read_kept(self, row: Row, number: int) -> tuple[Any, Row]:
-        """As `read`, of a row that was not skipped at the start; it is an error to skip it now."""
-        result = self.read(row, number)
-        if result is None:
-            raise DatasetError(f"{self.key}.transform skips {self.place(number)} now, and did not before")
-        return result
+    def judge(self, row: Row, number: int) -> Judged:
+        """Filter and read a row. Raises DatasetError if the filter raised, or returned no bool."""
+        if not self.passes(row, number):
+            return Judged(Verdict.FILTERED)
+        try:
+            prompt = self.read(row, number)
+        except DatasetError as error:
+            return Judged(Verdict.UNUSABLE, problem=str(error))
+        return Judged(Verdict.TRANSFORMED_AWAY if prompt is None else Verdict.KEPT, prompt)
 
     def code_digest(self) -> str:
         """sha256 over the files that the functions are in, and what else decides how a row is read."""

@@ -45,12 +45,7 @@ NUM_PROMPTS = 6
 
 
 class Prompts:
-    def __init__(self) -> None:
-        self.unread: set[int] = set()
-
-    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]] | None:
-        if prompt_id in self.unread:
-            return None
+    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
         if prompt_id == 5:
             raise DatasetError("row 5 has no prompt")
         return f"{prompt_id}=", {"answer": prompt_id}
@@ -171,19 +166,6 @@ def test_training_goes_first_and_an_evaluation_gets_on_all_the_same(tmp_path: Pa
     given = [peer for peer, _ in process.sent]
     assert (given.count(b"busy"), given.count(b"idle"), given.count(b"old")) == (2, 3, 0)
     assert [busy.room, idle.room] == [0, 2], "no place for training is taken"
-
-
-def test_a_prompt_that_takes_time_to_read_is_leased_when_it_is_read(tmp_path: Path) -> None:
-    process = Process(tmp_path)
-    process.publish(0)
-    process.prompts.unread = {1}
-    process.tick()
-    process.tick()
-    assert [lease.lease_id for _, lease in process.sent] == ["evaluation-0-0-1-s"]
-    process.prompts.unread = set()
-    process.tick()
-    assert [lease.lease_id for _, lease in process.sent][1] == "evaluation-0-1-1-s", "its first attempt"
-    assert len(process.sent) == 5
 
 
 def test_an_answer_must_be_of_the_evaluated_version_alone(tmp_path: Path) -> None:

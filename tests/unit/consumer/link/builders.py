@@ -42,14 +42,9 @@ class Prompts:
 
     def __init__(self) -> None:
         self.bad: set[int] = set()
-        self.unread: set[int] = set()
-        self.asked: list[int] = []
         self.columns: dict[str, Any] = {"answer": 1}
 
-    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]] | None:
-        self.asked.append(prompt_id)
-        if prompt_id in self.unread:
-            return None
+    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]]:
         if prompt_id in self.bad:
             raise DatasetError(f"row {prompt_id} has no usable prompt")
         return str(prompt_id), self.columns

@@ -4,12 +4,11 @@ import pytest
 
 from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.sessions import ProducerSession
-from consumer.prompts.source import Prompt
 from protocol.wire.codec import encode
 from protocol.wire.messages import Lease
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
-from tests.unit.consumer.builders import delivery, fill, live_buffer, rollout_group
+from tests.unit.consumer.builders import fill, live_buffer
 from tests.unit.consumer.link.builders import SAMPLING, Prompts
 from tests.unit.replay.builders import FillableJournal, reroll_rules
 
@@ -106,7 +105,7 @@ def test_a_great_many_are_given_in_turns_between_which_the_thread_looks_at_what_
 def test_prompts_that_take_long_to_read_do_not_keep_the_thread_from_what_arrived(
     counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(prompts: Prompts, prompt_id: int) -> Prompt:
+    def slow(prompts: Prompts, prompt_id: int) -> tuple[str, dict[str, int]]:
         counter.now += 0.04
         return str(prompt_id), {}
 
@@ -173,66 +172,3 @@ def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: Fil
     counter.give()
     _, lease = counter.channel.sent[-1]
     assert (lease.lease_id, lease.prompt_id, lease.attempt, lease.policy_floor) == ("0-0-1-1-s", 0, 1, 2)
-
-
-# Prompts that take time to read.
-
-
-def test_prompts_that_take_time_go_out_in_their_order_and_those_behind_the_first_are_read_meanwhile(
-    counter: Counter,
-) -> None:
-    session = counter.join("p", 4)
-    counter.prompts.unread = {0, 2}
-    assert counter.give() == ([], [])
-    assert (counter.channel.sent, session.leases) == ([], set())
-    assert counter.prompts.asked == [0, 1, 2, 3], "as far as there is room"
-    counter.prompts.unread = {2}
-    counter.give(200.0)
-    assert counter.channel.prompts_of(b"p") == [0, 1]
-    assert counter.prompts.asked.count(1) == 1, "what was read is not read again"
-    counter.prompts.unread, counter.prompts.bad = set(), {2}
-    assert counter.give(300.0) == (["row 2 has no usable prompt"], [])
-    assert counter.channel.prompts_of(b"p") == [0, 1, 3, 4]
-    assert [record.lease_id for record in counter.replay.expire(260.0)] == ["0-0-0-1-s", "0-1-0-1-s"], (
-        "the time of a lease begins when a producer has it"
-    )
-
-
-def test_what_is_read_while_its_producer_leaves_goes_to_another_and_no_failure_is_counted(counter: Counter) -> None:
-    counter.join("p", 2)
-    counter.prompts.unread = {0}
-    counter.give()
-    del counter.producers[b"p"]
-    assert counter.replay.release("p", 101.0) == []
-    counter.prompts.unread = set()
-    assert counter.give(102.0) == ([], [])
-    counter.join("q", 3)
-    counter.give(103.0)
-    assert [lease.lease_id for _, lease in counter.channel.sent] == ["0-0-0-1-s", "0-1-0-1-s", "0-2-0-1-s"]
-    assert counter.replay.leased_to("q") == {"0-0-0-1-s", "0-1-0-1-s", "0-2-0-1-s"}
-
-
-def test_only_so_many_are_read_ahead_and_a_checkpoint_knows_them(counter: Counter) -> None:
-    counter.join("p", 100)
-    counter.prompts.unread = {0}
-    counter.give()
-    counter.give()
-    assert sorted(set(counter.prompts.asked)) == list(range(32))
-    state = counter.replay.state()["ledger"]
-    assert [item[1] for item in state["unsettled"]] == list(range(32)), "they go out again, in this order"
-
-
-def test_a_prompt_that_was_answered_while_it_was_read_does_not_go_out(counter: Counter) -> None:
-    """By a late group of an earlier attempt."""
-    late = counter.replay.lease("gone", now=0.0, timeout_s=1.0)
-    assert late is not None
-    counter.replay.expire(1.0)
-    counter.join("p", 1)
-    counter.prompts.unread = {0}
-    counter.give()
-    assert counter.replay.depth()["leased"] == 1
-    assert counter.replay.offer([delivery(rollout_group([[3], [4]], group_id=late.lease_id))]) == ["accepted"]
-    counter.prompts.unread = set()
-    counter.give()
-    assert counter.channel.prompts_of(b"p") == [1]
-    assert counter.replay.leased_to("p") == {"0-1-0-1-s"}

@@ -51,12 +51,6 @@ def test_who_was_not_noted_is_found_by_a_refill() -> None:
     assert drained(queue) == [b"0", b"0"]
 
 
-def test_the_room_that_is_counted_is_that_of_a_few() -> None:
-    assert queue_of()[0].at_most == 0
-    assert queue_of(2, 0, 3)[0].at_most == 5
-    assert queue_of(*[1] * 100)[0].at_most == 32
-
-
 @given(st.lists(st.tuples(st.sampled_from(["lease", "answer", "capacity"]), st.integers(0, 4), st.integers(0, 3))))
 def test_it_is_the_maximum_over_all_producers(events: list[tuple[str, int, Any]]) -> None:
     """Beside a queue that looks at everybody."""

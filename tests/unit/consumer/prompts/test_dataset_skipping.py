@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from consumer.prompts import filters as dataset_skipping
 from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.rows import RowReader
 from protocol.config import functions
 from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
@@ -110,8 +110,8 @@ def test_the_length_is_that_of_the_rendered_template(tmp_path: Path) -> None:
 def test_rows_are_judged_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(rows, filter="even")
     calls: list[int] = []
-    real = dataset_skipping.judge
-    monkeypatch.setattr(dataset_skipping, "judge", lambda *args: calls.append(args[-1]) or real(*args))
+    real = RowReader.judge
+    monkeypatch.setattr(RowReader, "judge", lambda *args: calls.append(args[-1]) or real(*args))
     os.utime(rows)
     assert len(opened(rows, filter="even")) == 5
     assert calls == [], "a file that was touched has the same rows"

@@ -1,36 +1,38 @@
-"""A user's transform runs in a process of its own: what it makes is what it would make here, and nothing waits for it."""
+"""A user's transform runs in a process of its own, once for each row: what it makes is what it would make here."""
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import logging
+import os
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import datasets
 import psutil
 import pytest
 from datasets import Dataset
 
-from consumer.prompts.dataset import Placeholders, PromptDataset
-from consumer.prompts.transform_worker import Job, Made, made, packed, unpacked
-from consumer.prompts.transformed import TransformedPrompts, read_aside
-from protocol.config.data import DatasetSection
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.rows import RowReader, Verdict, load_rows
+from consumer.prompts.transform import TransformProcess, packed, unpacked
+from protocol.config.data import DatasetSection, SourceSection
 from protocol.errors import DatasetError
-from tests.unit.protocol.channel_harness import PATIENCE_S
 
 TRANSFORMS = """
 import os, re, time
 
 def to_prompt(row):
     print("a line that belongs to nobody")
-    return {"prompt": f"{row['n']}+1=", "answer": row["n"] + 1, "kept": row}
+    return {"prompt": f"{row['n']}+1=", "answer": row["n"] + 1, "kept": row, "process": os.getpid()}
+
+def small(row):
+    if row["kind"] == "ends in the filter":
+        os._exit(7)
+    return True
 
 def awkward(row):
     kind = row["kind"]
-    if os.environ.get("SLIPSTREAM_TEST_HARMLESS"):
-        kind = "fine"
     if kind == "hangs":
         re.match(r"(a+)+$", "a" * 60 + "b")  # for years, and no other thread of the process runs
     elif kind == "raises":
@@ -44,7 +46,9 @@ def awkward(row):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
     (tmp_path / "transforms.py").write_text(TRANSFORMS)
     return tmp_path
 
@@ -55,41 +59,15 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def opened(folder: Path, kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> PromptDataset:
-    """All rows pass when the dataset is opened."""
-    rows = [{"kind": kind} for kind in kinds]
-    transform = f"{folder}/transforms.py:awkward"
-    monkeypatch.setenv("SLIPSTREAM_TEST_HARMLESS", "1")
-    prompts = PromptDataset(DatasetSection(path=written(folder, rows), transform=transform))
-    monkeypatch.delenv("SLIPSTREAM_TEST_HARMLESS")
-    return prompts
+def reader(folder: Path, kinds: list[str]) -> RowReader:
+    path = written(folder, [{"kind": kind} for kind in kinds])
+    section = SourceSection(
+        path=path, transform=f"{folder}/transforms.py:awkward", filter=f"{folder}/transforms.py:small"
+    )
+    return RowReader(section, "dataset", load_rows(section, "dataset"))
 
 
-@contextmanager
-def asking(prompts: PromptDataset, limit_s: float = 60.0) -> Iterator[Any]:
-    """What comes of some prompts that are asked for together, in their order."""
-    with closing(TransformedPrompts(prompts, lambda: None, limit_s)) as source:
-
-        def wait(prompt_id: int) -> Any:
-            deadline = time.monotonic() + PATIENCE_S
-            while True:
-                try:
-                    found = source[prompt_id]
-                except DatasetError as error:
-                    return str(error)
-                if found is not None:
-                    return found
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-
-        def ask(*prompt_ids: int) -> list[Any]:
-            assert [source[prompt_id] for prompt_id in prompt_ids] == [None] * len(prompt_ids), "they are being read"
-            return [wait(prompt_id) for prompt_id in prompt_ids]
-
-        yield ask
-
-
-def test_a_row_comes_out_of_its_packing_with_every_type(tmp_path: Path) -> None:
+def test_a_row_comes_out_of_its_packing_with_every_type() -> None:
     rows = Dataset.from_list(
         [
             {"at": datetime(2026, 1, number), "nested": [{"text": "é", "none": None}], "raw": b"\0", "n": 2.5}
@@ -100,73 +78,51 @@ def test_a_row_comes_out_of_its_packing_with_every_type(tmp_path: Path) -> None:
     assert [unpacked(packed(rows.with_format("arrow"), number)) for number in (0, 1)] == [rows[0], rows[1]]
 
 
-@pytest.mark.parametrize("kind", ["fine", "raises", "skips", "object"])
-def test_what_the_worker_says_of_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    prompts = opened(folder, [kind], monkeypatch)
-    [reader] = prompts.readers
-    answer = made([reader], Job(0, 0, packed(reader.rows.with_format("arrow"), 0)))
-    place = f"row 0 of {folder}/train.jsonl"
-    problem = {
-        "raises": f"dataset.transform raised on {place}: KeyError: 'answer'",
-        "skips": f"dataset.transform skips {place} now, and did not before",
-        "object": f"dataset.transform: {place} cannot be sent: Encoding objects of type object is unsupported",
-    }
-    expected = Made(problem=problem[kind]) if kind in problem else Made("fine", {"object": 0})
-    assert msgspec.msgpack.decode(answer, type=Made) == expected
-
-
 @pytest.mark.long
-def test_prompts_are_those_that_the_dataset_itself_has(folder: Path) -> None:
-    path = written(folder, [{"n": n} for n in range(40)])
+def test_prompts_come_from_another_process_and_are_made_once(folder: Path) -> None:
     plain = folder / "plain.jsonl"
     plain.write_text(json.dumps({"prompt": "plain"}) + "\n")
-    sources = [{"path": path, "transform": f"{folder}/transforms.py:to_prompt"}, {"path": str(plain)}]
-    prompts = PromptDataset(DatasetSection(sources=sources))
-    order = [*range(39, -1, -1), 40]
-    with asking(prompts) as ask:
-        assert ask(*order) == [prompts[prompt_id] for prompt_id in order]
-        assert ask(3) == [prompts[3]], "as often as it is asked for"
+    path = written(folder, [{"n": n} for n in range(40)])
+    section = DatasetSection(
+        sources=[{"path": path, "transform": f"{folder}/transforms.py:to_prompt"}, {"path": str(plain)}]
+    )
+    first, again = PromptDataset(section), PromptDataset(section)
+    for prompts in (first, again):
+        made = [prompts[prompt_id] for prompt_id in range(41)]
+        [process] = {columns.pop("process") for _, columns in made[:40]}
+        assert made == [*((f"{n}+1=", {"answer": n + 1, "kept": {"n": n}}) for n in range(40)), ("plain", {})]
+        assert process != os.getpid()
+        assert not psutil.pid_exists(process)
+    assert first[3] == again[3], "the second start took what the first one made"
 
 
 @pytest.mark.long
-def test_a_row_on_which_the_transform_hangs_or_ends_its_process_is_refused_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kinds = ["fine", "hangs", "raises", "ends", "fine"]
-    with asking(opened(folder, kinds, monkeypatch), limit_s=5.0) as ask:
-        found = ask(*range(5))
-    rows = f"of {folder}/train.jsonl"
-    assert found == [
-        ("fine", {"object": 0}),
-        f"dataset.transform gave nothing for row 1 {rows}: it had not returned after 5 s",
-        f"dataset.transform raised on row 2 {rows}: KeyError: 'answer'",
-        f"dataset.transform gave nothing for row 3 {rows}: its process ended (exit status 7)",
-        ("fine", {"object": 0}),
-    ]
-
-
-@pytest.mark.long
-def test_the_log_says_for_which_row_prompts_wait_and_the_end_does_not_wait_for_it(
+def test_a_row_on_which_a_function_hangs_or_ends_its_process_is_refused_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("consumer.prompts.transformed._SAY_EVERY_S", 0.1)
-    prompts = opened(folder, ["hangs"], monkeypatch)
-    source = TransformedPrompts(prompts, lambda: None)
-    deadline = time.monotonic() + PATIENCE_S
-    while f"prompts wait for the transform, at work on row 0 of {folder}/train.jsonl" not in caplog.text:
-        assert source[0] is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert source._child is not None
-    process = psutil.Process(source._child.process.pid)
-    source.close()
-    assert not process.is_running()
+    monkeypatch.setattr("consumer.prompts.transform._SAY_EVERY_S", 0.5)
+    kinds = ["fine", "hangs", "raises", "ends", "skips", "object", "ends in the filter", "fine"]
+    rows = reader(folder, kinds)
+    with closing(TransformProcess(rows, limit_s=5.0)) as process, caplog.at_level(logging.WARNING):
+        found = [process.judge({}, number) for number in range(len(kinds))]
+        assert process.num_ended == 3
+    path, unusable = f"of {folder}/train.jsonl", Verdict.UNUSABLE
+    assert [(one.verdict, one.problem) for one in found] == [
+        (Verdict.KEPT, ""),
+        (unusable, f"dataset.transform gave nothing for row 1 {path}: it had not returned after 5 s"),
+        (unusable, f"dataset.transform raised on row 2 {path}: KeyError: 'answer'"),
+        (unusable, f"dataset.transform gave nothing for row 3 {path}: its process ended (exit status 7)"),
+        (Verdict.TRANSFORMED_AWAY, ""),
+        (unusable, f"dataset.transform: row 5 {path} cannot be sent: Encoding objects of type object is unsupported"),
+        (unusable, f"dataset.transform gave nothing for row 6 {path}: its process ended (exit status 7)"),
+        (Verdict.KEPT, ""),
+    ]
+    assert f"the start waits for dataset.transform on row 1 {path}" in caplog.text
 
 
-def test_without_a_transform_the_dataset_itself_is_asked(folder: Path) -> None:
-    prompts = PromptDataset(DatasetSection(path=written(folder, [{"prompt": "1+1="}])))
-    with read_aside(prompts, lambda: None) as source:
-        assert source is prompts
-    placeholders = Placeholders()
-    with read_aside(placeholders, lambda: None) as source:
-        assert source is placeholders
+@pytest.mark.long
+def test_a_row_whose_process_ended_is_tried_again_at_the_next_start(folder: Path) -> None:
+    path = written(folder, [{"kind": "fine"}, {"kind": "ends"}])
+    with pytest.raises(DatasetError, match="gave nothing for row 1"):
+        PromptDataset(DatasetSection(path=path, transform=f"{folder}/transforms.py:awkward"))[1]
+    assert list((folder / "cache" / "slipstream").iterdir()) == [], "nothing is kept of this pass"
