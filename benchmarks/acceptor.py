@@ -24,9 +24,9 @@ import psutil
 
 from benchmarks.groups import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES, NEEDS, SHAPE
 from consumer.link.commit_queue import RolloutStorage
-from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import SessionTerms
-from consumer.link.intake import Dispatchers, Intake
+from consumer.link.intake import Intake
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.waiting import ThreadErrors
 from protocol.channel.keys import trainer_keys
@@ -101,8 +101,7 @@ class Acceptor:
         storage = RolloutStorage(self.buffer, self.journal, disk)
         self._errors = ThreadErrors()
         store = PolicyStore(2, memory)
-        dispatchers = Dispatchers(dispatcher, EvaluationDispatcher(store))
-        self.intake = Intake(channel, storage, dispatchers, store, terms, self._errors)
+        self.intake = Intake(channel, storage, dispatcher, store, terms, self._errors)
         self._ended = threading.Event()
         self._trains = threading.Thread(target=self._take_batches, name="trains")
 

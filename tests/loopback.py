@@ -7,7 +7,7 @@ in order.
 import threading
 from collections import deque
 
-from protocol.channel.channel import BadFrame, received
+from protocol.channel.channel import BadFrame, ReceivedGroup, received
 from protocol.wire.codec import encode
 from protocol.wire.messages import Message, ProducerMessage, TrainerMessage
 
@@ -59,7 +59,7 @@ class LoopbackServer:
         mailbox.put(b"", encode(message))
         return True
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | ReceivedGroup | BadFrame]]:
         return [(peer, received(frame, ProducerMessage)) for peer, frame in self.inbox.take_all(timeout_s)]
 
     def disconnected(self) -> list[bytes]:

@@ -27,10 +27,10 @@ from consumer.learn.run_facts import comparable, dataset_change
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.device_moves import DeviceMoves
-from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import SessionTerms
 from consumer.link.gpu_turns import GpuTurns
-from consumer.link.intake import Dispatchers, Intake
+from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
 from consumer.link.snapshots import Probe, probe_tokens
@@ -139,16 +139,16 @@ def live_run(
     warn = Throttle(logger)
     prompts, sampling = components.prompts, config.sampling.message
     evaluation = evaluation_of(components, channel, store, session, start.step, report.say)
-    dispatchers = Dispatchers(
-        LeaseDispatcher(channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn),
-        evaluation.leases if evaluation else EvaluationDispatcher(store),
-    )
+    dispatcher = LeaseDispatcher(
+        channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn,
+        evaluations=evaluation.leases if evaluation else None,
+    )  # fmt: skip
     errors = ThreadErrors()
     heartbeat = Heartbeat(watch.health, components.stop, errors)
     resumed = start.checkpoint is not None or bool(before)
     turns = _turns(components, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
     terms = _terms(components, facts, session, turns)
-    intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: run.beat())
+    intake = Intake(channel, storage, dispatcher, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
     pipeline = LivePipeline(storage, intake, waits, errors, config.replay, evaluation)
     opened.enter_context(closing(pipeline))

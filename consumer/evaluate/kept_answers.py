@@ -13,7 +13,6 @@ import msgspec
 
 from protocol.errors import UNREADABLE
 from protocol.runtime.files import staged, unless_full
-from protocol.wire.messages import Group
 
 FOLDER = "held-out"
 NEWEST, MAX_BYTES = 8, 32 * 2**20
@@ -74,9 +73,3 @@ def read_answers(file: Path) -> list[KeptAnswer]:
         return msgspec.msgpack.decode(file.read_bytes(), type=_Evaluation).answers
     except (OSError, *UNREADABLE):
         return []
-
-
-def num_bytes(group: Group) -> int:
-    """What the answer takes of `MAX_BYTES`."""
-    values = (getattr(group, name) for name in group.__struct_fields__)
-    return sum(len(value) for value in values if isinstance(value, bytes))

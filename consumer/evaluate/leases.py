@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer, num_bytes
+from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer
 from consumer.evaluate.results import DueVersion, EvaluationQueue
-from consumer.link.dispatcher import EvaluationDispatcher, Prompts
+from consumer.link.dispatcher import Prompts
+from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
-from protocol.channel.channel import ServerChannel
+from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
-from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
+from protocol.wire.codec import CodecError
+from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Sampling
 from replay.groups import GroupShape, InvalidGroupError
 from replay.prompts.evaluation_leases import Answer, Evaluation, Metric
 from replay.prompts.failure_budgets import FailureClass, RetryBudget
@@ -56,28 +57,27 @@ class RunningEvaluation(Evaluation):
     due: DueVersion = field(kw_only=True)
     began: float | None = None
     duration_s: float = 0.0
-    _groups: dict[int, Group] = field(default_factory=dict)
+    _frames: dict[int, bytes] = field(default_factory=dict)
     _num_bytes: int = 0
 
-    def keep(self, prompt_id: int, group: Group) -> None:
-        size = num_bytes(group)
-        if self._num_bytes + size <= MAX_BYTES:
-            self._num_bytes += size
-            self._groups[prompt_id] = group
+    def keep(self, prompt_id: int, frame: bytes) -> None:
+        if self._num_bytes + len(frame) <= MAX_BYTES:
+            self._num_bytes += len(frame)
+            self._frames[prompt_id] = frame
 
     def kept(self) -> list[KeptAnswer]:
         """Of the prompts that are done, in their order."""
         return [
-            KeptAnswer(prompt_id, self._answers[prompt_id].score, encode(group) if group else b"")
+            KeptAnswer(prompt_id, self._answers[prompt_id].score, self._frames.get(prompt_id, b""))
             for prompt_id in sorted(self._answers)
-            for group in [self._groups.get(prompt_id)]
         ]
 
 
 @dataclass(eq=False)
-class EvaluationLeases(EvaluationDispatcher):
+class EvaluationLeases:
     """Belongs to the intake's thread; `finished` and `progress` may be read by any. `warn` is told what went wrong."""
 
+    store: PolicyStore
     channel: ServerChannel
     due: EvaluationQueue
     prompts: Prompts
@@ -125,22 +125,24 @@ class EvaluationLeases(EvaluationDispatcher):
             self.finished.put(running)
         return lost
 
-    def receive(self, session: ProducerSession, message: Group | Nack) -> Ack | Nack | None:
-        """A group that comes late, whatever it is, is done with."""
-        lease_id, running = message.lease_id, self._running
-        session.evaluations.discard(lease_id)
+    def receive(self, session: ProducerSession, message: ReceivedGroup | Nack) -> Ack | Nack | None:
+        """Return the answer to what a producer made of a lease; None: it needs none. A late group settles nothing."""
+        running = self._running
         if isinstance(message, Nack):
+            session.evaluations.discard(message.lease_id)
             if running is not None and message.reason == "returned":
-                running.leases.give_back(lease_id)
+                running.leases.give_back(message.lease_id)
             elif running is not None:
                 what = f"{session.name} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
                 self.warn(f"evaluation_{message.reason}", what)
-                running.fail(lease_id, message.reason, self.clock())
+                running.fail(message.lease_id, message.reason, self.clock())
             return None
+        lease_id = message.message.lease_id
+        session.evaluations.discard(lease_id)
         if running is None or (prompt_id := running.awaits(lease_id)) is None:
-            return super().receive(session, message)
+            return Ack(lease_id, "duplicate", self.store.newest)
         try:
-            group = self.rules.shape.parse(message)
+            group = self.rules.shape.parse(message.message)
             if not group.policy_version == group.newest_version == running.version:
                 raise InvalidGroupError(f"it is not of policy v{running.version} alone, which is evaluated")
         except InvalidGroupError as error:
@@ -148,7 +150,7 @@ class EvaluationLeases(EvaluationDispatcher):
             running.fail(lease_id, "invalid", self.clock())
             return Nack(lease_id, "invalid", str(error))
         running.answer(prompt_id, Answer.of(group, self.rules.metric))
-        running.keep(prompt_id, message)
+        running.keep(prompt_id, message.frame)
         return Ack(lease_id, "accepted", self.store.newest)
 
     def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:

@@ -14,10 +14,10 @@ from msgspec import msgpack, structs
 
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession
-from protocol.channel.channel import ServerChannel
+from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.runtime.logs import Throttle
 from protocol.wire.codec import encode
-from protocol.wire.messages import Ack, Group, Message, Nack
+from protocol.wire.messages import Ack, Message, Nack
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, InvalidGroupError
@@ -41,7 +41,7 @@ class RolloutStorage(NamedTuple):
 
 
 @dataclass(eq=False)
-class Arrivals:
+class CommitQueue:
     """Belongs to the intake's thread."""
 
     channel: ServerChannel
@@ -57,8 +57,9 @@ class Arrivals:
     _is_disk_full: bool = False  # as the last commit found it
     _bad_frames: list[tuple[str, bytes]] = field(default_factory=list)
 
-    def take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
+    def take(self, peer: bytes, session: ProducerSession, received: ReceivedGroup) -> None:
         """Takes a group, to be written with the next commit, or refuses it."""
+        message, frame = received.message, received.frame
         session.leases.discard(message.lease_id)
         newest = max(self.store.newest.version, self.storage.buffer.newest_version)
         try:
@@ -67,7 +68,7 @@ class Arrivals:
                 raise InvalidGroupError(f"policy version {group.newest_version} was never published")
         except InvalidGroupError as error:
             warning = f"group {message.lease_id} of {session.name} is invalid: {error}"
-            self.refuse("invalid", warning, warning, encode(message))
+            self.refuse("invalid", warning, warning, frame)
             self._end_lease(message.lease_id, "invalid", str(error))
             self.channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
             return
@@ -76,8 +77,7 @@ class Arrivals:
                 self._oldest_unwritten_at = self.clock()
             missing = b""
             if message.missing:
-                missing, message = msgpack.encode(message.missing), structs.replace(message, missing=())
-            frame = encode(message)
+                missing, frame = msgpack.encode(message.missing), encode(structs.replace(message, missing=()))
             self._unwritten[group.group_id] = peer, Delivery(group, frame, session.name, missing, session.of_this_run)
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:

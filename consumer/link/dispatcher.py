@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
-from protocol.channel.channel import ServerChannel
+from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
+from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Sampling
 from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
@@ -31,9 +30,26 @@ class Prompts(Protocol):
         ...
 
 
+class Evaluations(Protocol):
+    """What gives leases of evaluations (`consumer.evaluate.leases`)."""
+
+    @property
+    def policy(self) -> PolicyInfo | None:
+        """The policy that is evaluated now."""
+
+    def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
+        """Give leases of the version that is due. Return the producers that cannot be reached."""
+
+    def receive(self, session: ProducerSession, message: ReceivedGroup | Nack) -> Ack | Nack | None:
+        """Return the answer to what a producer made of a lease; None: it needs none."""
+
+    def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
+        """Take back the leases of a producer, but those that it keeps, which are returned."""
+
+
 @dataclass(eq=False)
 class LeaseDispatcher:
-    """See the module's guarantee. `warn` is told of what went wrong, by kind."""
+    """Gives prompts to producers. `warn` logs a problem, by kind."""
 
     channel: ServerChannel
     buffer: RolloutBuffer
@@ -43,26 +59,29 @@ class LeaseDispatcher:
     timeout_s: float
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
+    evaluations: Evaluations | None = None
     _queue: RoomQueue = field(default_factory=lambda: RoomQueue(lambda session: session.room))
     _refill_at: float = -math.inf
     _look_at_disk_at: float = 0.0
 
-    def note(self, peer: bytes, session: ProducerSession) -> None:
-        """Its room may have grown."""
+    def requeue(self, peer: bytes, session: ProducerSession) -> None:
+        """Call when a producer may have more free slots."""
         self._queue.note(peer, session)
 
     def give(self, producers: Mapping[bytes, ProducerSession], now: float) -> list[bytes]:
-        """Gives leases while there is room. Returns the producers that cannot be reached."""
+        """Give leases while there is room, for training first. Return the producers that cannot be reached."""
         if now >= self._look_at_disk_at:
             self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
             self.disk.look()
-        if not self.disk.has_room:
-            return []
-        if now >= self._refill_at:
-            self._refill_at = now + _REFILL_EVERY_S
-            self._queue.refill(producers.items())
-
-        return give_leases(self.channel, self._queue, partial(self._give, now), self.clock)
+        lost = list[bytes]()
+        if self.disk.has_room:
+            if now >= self._refill_at:
+                self._refill_at = now + _REFILL_EVERY_S
+                self._queue.refill(producers.items())
+            lost += give_leases(self.channel, self._queue, partial(self._give, now), self.clock)
+        if self.evaluations is not None:
+            lost += self.evaluations.tick(producers.items(), now)
+        return lost
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s)
@@ -83,27 +102,3 @@ class LeaseDispatcher:
             return True
         session.leases.add(lease_id)
         return sent
-
-
-@dataclass(eq=False)
-class EvaluationDispatcher:
-    """Gives no leases, and has an answer for those of the process before."""
-
-    store: PolicyStore
-
-    @property
-    def policy(self) -> PolicyInfo | None:
-        """The one that is evaluated now."""
-        return None
-
-    def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
-        """Gives leases of what is due. Returns the producers that cannot be reached."""
-        return []
-
-    def receive(self, session: ProducerSession, message: Group | Nack) -> Ack | Nack | None:
-        """The answer to what came of a lease of an evaluation, of this process or another; None: it needs none."""
-        return Ack(message.lease_id, "duplicate", self.store.newest) if isinstance(message, Group) else None
-
-    def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
-        """Takes back the leases of a producer, but those that it keeps, which are returned."""
-        return set()

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from consumer.link.commit_queue import Arrivals
-from consumer.link.dispatcher import EvaluationDispatcher
+from consumer.link.commit_queue import CommitQueue
+from consumer.link.dispatcher import Evaluations
 from consumer.link.gpu_turns import GpuTurns
 from consumer.link.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.link.policy_store import PolicyStore
@@ -59,9 +59,9 @@ class Fleet:
 
     channel: ServerChannel
     buffer: RolloutBuffer
-    arrivals: Arrivals
+    commits: CommitQueue
     store: PolicyStore
-    evaluations: EvaluationDispatcher
+    evaluations: Evaluations | None
     terms: SessionTerms
     clock: Callable[[], float]
     warn: Throttle
@@ -84,7 +84,7 @@ class Fleet:
             self.lose(peer, f"it calls itself {hello.producer} now")
         if hello.bundle not in ("", terms.bundle.digest):
             logger.info(
-                "producer %s has bundle %s of before, and is given the one of now", hello.producer, hello.bundle[:12]
+                "producer %s runs the outdated bundle %s; sending the current one", hello.producer, hello.bundle[:12]
             )
             self.channel.send(peer, terms.bundle.answer)
             return
@@ -101,7 +101,7 @@ class Fleet:
             self._end(other)
         self._release(hello.producer, keep=hello.held)
         leases = self.buffer.leased_to(hello.producer)
-        evaluations = self.evaluations.release(hello.producer, keep=hello.held)
+        evaluations = self.evaluations.release(hello.producer, keep=hello.held) if self.evaluations else set()
         of_this_run = hello.run_id == terms.run_id
         answers = self.buffer.adopt(
             hello.producer,
@@ -110,7 +110,7 @@ class Fleet:
             of_this_run=of_this_run,
         )
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
-        leases -= self.arrivals.waiting()
+        leases -= self.commits.waiting()
         self._peers[hello.producer] = peer
         self.sessions[peer] = ProducerSession(
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
@@ -145,7 +145,8 @@ class Fleet:
             self.terms.turns.report(session.name, message.asleep_in)
         if lost:
             self._release(session.name, keep=session.leases | session.evaluations)
-            self.warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
+            text = f"{session.name} left {len(lost)} of its leases out of two heartbeats in a row; leasing their prompts again"
+            self.warn("lost", text)
         self.channel.send(peer, self._announcement(session))
 
     def lose(self, peer: bytes, why: str) -> None:
@@ -207,7 +208,8 @@ class Fleet:
     def _announcement(self, session: ProducerSession | None) -> Policy:
         """What one producer is told, or (None) all that any of them is."""
         turns = self.terms.turns if session is None or session.shares_gpu else None
-        return Policy(self.store.newest, self.evaluations.policy, turns.turn if turns else None)
+        evaluated = self.evaluations.policy if self.evaluations else None
+        return Policy(self.store.newest, evaluated, turns.turn if turns else None)
 
     def _note_refusal(self, name: str, message: Heartbeat) -> None:
         """A version is counted once for each producer that refuses it."""
@@ -223,5 +225,6 @@ class Fleet:
     def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord[Key]]:
         """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""
         keep = frozenset(keep)
-        self.evaluations.release(producer, keep)
-        return self.buffer.release(producer, self.clock(), keep=keep | self.arrivals.waiting())
+        if self.evaluations is not None:
+            self.evaluations.release(producer, keep)
+        return self.buffer.release(producer, self.clock(), keep=keep | self.commits.waiting())

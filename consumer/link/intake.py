@@ -9,19 +9,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from consumer.link.commit_queue import Arrivals, RolloutStorage
-from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.commit_queue import CommitQueue, RolloutStorage
+from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import Fleet, SessionTerms
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.link.relays import RelayDirectory
 from consumer.link.sessions import FAREWELL_S, ProducerSession, say_goodbye
 from consumer.waiting import ThreadErrors
-from protocol.channel.channel import BadFrame, ServerChannel
+from protocol.channel.channel import BadFrame, ReceivedGroup, ServerChannel
 from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import (
+    Ack,
     BlobMissing,
     BlobRequest,
     BundleRequest,
@@ -43,13 +44,6 @@ TICK_S = 0.2
 _MOST_DESCRIBED = 8  # producers
 
 
-class Dispatchers(NamedTuple):
-    """Who gives leases."""
-
-    training: LeaseDispatcher
-    evaluation: EvaluationDispatcher
-
-
 class Intake:
     """See the module's guarantee. The numbers of its parts may be read by any thread. `errors` is told what ended the thread;
     `beat` is called in every round, with the clock in monotonic seconds."""
@@ -58,7 +52,7 @@ class Intake:
         self,
         channel: ServerChannel,
         storage: RolloutStorage,
-        dispatchers: Dispatchers,
+        dispatcher: LeaseDispatcher,
         store: PolicyStore,
         terms: SessionTerms,
         errors: ThreadErrors,
@@ -67,14 +61,14 @@ class Intake:
     ) -> None:
         self._channel = channel
         self._buffer, _, self._disk = storage
-        self._dispatchers = dispatchers
+        self._dispatcher = dispatcher
         self._errors = errors
         self._beat = beat
         self._warn = warn = Throttle(logger, clock)
         self.store = store
         self.clock = clock
-        self.arrivals = Arrivals(channel, storage, store, terms.shape, warn, clock)
-        self.fleet = Fleet(channel, self._buffer, self.arrivals, store, dispatchers.evaluation, terms, clock, warn)
+        self.commits = CommitQueue(channel, storage, store, terms.shape, warn, clock)
+        self.fleet = Fleet(channel, self._buffer, self.commits, store, dispatcher.evaluations, terms, clock, warn)
         self._relays = RelayDirectory(channel, terms.host, terms.region)
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -147,9 +141,9 @@ class Intake:
                 self._receive(peer, message)
             except CodecError as error:
                 self._warn("unanswerable", f"a message of a producer has no answer that can be sent: {error}")
-            if self.arrivals.is_commit_due():
-                self.arrivals.commit()
-        self.arrivals.commit()
+            if self.commits.is_commit_due():
+                self.commits.commit()
+        self.commits.commit()
         now = self.clock()
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
@@ -159,17 +153,18 @@ class Intake:
         self.fleet.announce()
         sessions = self.fleet.sessions
         self._relays.refresh(now, sessions)
-        unreachable = self._dispatchers.training.give(sessions, now)  # training goes first
-        unreachable += self._dispatchers.evaluation.tick(sessions.items(), now)
-        for peer in dict.fromkeys(unreachable):
+        for peer in dict.fromkeys(self._dispatcher.give(sessions, now)):
             self.fleet.lose(peer, "it cannot be reached")
 
-    def _receive(self, peer: bytes, message: ProducerMessage | BadFrame) -> None:
+    def _receive(self, peer: bytes, message: ProducerMessage | ReceivedGroup | BadFrame) -> None:
+        session = self.fleet.sessions.get(peer)
+        if session is not None:
+            session.last_heard = self.clock()
         match message:
-            case BadFrame():
-                self.arrivals.refuse("bad_frames", f"refused a frame: {message.reason}", message.reason, message.frame)
-                if message.peer_schema is not None:
-                    self._channel.send(peer, Reject([f"{message.reason}: install the same release on both sides"]))
+            case BadFrame(reason, peer_schema, frame):
+                self.commits.refuse("bad_frames", f"refused a frame: {reason}", reason, frame)
+                if peer_schema is not None:
+                    self._channel.send(peer, Reject([f"{reason}: install the same release on both sides"]))
             case BlobRequest():
                 self._serve_blob(peer, message)
             case BundleRequest():
@@ -178,32 +173,31 @@ class Intake:
                 self._channel.send(peer, self._offer(peer, message))
             case Hello():
                 self.fleet.join(peer, message)
-                if (joined := self.fleet.sessions.get(peer)) is not None:
-                    self._dispatchers.training.note(peer, joined)
-            case _ if (session := self.fleet.sessions.get(peer)) is not None:
-                session.last_heard = self.clock()
-                self._receive_of(peer, session, message)
-                self._dispatchers.training.note(peer, session)
-            case Bye():
-                pass
-            case _:
-                self._channel.send(peer, Bye("unknown_session"))
-
-    def _receive_of(self, peer: bytes, session: ProducerSession, message: Group | Nack | Heartbeat | Bye) -> None:
-        match message:
-            case Group() | Nack() if is_evaluation(message.lease_id):
-                answer = self._dispatchers.evaluation.receive(session, message)
-                if answer is not None:
-                    self._channel.send(peer, answer)
-            case Group():
-                self.arrivals.take(peer, session, message)
+            case _ if session is None:
+                if not isinstance(message, Bye):
+                    self._channel.send(peer, Bye("unknown_session"))
+            case ReceivedGroup(Group(lease_id)) | Nack(lease_id) if is_evaluation(lease_id):
+                self._receive_evaluated(peer, session, message)
+            case ReceivedGroup():
+                self.commits.take(peer, session, message)
             case Nack():
-                self.arrivals.take_failure(session, message)
+                self.commits.take_failure(session, message)
             case Heartbeat():
                 self.fleet.note(peer, session, message)
             case Bye():
                 self.fleet.num_goodbyes += 1
                 self.fleet.lose(peer, "it said goodbye")
+        if (session := self.fleet.sessions.get(peer)) is not None:
+            self._dispatcher.requeue(peer, session)
+
+    def _receive_evaluated(self, peer: bytes, session: ProducerSession, message: ReceivedGroup | Nack) -> None:
+        answer: Ack | Nack | None = None
+        if self._dispatcher.evaluations is not None:
+            answer = self._dispatcher.evaluations.receive(session, message)
+        elif isinstance(message, ReceivedGroup):  # of a process before, which evaluated
+            answer = Ack(message.message.lease_id, "duplicate", self.store.newest)
+        if answer is not None:
+            self._channel.send(peer, answer)
 
     def _offer(self, peer: bytes, request: PolicyRequest) -> PolicyOffer | BlobMissing:
         offer, session = self.store.offer(request), self.fleet.sessions.get(peer)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from protocol.errors import RankLostError
 from protocol.runtime.processes import resident_bytes
-from protocol.wire.codec import encode as encode_message
+from protocol.wire.messages import Group
 from replay.batches.cutting import CutBatch
 from replay.groups import GroupShape, message_of
 
@@ -53,15 +53,15 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
     num_iterations: int
     last_step: int
     num_fresh: int
-    groups: list[bytes]
+    groups: list[Group]
 
     @classmethod
     def of(cls, batch: CutBatch) -> "Train":
-        frames = [encode_message(message_of(group)) for group in batch.groups]
-        return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, frames)
+        groups = [message_of(group) for group in batch.groups]
+        return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, groups)
 
     def batch(self, shape: GroupShape) -> CutBatch:
-        groups = [shape.load(frame) for frame in self.groups]
+        groups = [shape.parse(message) for message in self.groups]
         return CutBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
 
 

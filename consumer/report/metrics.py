@@ -106,7 +106,7 @@ def watch_trainer(
         ("waiting_seconds", "How long the trainer waits for rollouts now; 0 while it trains.", waiting_s),
         ("policy_version", "Newest published policy version.", lambda: intake.store.newest.version),
         ("producers_connected", "Producers connected.", lambda: len(intake.fleet.sessions)),
-        ("arrivals_unwritten", "Groups that wait for a commit.", lambda: len(intake.arrivals.waiting())),
+        ("arrivals_unwritten", "Groups that wait for a commit.", lambda: len(intake.commits.waiting())),
         ("journal_bytes", "Size of the journal's files.", lambda: _file_bytes(journal.path)),
         ("disk_used_ratio", "Share of run_dir's disk in use.", lambda: disk.used),
         ("disk_used_limit_ratio", "Share above which no leases are given.", lambda: disk.max_used),

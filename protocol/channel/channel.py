@@ -23,7 +23,7 @@ from protocol.channel.keys import SecretKey
 from protocol.errors import ConfigError, SlipstreamError, cannot_listen
 from protocol.runtime.scratch import private
 from protocol.wire.codec import CodecError, SchemaMismatchError, decode, encode
-from protocol.wire.messages import BLOB_MESSAGES, Message, ProducerMessage, TrainerMessage
+from protocol.wire.messages import BLOB_MESSAGES, Group, Message, ProducerMessage, TrainerMessage
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,19 @@ class BadFrame:
     frame: bytes = field(default=b"", compare=False, repr=False)
 
 
+@dataclass(frozen=True)
+class ReceivedGroup:
+    """A group, and the frame that it came in, which the journal keeps."""
+
+    message: Group
+    frame: bytes = field(repr=False)
+
+
 def received(frame: bytes | memoryview, kinds: Any) -> Any:
-    """Return the message in `frame`, one of `kinds`, or a `BadFrame` that says what is wrong with it."""
+    """Return the message in `frame`, one of `kinds`, with the frame if it is a group; or a `BadFrame` that says what is wrong."""
     try:
-        return decode(frame, kinds)
+        message = decode(frame, kinds)
+        return ReceivedGroup(message, bytes(frame)) if isinstance(message, Group) else message
     except SchemaMismatchError as error:
         return BadFrame(str(error), error.peer_version, bytes(frame))
     except CodecError as error:
@@ -56,7 +65,7 @@ class ServerChannel(Protocol):
     def send(self, peer: bytes, message: Message) -> bool:
         """Returns False when the peer cannot be reached; the message is then dropped."""
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]: ...
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | ReceivedGroup | BadFrame]]: ...
 
     def disconnected(self) -> list[bytes]:
         """The peers whose control connection ended since the last call. One that connects again in between is among them."""

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from consumer.evaluate import kept_answers, leases
-from consumer.evaluate.kept_answers import NEWEST, KeptAnswer, kept_versions, num_bytes, read_answers
-from protocol.wire.codec import decode
+from consumer.evaluate.kept_answers import NEWEST, KeptAnswer, kept_versions, read_answers
 from tests.unit.consumer.evaluate.test_leases import NUM_PROMPTS, Process
 from tests.unit.consumer.evaluate.test_results import blob, result, results
 
@@ -74,17 +73,17 @@ def test_what_producers_answered_is_kept_as_far_as_there_is_room(
     process = Process(tmp_path)
     receive = process.leases.receive
     monkeypatch.setattr(
-        process.leases, "receive", lambda session, group: (sent.append(group), receive(session, group))[1]
+        process.leases, "receive", lambda session, group: (sent.append(group.frame), receive(session, group))[1]
     )
     process.publish(0)
     process.tick()
     process.answer(process.sent.popleft()[1], 1.0)
-    monkeypatch.setattr(leases, "MAX_BYTES", room_for * num_bytes(sent[0]))
+    monkeypatch.setattr(leases, "MAX_BYTES", room_for * len(sent[0]))
     process.answer_all(0.5)
     process.collect()
     found = read_answers(kept_versions(tmp_path)[0])
     assert [one.prompt_id for one in found] == list(range(NUM_PROMPTS))
-    frames = [decode(one.frame) for one in found if one.frame]
+    frames = [one.frame for one in found if one.frame]
     assert frames == sent[:room_for]
     (unread,) = [one for one in found if one.score is None]  # the row without a prompt
     assert unread.frame == b""

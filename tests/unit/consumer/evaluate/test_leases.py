@@ -21,8 +21,10 @@ from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.link.sessions import ProducerSession
 from consumer.waiting import WaitPolicy
+from protocol.channel.channel import ReceivedGroup
 from protocol.errors import DatasetError
 from protocol.runtime.scratch import NO_MEMORY
+from protocol.wire.codec import encode
 from protocol.wire.messages import (
     Ack,
     BlobMissing,
@@ -110,7 +112,7 @@ class Process:
     def answer(self, lease: Lease, reward: float = 1.0, version: int | None = None) -> Ack | Nack:
         assert lease.evaluates is not None
         group = made_up_group(lease, lease.evaluates.version if version is None else version, rewards=[reward])
-        answer = self.leases.receive(self.sessions[b"p"], group)
+        answer = self.leases.receive(self.sessions[b"p"], ReceivedGroup(group, encode(group)))
         assert answer is not None
         return answer
 

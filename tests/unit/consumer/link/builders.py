@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from consumer.link.commit_queue import RolloutStorage
-from consumer.link.dispatcher import EvaluationDispatcher, LeaseDispatcher
+from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import SessionTerms
 from consumer.link.gpu_turns import GpuTurns
-from consumer.link.intake import Dispatchers, Intake
+from consumer.link.intake import Intake
 from consumer.link.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.waiting import ThreadErrors
@@ -75,11 +75,10 @@ class Trainer:
         storage = RolloutStorage(self.replay, journal, disk)
         warn = Throttle(logging.getLogger(__name__))
         now = lambda: self.now  # noqa: E731
-        dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn, now)
+        dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn, now, evaluations)
         store = PolicyStore(2, memory)
         terms = SessionTerms(NEEDS, SHAPE, run_id, "session", 60.0, heartbeat_s, 6.0, *place, bundle, turns)
-        dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
-        self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=now)
+        self.intake = Intake(self.channel, storage, dispatcher, store, terms, self.errors, clock=now)
         self.publish(0, BLOB, DIGEST)
 
     def publish(self, version: int, data: bytes, digest: str, **more: Any) -> None:

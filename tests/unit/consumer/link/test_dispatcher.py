@@ -50,7 +50,7 @@ class Counter:
 
     def join(self, name: str, capacity: int) -> ProducerSession:
         self.producers[name.encode()] = session = ProducerSession(name, capacity, 0.0)
-        self.dispatcher.note(name.encode(), session)
+        self.dispatcher.requeue(name.encode(), session)
         return session
 
     def give(self, now: float = 100.0) -> tuple[list[str], list[bytes]]:
