@@ -61,7 +61,10 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
             opened.enter_context(gpu_share(config, placement, stop))
             if stop():
                 return ExitCode.OK
-            components = RunComponents.load(config, gpus, stop)
+            try:
+                components = RunComponents.load(config, gpus, stop)
+            except StopRequested:
+                return ExitCode.OK
         try:
             if source is None:
                 _train_live(components, watch, placement, resume=resume)

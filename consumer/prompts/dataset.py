@@ -7,7 +7,7 @@ has none is refused alone, with its number. Ids stay the same at every start as 
 import hashlib
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -33,11 +33,16 @@ class PromptDataset:
     """
 
     def __init__(
-        self, section: DatasetSection, model_folder: Path | None = None, *, trust_remote_code: bool = False
+        self,
+        section: DatasetSection,
+        model_folder: Path | None = None,
+        *,
+        trust_remote_code: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         limit = TokenLimit(section, model_folder, trust_remote_code) if section.max_prompt_tokens else None
         self._sources = [
-            UsableRows(RowReader(source, key, load_rows(source, key)), limit)
+            UsableRows(RowReader(source, key, load_rows(source, key)), limit, check)
             for key, source in section.all_sources.items()
         ]
         given = [rows.reader.source for rows in self._sources]
@@ -92,11 +97,12 @@ class Placeholders:
         return f"group {prompt_id} of the environments of Atropos"
 
 
-def open_prompts(config: RunConfig, model_folder: Path) -> PromptDataset | Placeholders:
+def open_prompts(config: RunConfig, model_folder: Path, check: Callable[[], None]) -> PromptDataset | Placeholders:
     """Raises as PromptDataset."""
     if config.environment.atropos:
         return Placeholders()
-    return PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    return PromptDataset(config.dataset, model_folder, trust_remote_code=trusted, check=check)
 
 
 class Mixture:

@@ -7,7 +7,7 @@ it is counted, and refused alone when its turn comes.
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -51,16 +51,16 @@ class TokenLimit:
 
 class UsableRows:
     """The rows of `reader` that are not left out, which the log names. `digest` changes with all that they depend on. Raises
-    DatasetError if none is left, or the filter raised."""
+    DatasetError if none is left, or the filter raised. `check` is called while a transform takes long."""
 
-    def __init__(self, reader: RowReader, limit: TokenLimit | None) -> None:
+    def __init__(self, reader: RowReader, limit: TokenLimit | None, check: Callable[[], None]) -> None:
         self.reader = reader
         self.digest = f"{rows_digest(reader.rows)} {reader.code_digest()}"
         self._numbers: Sequence[int] = range(len(reader.rows))
         self._judged: Dataset | None = None
         if limit is not None or reader.filter is not None or reader.transform is not None:
             self.digest += f" {limit.identity if limit else ''}"
-            self._judged = _judged(reader, limit, hashlib.sha256(self.digest.encode()).hexdigest())
+            self._judged = _judged(reader, limit, hashlib.sha256(self.digest.encode()).hexdigest(), check)
             self._choose(np.asarray(self._judged.data.column("verdict"), np.int8), limit)
         self[0]  # without a prompt in the first row the section is wrong
 
@@ -107,14 +107,14 @@ class UsableRows:
         self._numbers = kept
 
 
-def _judged(reader: RowReader, limit: TokenLimit | None, key: str) -> Dataset:
+def _judged(reader: RowReader, limit: TokenLimit | None, key: str, check: Callable[[], None]) -> Dataset:
     """One row per row, with its key in the cache: the verdict, the problem, and the prompt that a transform made."""
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "slipstream"
     cache.mkdir(parents=True, exist_ok=True)
     features = {"verdict": datasets.Value("int8"), "problem": datasets.Value("string")}
     if reader.transform is not None:
         features["row"] = datasets.Value("binary")
-    with closing(TransformProcess(reader)) if reader.transform is not None else nullcontext(reader) as source:
+    with closing(TransformProcess(reader, check)) if reader.transform is not None else nullcontext(reader) as source:
 
         def judge(row: Row, number: int) -> dict[str, Any]:
             verdict, prompt, made, problem = source.judge(row, number)

@@ -8,6 +8,8 @@ functions' output.
 import asyncio
 import logging
 import sys
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 LIMIT_S = 60.0
 _START_LIMIT_S = 300.0  # of the process, which imports `datasets` and the user's module
 _SAY_EVERY_S = 10.0
+_POLL_S = 0.25
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -45,14 +48,16 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class TransformProcess:
-    """Judges the rows of `reader` as it does, in a child process. `limit_s` is for one row. Close it in the end.
+    """Judges the rows of `reader` as it does, in a child process. `check` is called while it waits, and may raise; `limit_s` is
+    for one row. Close it in the end.
 
     Attributes:
         num_ended: rows on which the process ended or took too long.
     """
 
-    def __init__(self, reader: RowReader, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, reader: RowReader, check: Callable[[], None] = lambda: None, limit_s: float = LIMIT_S) -> None:
         self._reader = reader
+        self._check = check
         self._limit_s = limit_s
         self._rows = reader.rows.with_format("arrow")
         self._source = msgspec.json.encode((reader.key, reader.source.model_dump(mode="json"))).decode()
@@ -73,17 +78,13 @@ class TransformProcess:
         self._loop.close()
 
     async def _ask(self, job: Job) -> Answer:
-        place = self._reader.place(job.number)
-        reminding = asyncio.ensure_future(self._remind(place))
-        limit_s = _START_LIMIT_S
+        place, limit_s = self._reader.place(job.number), _START_LIMIT_S
         try:
             if self._child is None:
                 self._child = self._children.start(__name__, self._source, source=f"{self._reader.key}.transform")
-                async with asyncio.timeout(limit_s):
-                    await self._child.receive(Answer)  # that it has started
+                await self._within(limit_s, self._child.receive(Answer), place)  # that it has started
             limit_s = self._limit_s
-            async with asyncio.timeout(limit_s):
-                return await self._child.ask(job, Answer)
+            return await self._within(limit_s, self._child.ask(job, Answer), place)
         except (TimeoutError, ChildEndedError) as error:
             self.num_ended += 1
             why = f"it had not returned after {limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
@@ -91,15 +92,23 @@ class TransformProcess:
                 self._children.terminate(self._child)
                 self._child = None
             return Answer(Verdict.UNUSABLE, problem=f"{self._reader.key}.transform gave nothing for {place}: {why}")
-        finally:
-            reminding.cancel()
 
-    async def _remind(self, place: str) -> None:
-        waited_s = 0.0
-        while True:
-            await asyncio.sleep(_SAY_EVERY_S)
-            waited_s += _SAY_EVERY_S
-            logger.warning("the start waits for %s.transform on %s for %.0f s", self._reader.key, place, waited_s)
+    async def _within(self, limit_s: float, coming: Coroutine[Any, Any, Answer], place: str) -> Answer:
+        task, began = asyncio.ensure_future(coming), time.monotonic()
+        said = began
+        try:
+            while not (await asyncio.wait({task}, timeout=_POLL_S))[0]:
+                self._check()
+                now = time.monotonic()
+                if now - began > limit_s:
+                    raise TimeoutError
+                if now - said > _SAY_EVERY_S:
+                    said = now
+                    text = "the start waits for %s.transform on %s for %.0f s"
+                    logger.warning(text, self._reader.key, place, now - began)
+            return task.result()
+        finally:
+            task.cancel()
 
 
 def packed(rows: Dataset, number: int) -> bytes:

@@ -20,6 +20,8 @@ from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
 from consumer.report.steps import LearningMetrics, StepReport
+from consumer.training.trl_arguments import build_arguments, build_lora, check_model
+from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
@@ -68,8 +70,13 @@ class RunComponents:
         model_folder = resolve_model(
             config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
-        prompts = open_prompts(config, model_folder)
-        held_out = _held_out(config, model_folder)
+
+        def check() -> None:
+            if stop():
+                raise StopRequested
+
+        prompts = open_prompts(config, model_folder, check)
+        held_out = _held_out(config, model_folder, check)
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
         check_model(arguments, model, vision_language(model_folder))
@@ -117,11 +124,12 @@ class RunComponents:
         )
 
 
-def _held_out(config: RunConfig, model_folder: Path) -> PromptDataset | None:
+def _held_out(config: RunConfig, model_folder: Path, check: Callable[[], None]) -> PromptDataset | None:
     if config.evaluation is None:
         return None
     try:
-        return PromptDataset(config.evaluation.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
+        trusted = config.model.trust_remote_code
+        return PromptDataset(config.evaluation.dataset, model_folder, trust_remote_code=trusted, check=check)
     except DatasetError as error:
         raise DatasetError(f"evaluation.{error}") from error
 

@@ -133,8 +133,8 @@ class _RowsSection(Section):
     transform: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` applied to every row (dict -> dict) before the prompt "
-        "column is looked up. A row for which it returns None is skipped and counted. While the run trains it runs in a "
-        "process of its own; a row that takes it a minute is given up, and the run goes on.",
+        "column is looked up. A row for which it returns None is skipped and counted. It runs once for each row, when a run "
+        "starts, in a process of its own; `datasets` keeps what it made. A row that takes it a minute is given up.",
     )
 
     def problems(self) -> Problems:

@@ -222,23 +222,15 @@ def to_prompt(row):
 """
 
 
-def test_a_transform_that_hangs_holds_up_neither_heartbeats_nor_the_goodbye(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_transform_that_hangs_does_not_hold_up_the_end_of_a_start(start: Callable[..., Run], tmp_path: Path) -> None:
     flag, file = tmp_path / "hang", tmp_path / "transforms.py"
     file.write_text(HANGING_TRANSFORM.format(flag=flag))
     run = start(dataset={"transform": f"{file}:to_prompt"})
-    trainer = run.trainer()
-    trainer.wait_for("waiting for producers", 90)
     flag.touch()
-    producer = run.producer()
-    trainer.wait_for("prompts wait for the transform, at work on row .* for 10 s", 90)
-    time.sleep(2 * run.config.transport.heartbeat_timeout_s)
-    assert producer.farewell is None
+    trainer = run.trainer()
+    trainer.wait_for("the start waits for dataset.transform on row 0 of .* for 10 s", 90)
     trainer.process.send_signal(signal.SIGTERM)
     assert trainer.end() == 0
-    assert producer.farewell == "stopping"
-    assert "silent" not in trainer.output
     flag.unlink()
     resumed, producer = run.trainer("--resume"), run.producer()
     assert resumed.end() == 0

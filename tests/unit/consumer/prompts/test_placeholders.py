@@ -10,7 +10,7 @@ ATROPOS = RunConfig.model_validate(RUN | {"environment": {"agent": "atropos"}, "
 
 
 def test_every_placeholder_can_be_leased(tmp_path):
-    prompts = open_prompts(ATROPOS, tmp_path)
+    prompts = open_prompts(ATROPOS, tmp_path, lambda: None)
     assert isinstance(prompts, Placeholders)
     prompt, columns = prompts[len(prompts) - 1]
     assert prompt
