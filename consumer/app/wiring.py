@@ -34,7 +34,7 @@ from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
 from consumer.link.snapshots import Probe, probe_tokens
-from consumer.ranks.exchange import ALONE, LedBatches, Ranks, begin
+from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.report.sampled_rollouts import RolloutLog
 from consumer.training.callbacks import Heartbeat, RunControl
