@@ -20,7 +20,6 @@ from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
 from consumer.report.steps import LearningMetrics, StepReport
-from consumer.training.trl_arguments import build_arguments, build_lora, check_model
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
