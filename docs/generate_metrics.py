@@ -75,7 +75,7 @@ def trainer_registry() -> CollectorRegistry:
         SimpleNamespace(waiting=tuple),
     )
     store = SimpleNamespace(newest=SimpleNamespace(version=0))
-    intake: Any = SimpleNamespace(fleet=fleet, arrivals=arrivals, store=store, clock=lambda: 0.0)
+    intake: Any = SimpleNamespace(fleet=fleet, commits=arrivals, store=store, clock=lambda: 0.0)
     watch_evaluation(registry, None)
     watch_turns(registry, None)
     watch_ranks(registry, [RankWork(0.0, 0.0, 0, 0)])

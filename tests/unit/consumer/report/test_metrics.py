@@ -45,7 +45,7 @@ class World:
         )
         self.intake: Any = SimpleNamespace(
             fleet=SimpleNamespace(sessions={}, tokens_generated=0, num_goodbyes=2),
-            arrivals=SimpleNamespace(waiting=lambda: {"x"}),
+            commits=SimpleNamespace(waiting=lambda: {"x"}),
             store=SimpleNamespace(newest=SimpleNamespace(version=9)), clock=lambda: 12.0,
         )  # fmt: skip
         beat = Heartbeat(policy_version=8, capacity=4, held=[], tokens_generated=0, busy_s=0.0, idle_s=7.5)
