@@ -1,14 +1,14 @@
 """The agent program: the process in which a plugin plays the episodes of another library's environment.
 
 Guarantee: it runs in a Python of its own, in which nothing of Slipstream has to be installed: this module and the plugins of
-`producer.plugins` import the standard library, each other and the library whose environments they play. Its first line on
-standard output reports that it can play, or why not. Only its messages are written there, whatever the environment prints. It
-ends with its parent, with all that it started. SIGTERM ends it with status 0.
+`producer.plugins` import the standard library, each other and the library whose environments they play. Its first frame reports
+that it can play, or why not. It ends with the producer, with all that it started (`protocol.runtime.keeper`). SIGTERM ends it
+with status 0.
 
-    standard input                                       standard output
+    from the producer                                    to the producer, frames of JSON (`protocol.runtime.worker_channel`)
     {"kind": "play" or "rows", ...}            ->
                                                <-        {"ready": true}, or {"problem": "..."}
-    {"base_url": ..., "key": ...}              ->        nothing; or with "rows": a row per line, then {"end": true}
+    {"base_url": ..., "key": ...}              ->        nothing; or with "rows": a frame per row, then {"end": true}
 """
 
 import asyncio
@@ -16,15 +16,14 @@ import importlib
 import json
 import logging
 import os
-import queue
 import signal
 import sys
-import threading
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from producer.environments.task_loop import Environment, PolicyEndpoint, TaskLoop
+from protocol.runtime.worker_channel import WorkerChannel
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +57,28 @@ def plain(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     return found
 
 
-def main(folder: str, plugin: str) -> NoReturn:
+def main(descriptor: str, _root: str, folder: str, plugin: str) -> NoReturn:
     """Run `plugin`, `module:load` with its module or package in `folder`. `load` makes the environment that settings describe, or
     raises the problem."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")
     logging.getLogger("producer.environments").setLevel(logging.INFO)
-    output, lines = _private_output(), _lines_of_parent()
-    settings = json.loads(lines.get())
+    channel = WorkerChannel(int(descriptor))
+    settings = _received(channel)
     try:
         environment = _plugin(folder, plugin)(settings)
         if settings["kind"] == "rows":
-            _send(output, {"ready": True})
+            _send(channel, {"ready": True})
             for row in islice(environment.rows(settings["max_rows"]), settings["max_rows"]):
-                _send(output, row)
-            _send(output, {"end": True})
+                _send(channel, row)
+            _send(channel, {"end": True})
             _leave(0)
     except Exception as error:
         logger.debug("it failed here:", exc_info=True)
         problem = str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"
-        _send(output, {"problem": problem})
+        _send(channel, {"problem": problem})
         _leave(1)
-    _send(output, {"ready": True})
-    settings |= json.loads(lines.get())
+    _send(channel, {"ready": True})
+    settings |= _received(channel)
     with suppress(asyncio.CancelledError):
         asyncio.run(_play(environment, settings))
     _leave(0)
@@ -105,35 +104,20 @@ async def _play(environment: Environment, settings: dict[str, Any]) -> None:
         await TaskLoop(endpoint, environment, slots, settings["episode_timeout_s"]).run()
 
 
-def _private_output() -> TextIO:
-    """Return standard output, and make descriptor 1 standard error."""
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return output
+def _received(channel: WorkerChannel) -> dict[str, Any]:
+    frame = channel.receive()
+    if frame is None:
+        _leave(0)
+    message: dict[str, Any] = json.loads(frame)
+    return message
 
 
-def _lines_of_parent() -> "queue.Queue[str]":
-    """Return the lines of standard input, which nothing else reads; at its end this process and its group are killed."""
-    source = os.fdopen(os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in source:
-            lines.put(line)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
-
-
-def _send(output: TextIO, message: dict[str, Any]) -> None:
-    output.write(json.dumps(message) + "\n")
-    output.flush()
+def _send(channel: WorkerChannel, message: dict[str, Any]) -> None:
+    channel.send_bytes(json.dumps(message).encode())
 
 
 def _leave(status: int) -> NoReturn:
     """Exit without waiting for threads that wait for tasks."""
     logging.shutdown()
+    sys.stdout.flush()
     os._exit(status)

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,7 +162,7 @@ MAX_FRAME_BYTES = 64 * 2**20
 
 _EXIT_GRACE_S = 1.0
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # a context of its own takes half a GiB of a GPU that the daemon has filled
-_Frame = TypeVar("_Frame", bound=msgspec.Struct)
+_Frame = TypeVar("_Frame")
 
 
 class ChildEndedError(Exception):
@@ -170,18 +170,26 @@ class ChildEndedError(Exception):
 
 
 class ChildProcess:
-    """`python -P -m MODULE FD ARGUMENT...`, where FD is its `protocol.runtime.worker_channel`, or `ChildEndedError`. Without
-    -P a file of the user's that is called like one of our packages would be taken for it. `source` is how the log names what it
-    writes. `environment` has variables beside the daemon's own; a child that is to have a GPU needs it there."""
+    """The process of `COMMAND FD ARGUMENT...`, where FD is its `protocol.runtime.worker_channel`, or `ChildEndedError`.
+
+    Args:
+        source: how the log names what the process writes.
+        environment: variables beside the daemon's own; a child that is to have a GPU needs it there.
+        grace_s: time between SIGTERM and SIGKILL when the process is terminated.
+        codec: `msgspec.msgpack` or `msgspec.json`, for the bodies of frames.
+    """
 
     def __init__(
         self,
-        module: str,
+        command: Sequence[str],
         *arguments: str,
         throttle: Throttle,
         source: str,
         environment: Mapping[str, str] | None = None,
+        grace_s: float = 0.0,
+        codec: Any = msgspec.msgpack,
     ) -> None:
+        self._codec = codec
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             try:
                 self._socket, channel = socket.socketpair()
@@ -191,7 +199,8 @@ class ChildProcess:
                 ours.callback(os.close, reading)
                 theirs.callback(os.close, writing)
                 self.process = KeptProcess(
-                    [sys.executable, "-P", "-m", module, str(channel.fileno()), *arguments],
+                    [*command, str(channel.fileno()), *arguments],
+                    grace_s,
                     stdin=subprocess.DEVNULL,
                     stdout=writing,
                     stderr=writing,
@@ -204,17 +213,21 @@ class ChildProcess:
         self.output = WorkerOutput(reading, throttle, source)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, message: msgspec.Struct | msgspec.Raw, kind: type[_Frame]) -> _Frame:
-        """Sends `message` and returns the answer; `ChildEndedError` if the child has ended, or cannot be sent that."""
+    async def ask(self, message: Any, kind: type[_Frame]) -> _Frame:
+        """Send `message` and return the answer. Raise ChildEndedError if the child has ended, or the message cannot be sent."""
+        await self.send(message)
+        return await self.receive(kind)
+
+    async def send(self, message: Any) -> None:
+        """Send `message`. Raise ChildEndedError if it cannot be encoded; `receive` notices the end of the child."""
         try:
-            body = msgspec.msgpack.encode(message)
+            body = self._codec.encode(message)
         except UNSENDABLE as error:
             raise ChildEndedError(f"it cannot be sent what it is asked: {error}") from None
         _, writer = await self._connected()
         writer.write(LENGTH.pack(len(body)) + body)
         with contextlib.suppress(ConnectionError):  # `receive` finds out how it ended
             await writer.drain()
-        return await self.receive(kind)
 
     async def receive(self, kind: type[_Frame]) -> _Frame:
         """The next frame; `ChildEndedError` if the child has ended."""
@@ -223,7 +236,7 @@ class ChildProcess:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if size > MAX_FRAME_BYTES:
                 raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
-            return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
+            return self._codec.decode(await reader.readexactly(size), type=kind)  # type: ignore[no-any-return]
         except UNREADABLE as error:
             raise ChildEndedError(f"it answered with something else: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -262,7 +275,8 @@ class ChildProcesses:
         """Raises `ChildEndedError` if it cannot be started, or `close` was called."""
         if self._closed:
             raise ChildEndedError("it is not started, because the daemon ends")
-        child = ChildProcess(module, *arguments, throttle=self._throttle, source=source, environment=environment)
+        command = [sys.executable, "-P", "-m", module]  # -P: no file of the user's is taken for one of our packages
+        child = ChildProcess(command, *arguments, throttle=self._throttle, source=source, environment=environment)
         self._alive.add(child)
         return child
 

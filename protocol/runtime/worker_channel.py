@@ -1,4 +1,6 @@
-"""The channel between a child process and the daemon, on the child's side: frames of 4 bytes length and msgpack over a socket.
+"""The channel between a child process and the daemon, on the child's side: frames of 4 bytes length and a body over a socket.
+
+The body is msgpack, or JSON from a process whose Python need not have msgspec.
 
 Guarantee: only this process writes frames. If code of the user's has closed or replaced the descriptor, the process writes one
 line that explains it, and ends. If that code has forked and both processes return, the copy ends without a frame.
@@ -9,9 +11,10 @@ import os
 import socket
 import struct
 import traceback
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
+if TYPE_CHECKING:
+    import msgspec
 
 LENGTH = struct.Struct("<I")
 LOST_STATUS = 74  # EX_IOERR
@@ -34,8 +37,12 @@ class WorkerChannel:
         except OSError as error:
             self._lost(error)
 
-    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
-        body = msgspec.msgpack.encode(message)
+    def send(self, message: "msgspec.Struct | msgspec.Raw") -> None:
+        import msgspec
+
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def send_bytes(self, body: bytes) -> None:
         self._check()
         try:
             self._stream.write(LENGTH.pack(len(body)) + body)

@@ -1,5 +1,6 @@
 """Processes that run code of the user's do not see the GPUs of their daemon, unless the configuration gives them one."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -30,7 +31,6 @@ def seen_by_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr(child, "KeptProcess", start)
-    monkeypatch.setattr(agent_program, "KeptProcess", start)
     return found
 
 
@@ -65,7 +65,9 @@ async def test_environments(seen_by_children: list[str], settings: dict[str, Any
 @with_and_without
 def test_agent_programs(seen_by_children: list[str], settings: dict[str, Any], seen: str) -> None:
     with pytest.raises(ConfigError, match="seen"):
-        agent_program._Program(
-            EnvironmentSection.model_validate({"agent": "verifiers", "options": {"id": "x"}} | settings)
+        asyncio.run(
+            agent_program._start(
+                EnvironmentSection.model_validate({"agent": "verifiers", "options": {"id": "x"}} | settings), {}
+            )
         )
     assert seen_by_children == [seen]
