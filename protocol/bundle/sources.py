@@ -142,6 +142,11 @@ class RunSources:
     def _find(self, module: str) -> bool:
         parts, found = module.split("."), False
         if parts[0] in PACKAGES:
+            if self._has(f"{parts[0]}.py"):
+                raise BundleError(
+                    f"the run's functions import `{parts[0]}`, which is a package of Slipstream and not "
+                    f"{self.folder / parts[0]}.py; give your file another name"
+                )
             return False
         for depth in range(1, len(parts) + 1):
             name = "/".join(parts[:depth])

@@ -3,14 +3,17 @@ name of their entry point.
 
 Guarantee: `load_function` returns a callable and `load_plugin` an object, or both raise `ConfigError` with the key, the place and
 the reason; `DeviceError` where the code found a GPU without memory. A file is executed once, however many of its functions are
-asked for, so they share what it loads and remembers.
+asked for, so they share what it loads and remembers. A user's file may have the name of one of our packages; code that imports it
+by that name is refused with the fix, because it would get our package.
 """
 
+import ast
 import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,11 @@ from typing import Any
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:
-    """Imports the function `spec` of configuration key `key`. Modules are looked up in the working directory first, also those
-    that it imports."""
+    """Import the function `spec` of configuration key `key`. It and its imports are looked up in the working directory first."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise ConfigError(f"{key}: {spec}: there is no file {place} (looked from {Path.cwd()})")
@@ -30,14 +33,47 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
         sys.path[:0] = [] if "" in sys.path else [""]  # before our own: what this process needs of ours is loaded
         module = _load_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
+        _refuse_our_names(f"{key}: {spec}", error)
         raise _import_failed(f"{key}: {spec}: importing {place}", error) from error
+    _refuse_our_names(f"{key}: {spec}")
     function = getattr(module, name, None)
     if function is None:
-        hint = "; it is a package of Slipstream, so give yours another name, or its file" if place in PACKAGES else ""
+        hint = (
+            f"; it is a package of Slipstream, so write {place}.py:{name}, or rename yours" if place in PACKAGES else ""
+        )
         raise ConfigError(f"{key}: {spec}: {place} has no `{name}`{hint}")
     if not callable(function):
         raise ConfigError(f"{key}: {spec}: `{name}` is not a function but {type(function).__name__}")
     return function  # type: ignore[no-any-return]
+
+
+def _refuse_our_names(place: str, error: Exception | None = None) -> None:
+    """Raise ConfigError if a loaded file of the working directory imports another one by the name of one of our packages. `error`
+    has the files whose import failed."""
+    taken = {name for name in PACKAGES if Path(f"{name}.py").is_file()}
+    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]] if taken else []
+    failed = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if taken and error else []
+    for file in {Path(name) for name in [*loaded, *failed] if name}:
+        ours = any(file.is_relative_to(_ROOT / package) for package in PACKAGES)
+        if not ours and file.is_file() and file.resolve().is_relative_to(Path.cwd()):
+            for name in taken.intersection(_imported_by(file)):
+                raise ConfigError(
+                    f"{place}: {file} imports `{name}`, which is a package of Slipstream and not {Path.cwd() / name}.py; "
+                    "give your file another name"
+                )
+
+
+def _imported_by(file: Path) -> Iterator[str]:
+    """Yield the top-level packages that a file imports."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # a shared library, or no Python
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def load_plugin(group: str, name: str, key: str) -> Any:

@@ -56,7 +56,7 @@ def test_a_file_may_define_dataclasses(folder: Path) -> None:
         (
             "",
             "slipstream:f",
-            "slipstream:f: slipstream has no `f`; it is a package of Slipstream, so give yours another name, or its file",
+            "slipstream:f: slipstream has no `f`; it is a package of Slipstream, so write slipstream.py:f, or rename yours",
         ),
         ("f = 3", "user.py:f", "user.py:f: `f` is not a function but int"),
         ("1 / 0", "user.py:f", "user.py:f: importing user.py failed: ZeroDivisionError: division by zero"),

@@ -1,5 +1,6 @@
 """Files of the user's that are called like our packages stand beside the run, and break no process that runs the user's code."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ from producer.environments.agent_program import rows
 from producer.environments.pool import EnvironmentPool
 from producer.rewards.worker import Job, Source
 from producer.rewards.workers import WorkerPool
+from protocol.bundle.sources import RunSources
+from protocol.config.functions import load_function
 from protocol.config.rewards import EnvironmentSection
+from protocol.errors import BundleError, ConfigError
 from tests.plugins import install
 from tests.unit.producer.loop import asynchronous
 from tests.unit.test_house import MODULES, PACKAGES
@@ -43,6 +47,41 @@ async def test_a_reward_imports_what_stands_beside_it(folder: Path, place: str) 
     finally:
         await workers.close()
     assert scores.rewards == [101.0, 102.0]
+
+
+@pytest.mark.long
+@asynchronous
+async def test_a_file_with_the_name_of_one_of_our_packages_works_as_a_named_file(folder: Path) -> None:
+    for package in PACKAGES:
+        (folder / f"{package}.py").write_text("from tools import BONUS\ndef reward(**_):\n    return [BONUS]\n")
+    workers = WorkerPool({package: Source(f"{package}.py:reward") for package in PACKAGES}, 1, None, 60.0)
+    try:
+        await workers.start()
+        for number in range(len(PACKAGES)):
+            [scores] = await workers.call([number], [Job("p", ["a"], [[1]], {})], [60.0])
+            assert scores.rewards == [100.0]
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("statement", ["import {}", "from {} import helper", "def late():\n    import {}.helper"])
+def test_a_sibling_that_imports_it_by_a_name_that_is_ours_is_refused(
+    folder: Path, package: str, statement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / f"{package}.py").write_text("def helper():\n    return 1\n")
+    name = f"sibling_{package}_{len(statement)}"
+    (folder / f"{name}.py").write_text(f"{statement.format(package)}\ndef reward(**_):\n    return [1]\n")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    for place in (f"{name}.py:reward", f"{name}:reward"):
+        with pytest.raises(
+            ConfigError, match=rf"rewards: .*{name}.py imports `{package}`.*give your file another name"
+        ):
+            load_function(place, "rewards")
+    with pytest.raises(BundleError, match=rf"import `{package}`.*give your file another name"):
+        RunSources(folder).add_function(f"{name}.py:reward", "rewards")
+    sys.modules.pop(name, None)
+    sys.modules.pop(f"slipstream_user_{name}", None)
 
 
 @pytest.mark.long
