@@ -141,7 +141,7 @@ def test_what_a_service_does_wrong_is_tried_again_and_then_named() -> None:
             with pytest.raises(LeaseFailure, match=said):
                 score(service(server, retries=1, timeout_s=0.2, options={"max_answer_bytes": 2048}), seen)
             assert (len(seen.calls), seen.failures) == (2, [("judge", reason, 2)])
-    with pytest.raises(LeaseFailure, match="cannot be asked"):
+    with pytest.raises(LeaseFailure, match="could not be reached"):
         score(service(server, retries=0))
     with pytest.raises(ConfigError, match="needs the environment variable NOT_SET"):
         score(service(server, options={"headers_env": {"X": "NOT_SET"}}))

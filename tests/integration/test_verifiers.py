@@ -117,7 +117,7 @@ def expected(number: int) -> list[tuple[bool, str]]:
             {"id": "antigravity-free", "python": "/no/python"},
             r"environment\.options\.python: /no/python is no program",
         ),
-        ({"id": "any", "python": "false"}, r"the agent program ended \(exit status 1\); its last output is above"),
+        ({"id": "any", "python": "false"}, r"the agent program failed: .*\(exit status 1\); its last output is above"),
     ],
 )
 def test_what_cannot_be_played_is_said_before_the_engine_is_loaded(
