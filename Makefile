@@ -48,12 +48,10 @@ check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate_configuration.py --check
 	$(BIN)/python docs/generate_metrics.py --check
-	$(BIN)/python -m deploy.grafana.generate --check
 
-docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md and Grafana's dashboards
+docs: $(STAMP) ## regenerate docs/configuration.md and docs/metrics.md
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
-	$(BIN)/python -m deploy.grafana.generate
 
 chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1, RANKS=1)
 	$(BIN)/python -m campaigns.chaos --kills 200 --seed $(SEED) --ranks $(RANKS) --out runs/chaos/summary.json

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import yaml
 
-from tests.promql import DEPLOY, PROMETHEUS, of_dashboards, of_rules, selectors
+from tests.promql import DEPLOY, PROMETHEUS, of_rules
 from tests.tools import require
 
 pytestmark = pytest.mark.integration
@@ -86,17 +86,3 @@ def test_every_panel_that_the_runbook_names_exists() -> None:
     named = set(re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", text))
     assert len(named - {"italics"}) > 10
     assert named - {"italics"} <= titles
-
-
-def test_every_metric_that_is_asked_for_is_declared_and_every_recorded_one_is_used() -> None:
-    asked = {
-        selector.partition("{")[0]
-        for one in (*of_dashboards("/run"), *of_rules("record"), *of_rules("alert"))
-        for selector in selectors(one.promql)
-    }
-    assert "rl_trainer_reward" in asked
-    ours = {re.sub("_(bucket|sum|count)$", "", name) for name in asked if name.startswith("rl_")}
-    assert ours <= set(re.findall(r"^\| `(\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
-    assert {name for name in asked if name.startswith(("run:", "producer:"))} == {
-        one.where for one in of_rules("record")
-    }
