@@ -14,8 +14,8 @@ import msgspec
 
 from campaigns.chaos.run_folder import DEFAULT, prepare
 from campaigns.cluster.machine import cluster_run, eventually
-from slipstream.cluster.fleet.loads import Looks, answers
-from slipstream.cluster.fleet.plan import FleetReport
+from slipstream.cluster.plan import FleetReport
+from slipstream.cluster.scaling import Looks, answers
 
 LOADS = Path(__file__).parents[1] / "unit/slipstream/cluster/loads"
 _EVERY_S = 5.0

@@ -3,15 +3,134 @@
 Guarantee: pure. Paths are absolute, because daemons start in other folders. What contradicts itself is refused.
 """
 
+import contextlib
+import hashlib
 import json
 import os
+import secrets
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import psutil
+
+from protocol import __version__
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError
-from slipstream.cluster.fleet.plan import Plan
-from slipstream.cluster.probe import NodeFacts
+from protocol.errors import ConfigError, IncompatiblePeerError
+from slipstream.cluster.plan import Plan
+
+_NETWORK = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "glusterfs", "panfs",
+    "orangefs", "pvfs2", "ocfs2", "gfs2", "fuse",
+}  # fmt: skip
+
+
+_PORTS = range(20_000, 30_000, 2)  # none that the kernel gives to who asks for any
+_TRIES = 1000
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """Args:
+    file_system: of run_dir.
+    config: sha256 of the configuration file; None: there is none.
+    has_journal: whether a run is in run_dir.
+    port: the first of two free ones in a row.
+    """
+
+    host: str
+    release: str
+    file_system: str
+    config: str | None
+    has_journal: bool
+    port: int
+
+
+def look(host: str, run_dir: str, config: str) -> bytes:
+    """On the node: `NodeFacts` as JSON."""
+    place = Path(run_dir)
+    facts = NodeFacts(host, __version__, file_system(place), digest(config), _has_journal(place), _free_port())
+    return msgspec.json.encode(facts)
+
+
+def check(facts: NodeFacts, run_dir: str, config: str) -> None:
+    """Here, where `slipstream cluster up` runs.
+
+    Raises:
+        ConfigError: the run cannot be on that node.
+        IncompatiblePeerError: it has another release.
+    """
+    host = facts.host
+    if facts.release != __version__:
+        raise IncompatiblePeerError(
+            f"the trainer's node {host} has Slipstream {facts.release}, this one {__version__}; install the same on all nodes"
+        )
+    if is_on_network(facts.file_system):
+        raise ConfigError(
+            f"run_dir: {run_dir} is on a network file system ({facts.file_system}) at {host}, where no journal is safe. Give "
+            "the trainer a folder on a local disk: --trainer-node ADDRESS --set run_dir=/LOCAL/FOLDER, and keep copies here: "
+            f"--backup {run_dir}"
+        )
+    if facts.config is None:
+        raise ConfigError(f"--config {config}: there is no such file on the trainer's node {host}; copy it there")
+    if facts.config != digest(config):
+        raise ConfigError(
+            f"--config {config}: the file on the trainer's node {host} is another one; copy this one there"
+        )
+    if _has_journal(Path(run_dir)) and not facts.has_journal:
+        raise ConfigError(
+            f"run_dir: this machine has the run in {run_dir}, and the trainer's node {host} has not. Name the node that has it "
+            "with --trainer-node, or move it: slipstream journal backup"
+        )
+
+
+def file_system(place: Path) -> str:
+    """The kind of the file system that `place` is on, or will be."""
+    return mount_of(place)[1]
+
+
+def mount_of(place: Path) -> tuple[str, str]:
+    """Where the file system of `place` is mounted, and its kind."""
+    path = os.path.realpath(place)
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    found = max((mount for mount in mounts if _is_below(path, mount)), key=len, default="/")
+    return found, mounts.get(found, "unknown")
+
+
+def is_on_network(kind: str) -> bool:
+    """FUSE counts as a network, but for a disk (`fuseblk`): mostly it is one, and SQLite's log needs more than it gives."""
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def digest(file: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return None
+
+
+def _is_below(path: str, mount: str) -> bool:
+    return os.path.commonpath([path, mount]) == mount
+
+
+def _has_journal(run_dir: Path) -> bool:
+    return (run_dir / "journal.sqlite").exists()
+
+
+def _free_port() -> int:
+    """It stays free while a trainer starts again. Adapters travel over the next one."""
+    for _ in range(_TRIES):
+        port = _PORTS[secrets.randbelow(len(_PORTS))]
+        if _is_free(port) and _is_free(port + 1):
+            return port
+    raise ConfigError(f"no two free ports from {_PORTS[0]} to {_PORTS[-1]} were found; set transport.endpoint")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried, contextlib.suppress(OSError):
+        tried.bind(("", port))
+        return True
+    return False
+
 
 _KEYS = ("adapter_dir", "key_file", "ca_file")
 

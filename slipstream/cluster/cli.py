@@ -18,7 +18,7 @@ from slipstream.options import Function, Group, config_options, json_option, nam
 from slipstream.tables import printable, say
 
 if TYPE_CHECKING:
-    from slipstream.cluster.fleet.managing import ManagerHandle
+    from slipstream.cluster.manager import ManagerHandle
 
 _ADDRESS = "slipstream.ray"
 
@@ -52,7 +52,7 @@ def _manager() -> "Iterator[ManagerHandle]":
 
     place = _run_dir()
     with session.connected(place, _address()):
-        from slipstream.cluster.fleet.managing import ManagerHandle, NoAnswer
+        from slipstream.cluster.manager import ManagerHandle, NoAnswer
 
         manager = ManagerHandle.find()
         if manager is None:
@@ -130,7 +130,7 @@ def logs(name: str | None, lines: int) -> None:
         if name is None:
             found: list[str] | None = manager.last_lines(lines)
         else:
-            from slipstream.cluster.fleet.actors import Actors
+            from slipstream.cluster.actors import Actors
 
             found = Actors().last_lines(name, lines)
     if found is None:
@@ -145,8 +145,8 @@ def logs(name: str | None, lines: int) -> None:
 def scale(wanted: int) -> None:
     """Change the number of producers, while the run goes on."""
     with _manager() as manager:
-        from slipstream.cluster.fleet.actors import free_per_node
-        from slipstream.cluster.fleet.resources import Need, missing_text, without_place
+        from slipstream.cluster.actors import free_per_node
+        from slipstream.cluster.plan import Need, missing_text, without_place
 
         report = manager.report()
         plan = report.plan

@@ -15,17 +15,16 @@ from slipstream.cluster.session import Session
 from slipstream.tables import say
 
 if TYPE_CHECKING:
-    from slipstream.cluster.fleet.actors import Actors
+    from slipstream.cluster.actors import Actors
 
 _DEADLINE_S = 300
 _LOOK_EVERY_S = 0.2
 
 
 def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> None:
-    from slipstream.cluster.fleet.actors import Actors
-    from slipstream.cluster.fleet.manager import FAREWELL_S
-    from slipstream.cluster.fleet.managing import ManagerHandle, NoAnswer, last_backup
-    from slipstream.cluster.fleet.plan import TRAINER
+    from slipstream.cluster.actors import Actors
+    from slipstream.cluster.manager import FAREWELL_S, ManagerHandle, NoAnswer, last_backup
+    from slipstream.cluster.plan import TRAINER
 
     manager, plan = ManagerHandle.find(), None
     if manager is not None:
@@ -46,7 +45,7 @@ def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> Non
 
 def _has_finished(actors: "Actors") -> bool:
     """Producers end by themselves then."""
-    from slipstream.cluster.fleet.plan import TRAINER, DaemonReport
+    from slipstream.cluster.plan import TRAINER, DaemonReport
 
     trainer = actors.reports().get(TRAINER)
     return isinstance(trainer, DaemonReport) and trainer.is_over and trainer.exit_code == 0
@@ -54,7 +53,7 @@ def _has_finished(actors: "Actors") -> bool:
 
 def _drain(actors: "Actors", names: set[str], drain_at: float, until: float) -> None:
     """Waits for their end, tells them to end at `drain_at`, and kills what is left at `until`."""
-    from slipstream.cluster.fleet.plan import DaemonReport
+    from slipstream.cluster.plan import DaemonReport
 
     left, told = set(names), False
     while left:

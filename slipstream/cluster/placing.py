@@ -14,13 +14,11 @@ from ray.exceptions import RayError
 
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, NoAnswerError, NoResourcesError
-from slipstream.cluster import probe
-from slipstream.cluster.asked import Asked, plan_of
-from slipstream.cluster.fleet.actors import free_per_node
-from slipstream.cluster.fleet.managing import ManagerHandle, NoAnswer, last_line
-from slipstream.cluster.fleet.plan import Plan, on_host
-from slipstream.cluster.fleet.resources import Need, missing_text, without_place
-from slipstream.cluster.probe import NodeFacts
+from slipstream.cluster import asked as probe
+from slipstream.cluster.actors import free_per_node
+from slipstream.cluster.asked import Asked, NodeFacts, plan_of
+from slipstream.cluster.manager import ManagerHandle, NoAnswer, last_line
+from slipstream.cluster.plan import Need, Plan, missing_text, on_host, without_place
 from slipstream.tables import say
 
 _FITS_WITHIN_S = 20.0

@@ -23,7 +23,7 @@ from protocol.config.operation import is_loopback
 from protocol.errors import ConfigError, IncompatiblePeerError, NoAnswerError
 from protocol.runtime.files import staged
 from protocol.runtime.processes import descendants
-from slipstream.cluster.fleet.plan import namespace
+from slipstream.cluster.plan import namespace
 
 _START_S = 60.0
 _CONNECT_S = 5.0

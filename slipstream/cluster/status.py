@@ -10,7 +10,7 @@ import time
 import msgspec
 from rich.console import Console
 
-from slipstream.cluster.fleet.plan import DaemonReport, FleetReport
+from slipstream.cluster.plan import DaemonReport, FleetReport
 from slipstream.tables import clock, printable, say, say_json, say_table
 
 
@@ -18,7 +18,7 @@ def show(report: FleetReport, *, as_json: bool = False) -> None:
     if as_json:
         say_json(msgspec.to_builtins(report))
         return
-    from slipstream.cluster.fleet.loads import answers
+    from slipstream.cluster.scaling import answers
     from slipstream.status.reading import read
     from slipstream.status.render import render
     from slipstream.status.warnings import warnings

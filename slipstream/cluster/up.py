@@ -5,13 +5,90 @@ goes on without this process: Ctrl-C leaves it running.
 """
 
 import os
+import time
 from pathlib import Path
 
 from protocol.config.loader import load_config
-from protocol.errors import ExitCode
+from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
 from slipstream.cluster import session
 from slipstream.cluster.asked import Asked, check_gpu_use
-from slipstream.tables import say
+from slipstream.cluster.manager import ManagerHandle, NoAnswer, last_line
+from slipstream.cluster.plan import TRAINER, DaemonReport, FleetReport
+from slipstream.tables import printable, say
+
+_PLACED_S = 60.0
+_SILENCE_S = 60.0
+_LOOK_EVERY_S = 0.5
+
+
+class Watch:
+    def __init__(self, manager: ManagerHandle) -> None:
+        self._manager = manager
+        self._seen = 0
+        self._why = ""  # the manager did not answer
+        self._heard = time.monotonic()
+
+    def wait_until_it_runs(self) -> None:
+        """Until every daemon was started, or `NoResourcesError` if one has no place within a minute."""
+        until = time.monotonic() + _PLACED_S
+        while True:
+            report = self._look()
+            if report is None and ManagerHandle.find() is None:
+                raise ConfigError(f"the manager of the run cannot start: {self._why}")
+            if report is not None and _all_begun(report):
+                return
+            if report is not None and report.trainer is not None and report.trainer.is_over:
+                return  # `wait_until_it_ends` says why
+            if time.monotonic() > until:
+                silent = "; ".join(report.unreachable) if report else "the manager has no place"
+                raise NoResourcesError(
+                    f"not everything runs after {_PLACED_S:g} s: {(report and report.missing) or silent}. What runs goes on; "
+                    "slipstream cluster down ends it"
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    def wait_until_it_ends(self) -> ExitCode:
+        """Until the trainer has ended for good, or somebody has taken the run down; the trainer's exit code."""
+        while True:
+            report = self._look()
+            if report is None and ManagerHandle.find() is None:
+                say("the run was taken down")
+                return ExitCode.OK
+            trainer = report.trainer if report else None
+            if trainer is not None and trainer.is_over and trainer.exit_code is not None:
+                self._look()
+                return _code(trainer)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _look(self) -> FleetReport | None:
+        """Shows what is new; None if the manager does not answer now."""
+        try:
+            self._seen, lines = self._manager.events(self._seen)
+            report = self._manager.report()
+        except NoAnswer as error:
+            self._why = last_line(error)
+            if time.monotonic() - self._heard > _SILENCE_S:
+                raise NoAnswerError(
+                    f"the manager of the run has not answered for {_SILENCE_S:g} s ({type(error).__name__}): its node or Ray is "
+                    "gone. Give the same slipstream cluster up again: it finds what runs, and starts what does not"
+                ) from error
+            return None
+        self._heard = time.monotonic()
+        for line in lines:
+            say(printable(line))
+        return report
+
+
+def _all_begun(report: FleetReport) -> bool:
+    begun = {daemon.name for daemon in report.daemons if daemon.phase != "new"}
+    return TRAINER in begun and len(begun) >= 1 + report.wanted
+
+
+def _code(trainer: DaemonReport) -> ExitCode:
+    try:
+        return ExitCode(trainer.exit_code or 0)
+    except ValueError:
+        raise SlipstreamError(f"the trainer ended with {trainer.exit_code}: {trainer.message}") from None
 
 
 def up(asked: Asked) -> ExitCode:
@@ -26,7 +103,7 @@ def up(asked: Asked) -> ExitCode:
     with session.connected(run_dir, asked.address) as ray:
         from slipstream.cluster.down import take_down
         from slipstream.cluster.placing import placed
-        from slipstream.cluster.watching import Watch
+        from slipstream.cluster.up import Watch
 
         try:
             watch = Watch(placed(asked, config, run_dir))

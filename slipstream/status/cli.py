@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from slipstream.run_reader import RunReader
-    from slipstream.status.view import View
+    from slipstream.status.reading import View
     from slipstream.status.watch import Watch
 
 _EVERY_S = 2.0

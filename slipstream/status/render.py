@@ -15,10 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.status.text import duration, percent, plain, rate, shortened, sparkline, whole
-from slipstream.status.view import ProducerView, TrainerView, View
+from slipstream.status.reading import ProducerView, TrainerView, View
 from slipstream.status.warnings import Warned
-from slipstream.tables import clock, printable, size
+from slipstream.tables import clock, duration, percent, printable, rate, shortened, size, sparkline, three_digits, whole
 
 NARROWEST = 80
 _WIDEST = 120
@@ -84,17 +83,19 @@ def _learning(trainer: TrainerView, rewards: dict[int, float], width: int) -> It
         line = sparkline(list(rewards.values()), width - len(numbers) - len(steps))
         yield "reward", Text.assemble((line, "green"), (numbers, "bold"), (steps, "dim"))
     if len(trainer.rewards_by_function) > 1:
-        yield from _row("", *((printable(name), value, plain) for name, value in trainer.rewards_by_function.items()))
+        yield from _row(
+            "", *((printable(name), value, three_digits) for name, value in trainer.rewards_by_function.items())
+        )
     yield from _row(
         "learning",
-        ("loss", trainer.loss, plain),
-        ("gradient", trainer.gradient_norm, plain),
-        ("entropy", trainer.entropy, plain),
+        ("loss", trainer.loss, three_digits),
+        ("gradient", trainer.gradient_norm, three_digits),
+        ("entropy", trainer.entropy, three_digits),
     )
     yield from _row(
         "off-policy",
         ("effective samples", trainer.effective_sample_share, percent),
-        ("KL", trainer.sampling_kl, plain),
+        ("KL", trainer.sampling_kl, three_digits),
     )
     yield from _row(
         "rollouts",
@@ -106,8 +107,8 @@ def _learning(trainer: TrainerView, rewards: dict[int, float], width: int) -> It
     done = f"{trainer.evaluation_prompts_done or 0:,} of {{:,}} prompts"
     yield from _row(
         "held out",
-        (version, trainer.evaluation_score, plain),
-        ("best", trainer.evaluation_best_score, plain),
+        (version, trainer.evaluation_score, three_digits),
+        ("best", trainer.evaluation_best_score, three_digits),
         ("now", trainer.evaluation_prompts or None, done.format),
     )
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slipstream.status.text import percent
-from slipstream.status.view import TrainerView, View
+from slipstream.status.reading import TrainerView, View
+from slipstream.tables import percent
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from slipstream.run_reader import RunReader
 from slipstream.status.daemons import Answer, ask, find_daemons
-from slipstream.status.reading import read
-from slipstream.status.view import View
+from slipstream.status.reading import View, read
 
 WINDOW_S = 60.0
 _TAIL_BYTES = 512 * 1024  # the lines of some 200 steps

@@ -18,7 +18,7 @@ import pytest
 
 from slipstream.journal.content import ContentReader
 from slipstream.run_reader import RunReader
-from slipstream.view.pages.spans import SURPRISE
+from slipstream.view.pages.group import SURPRISE
 from tests.integration.browser import browser, console, drawn, texts, until, viewed
 from tests.integration.runs import Run
 from tests.tools import require

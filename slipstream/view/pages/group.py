@@ -6,16 +6,118 @@ record the first and the last `_TOKENS` tokens; what is left out is counted.
 
 import json
 import math
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.wire.messages import MissingReward
+from replay.groups import RolloutGroup
 from slipstream.journal.content import Content
+from slipstream.tables import printable
 from slipstream.view.index.decoder import Decoder
-from slipstream.view.pages.spans import Colour, Span, plain, spans
-from slipstream.view.pages.turns import Turn, turns
+
+Colour = Literal["logprob", "version", "mask", "none"]
+COLOURS: tuple[Colour, ...] = get_args(Colour)
+SURPRISE = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Upper bounds of the classes `l0` to `l6` of -log-prob, in nats; `l7` is above the last."""
+_VERSION_COLOURS = 8
+
+
+class Span(NamedTuple):
+    text: str
+    kind: str = ""  # classes of its element
+    title: str = ""
+
+
+def spans(group: RolloutGroup, tokens: slice, pieces: list[str], colour: Colour) -> list[Span]:
+    """Return one span for each of these tokens; `pieces` are their texts."""
+    columns = (group.completion_ids, group.logprobs, group.versions, group.is_sampled)
+    numbers = zip(*(column[tokens].tolist() for column in columns), strict=True)
+    found = []
+    for piece, kind, (token, logprob, version, sampled) in zip(
+        pieces, _kinds(group, tokens, colour), numbers, strict=True
+    ):
+        title = f"id {token} {printable(piece)!r}"
+        title += f", log-prob {logprob:.4f}, version {version}" if sampled else ", not sampled"
+        found.append(Span(printable(piece, keep="\n\t"), kind if sampled else "masked", title))
+    return found
+
+
+def _kinds(group: RolloutGroup, tokens: slice, colour: Colour) -> list[str]:
+    """Return the class of each token, if it was sampled."""
+    logprobs = group.logprobs[tokens]
+    match colour:
+        case "version":
+            return [f"v{age % _VERSION_COLOURS}" for age in (group.versions[tokens] - group.versions.min()).tolist()]
+        case "logprob":
+            return _graded(-logprobs)
+    return ["sampled" if colour == "mask" else ""] * len(logprobs)
+
+
+def _graded(values: NDArray[np.floating[Any]]) -> list[str]:
+    return ["unscored" if math.isnan(value) else f"l{bisect_left(SURPRISE, value)}" for value in values.tolist()]
+
+
+def plain(text: str) -> list[Span]:
+    return [Span(printable(text, keep="\n\t"))]
+
+
+_MARKS = re.compile(
+    r"<\|im_start\|>(?P<chatml>\w{1,32})\n|<\|start_header_id\|>(?P<llama>\w{1,32})<\|end_header_id\|>\n{0,2}"
+    r"|<start_of_turn>(?P<gemma>\w{1,32})\n|<(?P<part>think|tool_call|tool_response)>\n?"
+    r"|(?P<part_end></(?:think|tool_call|tool_response)>\n{0,2})|(?P<end><\|im_end\|>\n?|<\|eot_id\|>|<end_of_turn>\n?)"
+)
+_PARTS = {"think": "thinking", "tool_call": "tool call", "tool_response": "tool result"}
+
+
+class Turn(NamedTuple):
+    role: str  # "" where nothing says whose it is
+    spans: list[Span]
+
+
+def turns(found: list[Span], first_role: str = "") -> list[Turn]:
+    """The turns of a text, whose first one is of `first_role`."""
+    text = "".join(span.text for span in found)
+    result: list[Turn] = []
+    role = whose = first_role
+    rest = _Rest(found)
+    for mark in _MARKS.finditer(text):
+        result.append(Turn(role, rest.up_to(mark.start())))
+        rest.up_to(mark.end())
+        speaker = mark["chatml"] or mark["llama"] or mark["gemma"]
+        if speaker:
+            role = whose = speaker
+        elif mark["part"]:
+            role = _PARTS[mark["part"]]
+        else:
+            role = whose if mark["part_end"] else ""
+    result.append(Turn(role, rest.up_to(len(text))))
+    return [turn for turn in result if any(span.text.strip() for span in turn.spans)]
+
+
+class _Rest:
+    """The spans that are not taken yet."""
+
+    def __init__(self, found: list[Span]) -> None:
+        self._spans = found[::-1]
+        self._at = 0
+
+    def up_to(self, end: int) -> list[Span]:
+        taken = []
+        while self._spans and self._at < end:
+            span = self._spans.pop()
+            size = end - self._at
+            if len(span.text) > size:
+                self._spans.append(span._replace(text=span.text[size:]))
+                span = span._replace(text=span.text[:size])
+            self._at += len(span.text)
+            taken.append(span)
+        return taken
+
 
 COMPLETIONS = 16
 _TOKENS = 4_096

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+from replay.journal.rows import PolicyRow
 from slipstream.view.pages.forms import FormError
 
 _RATIO = "sampling/importance_sampling_ratio"
@@ -94,4 +95,49 @@ def _condition(text: str) -> Callable[[dict[str, Any]], bool]:
 
 def _number(line: dict[str, Any], name: str) -> float | None:
     value = line.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+class Swap(NamedTuple):
+    producer: str
+    ms: float  # from the announcement to the first request on it
+    load_ms: float | None
+    probe_ms: float | None
+    difference: float | None  # of log-probs of the probe from the trainer's, in nats
+
+
+class PolicyLine(NamedTuple):
+    policy: PolicyRow
+    swaps: list[Swap]
+    refusals: list[tuple[str, str]]  # producer and reason
+    score: float | None
+
+
+def policy_rows(
+    policies: Sequence[PolicyRow],
+    timelines: Mapping[str, Sequence[dict[str, Any]]],
+    evaluations: Sequence[dict[str, Any]],
+) -> list[PolicyLine]:
+    """`timelines` are the lines of each producer by the name of its file."""
+    swaps: dict[int, list[Swap]] = {}
+    refusals: dict[int, list[tuple[str, str]]] = {}
+    for file, events in timelines.items():
+        name = file.removeprefix("producer-").removesuffix(".jsonl")
+        for event in events:
+            version = event.get("version")
+            if event.get("event") == "swap" and isinstance(version, int) and (ms := _written(event, "ms")) is not None:
+                numbers = (_written(event, key) for key in ("load_ms", "probe_ms", "probe_difference"))
+                swap = Swap(name, ms, *numbers)
+                swaps.setdefault(version, []).append(swap)
+            elif event.get("event") == "swap_refused" and isinstance(version, int):
+                refusals.setdefault(version, []).append((name, str(event.get("reason", ""))))
+    scores = {line.get("version"): _written(line, "score") for line in evaluations}
+    return [
+        PolicyLine(policy, swaps.get(policy.version, []), refusals.get(policy.version, []), scores.get(policy.version))
+        for policy in reversed(policies)
+    ]
+
+
+def _written(values: dict[str, Any], name: str) -> float | None:
+    value = values.get(name)
     return value if isinstance(value, int | float) else None

@@ -17,8 +17,8 @@ from slipstream.view.index.listing import page as page_of
 from slipstream.view.index.rows import VERDICTS
 from slipstream.view.index.texts import progress
 from slipstream.view.pages import forms
-from slipstream.view.pages.group import COMPLETIONS, group_page
-from slipstream.view.pages.spans import COLOURS
+from slipstream.view.pages.group import COLOURS, COMPLETIONS, group_page
+from slipstream.view.server.compare_pages import MOST, attempts, by_version
 from slipstream.view.server.rendering import page
 from slipstream.view.server.viewer import Viewer
 
@@ -119,3 +119,19 @@ def _empty(fields: dict[str, str]) -> dict[str, Any]:
         "sorts": SORTS, "producers": [], "newest": None, "most_found": 0, "wanted": Wanted(), "num_deleted": 0,
         "before": None, "after": None,
     }  # fmt: skip
+
+
+class HistoryPages:
+    def __init__(self, viewer: Viewer) -> None:
+        self._viewer = viewer
+
+    def prompt(self, request: Request) -> Response:
+        prompt = request.path_params["prompt"]
+        with self._viewer.journal() as reader, self._viewer.index() as db:
+            rows = reader.rows_of(attempts(db, prompt)) if db else []
+            letters = [letter for letter in reader.dead_letters() if letter.prompt_id == prompt][-MOST:]
+            return page(
+                request, "prompt.html", self._viewer.name, prompt=prompt, rows=rows, letters=letters, most=MOST,
+                shown=self._viewer.shown(reader, rows[-1]) if rows else None,
+                versions=by_version(db, prompt) if db else [], done=progress(db, reader.bounds()[1]),
+            )  # fmt: skip

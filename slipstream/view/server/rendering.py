@@ -16,8 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from slipstream.status.text import duration, percent, rate
-from slipstream.tables import clock, number, printable, size, span
+from slipstream.tables import clock, duration, number, percent, printable, rate, size, span
 
 FOLDER = Path(__file__).parents[1]
 STATIC = FOLDER / "static"

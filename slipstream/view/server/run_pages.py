@@ -20,10 +20,8 @@ from slipstream.status.warnings import warnings
 from slipstream.view.index.cache import answer
 from slipstream.view.index.steps import ends, line_of, lines_since, newest_lines, times_since
 from slipstream.view.pages import forms
-from slipstream.view.pages.charts import charts, staleness_shares
-from slipstream.view.pages.policies import policy_rows
-from slipstream.view.pages.steps import COLUMNS, sorted_steps
-from slipstream.view.pages.timeline import MOST_PRODUCERS, lanes, span_of
+from slipstream.view.pages.charts import MOST_PRODUCERS, charts, lanes, span_of, staleness_shares
+from slipstream.view.pages.steps import COLUMNS, policy_rows, sorted_steps
 from slipstream.view.server.rendering import fragment, page
 from slipstream.view.server.viewer import Viewer, written_at
 

@@ -20,7 +20,7 @@ from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
 from slipstream.journal.content import Content, ContentReader, content_of, reward_names
 from slipstream.run_reader import JOURNAL, RunReader
-from slipstream.status.view import View
+from slipstream.status.reading import View
 from slipstream.status.watch import Watch
 from slipstream.view.index.builder import Builder
 from slipstream.view.index.cache import opened, place_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.cluster.fleet.plan import DaemonReport, Plan
+from slipstream.cluster.plan import DaemonReport, Plan
 
 PLAN = Plan(
     run_dir="/runs/a",

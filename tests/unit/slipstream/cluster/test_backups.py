@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from replay.journal.writer import Journal
-from slipstream.cluster.fleet.backups import back_up
-from slipstream.cluster.fleet.plan import namespace
+from slipstream.cluster.backups import back_up
+from slipstream.cluster.plan import namespace
 
 TIMES = ["20261123-101010", "20261123-102010", "20261124-101010"]
 

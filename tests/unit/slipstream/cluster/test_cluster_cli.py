@@ -9,9 +9,8 @@ import yaml
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, NoResourcesError
 from slipstream.cluster import cli, placing
-from slipstream.cluster.asked import Asked, plan_of
-from slipstream.cluster.fleet.plan import Plan, namespace, on_host
-from slipstream.cluster.probe import NodeFacts
+from slipstream.cluster.asked import Asked, NodeFacts, plan_of
+from slipstream.cluster.plan import Plan, namespace, on_host
 from tests.unit.slipstream.cluster.builders import PLAN, plan
 
 FACTS = NodeFacts("10.0.0.5", "", "ext4", None, False, 20_000)

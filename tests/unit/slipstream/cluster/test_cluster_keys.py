@@ -4,7 +4,7 @@ from pathlib import Path
 
 from protocol.channel.authenticator import AuthorizedKeys
 from protocol.channel.keys import producer_keys, trainer_keys
-from slipstream.cluster.fleet.keys import new_key, prepare, revoke
+from slipstream.cluster.plan import new_key, prepare, revoke
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:

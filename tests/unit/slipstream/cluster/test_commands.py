@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from slipstream.cluster.fleet.commands import daemon_command
+from slipstream.cluster.plan import daemon_command
 from tests.unit.slipstream.cluster.builders import PLAN, plan
 
 FOLDER, KEYS = Path("/home/u/.cache/slipstream/x/producer-2"), Path("/tmp/slipstream-scratch-1")

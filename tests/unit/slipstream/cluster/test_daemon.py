@@ -13,10 +13,9 @@ import msgspec
 import psutil
 import pytest
 
-from slipstream.cluster.fleet import daemon as module
-from slipstream.cluster.fleet.daemon import Daemon
-from slipstream.cluster.fleet.output import Output
-from slipstream.cluster.fleet.plan import DaemonReport
+from slipstream.cluster import daemon as module
+from slipstream.cluster.daemon import Daemon, Output
+from slipstream.cluster.plan import DaemonReport
 from tests.integration.pair import gone
 from tests.unit.slipstream.cluster.builders import plan
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cluster import down
-from slipstream.cluster.fleet import actors, managing
-from slipstream.cluster.fleet.plan import DaemonReport
+from slipstream.cluster import actors, down
+from slipstream.cluster import manager as managing
+from slipstream.cluster.plan import DaemonReport
 from slipstream.cluster.session import Session
 from tests.unit.slipstream.cluster.builders import report
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ExitCode
-from slipstream.cluster.fleet.exits import STAYS_DOWN, Restart, restart
+from slipstream.cluster.plan import STAYS_DOWN, Restart, restart
 
 UNIT = Path(__file__).parents[4] / "deploy/systemd/common.conf"
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from protocol.runtime.metrics import Status
-from slipstream.cluster.fleet.loads import Looks, answers
+from slipstream.cluster.scaling import Looks, answers
 from slipstream.status.daemons import Answer
 from tests.unit.slipstream.cluster.builders import report
 from tests.unit.slipstream.status.builders import SAID

@@ -7,11 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.cluster.fleet.events import Events
-from slipstream.cluster.fleet.keys import prepare
-from slipstream.cluster.fleet.manager import Manager, in_words, saved
-from slipstream.cluster.fleet.plan import DaemonReport, Plan
-from slipstream.cluster.fleet.resources import Amounts
+from slipstream.cluster.manager import Events, Manager, in_words, saved
+from slipstream.cluster.plan import Amounts, DaemonReport, Plan, prepare
 from tests.unit.slipstream.cluster.builders import plan, report
 
 

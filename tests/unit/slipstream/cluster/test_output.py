@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cluster.fleet.events import Events
-from slipstream.cluster.fleet.output import Output
+from slipstream.cluster.daemon import Output
+from slipstream.cluster.manager import Events
 
 
 def write(output: Output, text: str) -> None:

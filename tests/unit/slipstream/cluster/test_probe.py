@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from protocol.errors import ConfigError, ExitCode, IncompatiblePeerError
-from slipstream.cluster import probe
-from slipstream.cluster.probe import NodeFacts
+from slipstream.cluster import asked as probe
+from slipstream.cluster.asked import NodeFacts
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cluster.fleet.resources import Need, amounts_text, missing_text, num_places, without_place
+from slipstream.cluster.plan import Need, amounts_text, missing_text, num_places, without_place
 from tests.unit.slipstream.cluster.builders import PLAN
 
 A, B = "10.0.0.5", "10.0.0.6"

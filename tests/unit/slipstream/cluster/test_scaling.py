@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cluster.fleet.scaling import BUSY_ENOUGH, IDLES_AT_MOST, History, Load, decide
+from slipstream.cluster.scaling import BUSY_ENOUGH, IDLES_AT_MOST, History, Load, decide
 
 WINDOW_S = 60.0
 RECORDED = sorted((Path(__file__).parent / "loads").glob("*.jsonl"))

@@ -7,9 +7,9 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
-from slipstream.cluster import watching
-from slipstream.cluster.fleet.plan import DaemonReport, FleetReport
-from slipstream.cluster.watching import Watch
+from slipstream.cluster import up as watching
+from slipstream.cluster.plan import DaemonReport, FleetReport
+from slipstream.cluster.up import Watch
 from tests.unit.slipstream.cluster.builders import PLAN, report
 
 

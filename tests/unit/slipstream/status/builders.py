@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from protocol.runtime.metrics import Status
 from slipstream.run_reader import DaemonAddress
 from slipstream.status.daemons import Answer
-from slipstream.status.view import ProducerView, TrainerView, View
+from slipstream.status.reading import ProducerView, TrainerView, View
 
 TRAINER = DaemonAddress("127.0.0.1:9100", "rl-trainer", "host-1")
 PRODUCER = DaemonAddress("127.0.0.1:9200", "rl-producer", "gpu0-7-ab")

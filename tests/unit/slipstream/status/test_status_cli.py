@@ -20,7 +20,7 @@ from slipstream.cli import run as slipstream
 from slipstream.journal.backup import backup
 from slipstream.status import cli
 from slipstream.status import watch as watch_module
-from slipstream.status.view import ProducerView, TrainerView
+from slipstream.status.reading import ProducerView, TrainerView
 from slipstream.status.warnings import RULES
 from slipstream.status.watch import Watch
 from tests.unit.slipstream.status.builders import answer

@@ -6,8 +6,7 @@ import pytest
 from docs.generate_metrics import producer_registry, trainer_registry
 from slipstream.run_reader import DaemonAddress
 from slipstream.status.daemons import Answer
-from slipstream.status.reading import read
-from slipstream.status.view import TrainerView
+from slipstream.status.reading import TrainerView, read
 from tests.unit.slipstream.status.builders import PRODUCER, SAID, TRAINER, answer
 
 

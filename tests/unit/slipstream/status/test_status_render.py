@@ -9,11 +9,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from slipstream.run_reader import Ended
-from slipstream.status.reading import read
+from slipstream.status.reading import View, read
 from slipstream.status.render import render
-from slipstream.status.text import duration, percent, rate, shortened, sparkline
-from slipstream.status.view import View
 from slipstream.status.warnings import warnings
+from slipstream.tables import duration, percent, rate, shortened, sparkline
 from tests.unit.slipstream.status.builders import PRODUCER, answer, producer, seen
 
 

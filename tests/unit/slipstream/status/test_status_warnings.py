@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.status.view import View
+from slipstream.status.reading import View
 from slipstream.status.warnings import RULES, warnings
 from tests.unit.slipstream.status.builders import producer, seen
 

@@ -15,10 +15,10 @@ from replay.journal.rows import STATES, GroupRow
 from slipstream.run_reader import RunReader
 from slipstream.view.index.cache import opened
 from slipstream.view.index.listing import SORTS, Cursor, Wanted, neighbours, page
-from slipstream.view.index.prompts import attempts, by_version, compare, mean_rewards
 from slipstream.view.index.rows import UNSCORED, VERDICTS
 from slipstream.view.index.texts import words
 from slipstream.view.pages.forms import FormError, cursor_of, list_fields, versions, wanted_of, with_cursor
+from slipstream.view.server.compare_pages import attempts, by_version, compare, mean_rewards
 from tests.view_run import MARKS, completion_text, prompt_text
 
 KEYS: dict[str, Callable[[GroupRow], float]] = {

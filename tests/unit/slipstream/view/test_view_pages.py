@@ -12,14 +12,10 @@ from replay.journal.rows import PolicyRow
 from slipstream.journal.content import ContentReader
 from slipstream.run_reader import RunReader
 from slipstream.view.index.decoder import find_decoder
-from slipstream.view.pages.charts import Curve, binned, charts, staleness_shares
+from slipstream.view.pages.charts import Curve, Segment, binned, charts, coverage, lanes, span_of, staleness_shares
 from slipstream.view.pages.forms import FormError
-from slipstream.view.pages.group import GroupPage, group_page
-from slipstream.view.pages.policies import Swap, policy_rows
-from slipstream.view.pages.spans import Colour, Span, spans
-from slipstream.view.pages.steps import sorted_steps
-from slipstream.view.pages.timeline import Segment, coverage, lanes, span_of
-from slipstream.view.pages.turns import turns
+from slipstream.view.pages.group import Colour, GroupPage, Span, group_page, spans, turns
+from slipstream.view.pages.steps import Swap, policy_rows, sorted_steps
 from tests.unit.replay.builders import SHAPE, group_message
 from tests.view_run import HOSTILE, START, step_line
 

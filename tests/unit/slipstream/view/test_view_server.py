@@ -24,8 +24,7 @@ from slipstream.cli import run
 from slipstream.view.index import steps
 from slipstream.view.index.cache import place_of
 from slipstream.view.server import run_pages
-from slipstream.view.server.app import _serve, application
-from slipstream.view.server.security import POLICY
+from slipstream.view.server.app import POLICY, _serve, application
 from slipstream.view.server.viewer import Viewer
 from tests.unit.slipstream.view.indexing import index_whole
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
-from slipstream.cluster.fleet.plan import namespace
+from slipstream.cluster.plan import namespace
 
 EVERY_S = 600.0
 _KEPT = 2

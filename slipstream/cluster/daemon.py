@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -19,15 +20,65 @@ import msgspec
 
 from protocol.errors import ExitCode
 from protocol.runtime.child import KeptProcess
+from protocol.runtime.files import unless_full
+from protocol.runtime.json_lines import older, read_end
 from protocol.runtime.metrics import Status
 from protocol.runtime.processes import descendants, exit_text
 from protocol.runtime.scratch import private, scratch_folder
-from slipstream.cluster.fleet.commands import daemon_command
-from slipstream.cluster.fleet.exits import restart
-from slipstream.cluster.fleet.output import Output
-from slipstream.cluster.fleet.plan import TRAINER, DaemonReport, Phase, Plan, namespace
+from slipstream.cluster.plan import TRAINER, DaemonReport, Phase, Plan, daemon_command, namespace, restart
 from slipstream.run_reader import RunReader
 from slipstream.status.daemons import ask, find_daemons
+
+MAX_BYTES = 16 * 2**20
+_LONGEST_MESSAGE = 2000
+
+
+class Output:
+    """`path` is made, with its folder, for its owner alone."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = path
+        self._max_bytes = max_bytes
+        self._begin = self._size
+
+    @property
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def opened(self) -> int:
+        """A descriptor for a new process, whose last words begin here."""
+        file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._begin = self._size
+        return file
+
+    def rotate(self) -> None:
+        """Empties a full file into the one before. What is written meanwhile may be lost, which no writer notices."""
+        if self._size > self._max_bytes:
+            with unless_full():
+                shutil.copyfile(self._path, older(self._path))
+                os.truncate(self._path, 0)
+                self._begin = 0
+
+    def last_lines(self, count: int) -> list[str]:
+        """Of all processes, oldest first."""
+        lines = [line.decode(errors="replace") for line in read_end(self._path, self._max_bytes)]
+        return lines[-count:] if count else []
+
+    def last_words(self) -> str:
+        """How the newest process ended: its error, or its last lines."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(self._begin, self._size - 16 * _LONGEST_MESSAGE))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except FileNotFoundError:
+            return ""
+        error = next((number for number in reversed(range(len(lines))) if ": error: " in lines[number]), None)
+        return "\n".join(lines[-6:] if error is None else lines[error:])[-_LONGEST_MESSAGE:]
+
 
 LOCK_DEADLINE_S = 300.0
 DRAIN_S = 300.0

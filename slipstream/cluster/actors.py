@@ -15,9 +15,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slipstream.cluster.fleet.daemon import Daemon
-from slipstream.cluster.fleet.plan import MANAGER, DaemonReport, Plan
-from slipstream.cluster.fleet.resources import Amounts
+from slipstream.cluster.daemon import Daemon
+from slipstream.cluster.plan import MANAGER, Amounts, DaemonReport, Plan
 
 _ANSWER_S = 2.0
 _FOREVER = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
