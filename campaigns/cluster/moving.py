@@ -142,7 +142,7 @@ def _slurm(folder: Path, until: int) -> None:
             return done.stdout
 
         endpoint = f"tcp://127.0.0.1:{free_ports(3)[0]}"
-        edited_scripts(folder, Path(sys.executable).parent, endpoint)
+        edited_scripts(folder, Path(sys.executable).parent, endpoint, REPOSITORY / demo.BASE)
         job = folder / "trainer.sbatch"
         own_values = f'--set "transport.endpoint={endpoint}" --set transport.keys=keys --ranks 2'
         job.write_text(job.read_text().replace("--resume)", f"--resume {own_values})"))

@@ -57,10 +57,11 @@ def free_ports(count: int) -> list[int]:
             return list(range(first, first + count))
 
 
-def edited_scripts(folder: Path, programs: Path, endpoint: str, nodes: int = 1) -> None:
+def edited_scripts(folder: Path, programs: Path, endpoint: str, model: Path, nodes: int = 1) -> None:
     """Copy deploy/slurm into the run's folder, with the edits of a person whose run is on CPUs and at the node n2."""
     edits = {
         "/opt/slipstream/bin": str(programs), "node=NODE": "node=n2", "=tcp://NODE:5557": f"={endpoint}", "_gpu=0": "_gpu=cpu",
+        "# EDIT: arguments+=(--model /FOLDER)": f"arguments+=(--model {model}) #",
         "nodelist=NODE": "nodelist=n2", "#SBATCH --gpus-per-node=1\n": "", "#SBATCH --gpus=1\n": "",
         "--cpus-per-task=8": "--cpus-per-task=1", "--nodes=1\n#SBATCH --ntasks-per": f"--nodes={nodes}\n#SBATCH --ntasks-per",
     }  # fmt: skip

@@ -61,7 +61,7 @@ class Project:
             (programs / name).chmod(0o755)
         own = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._environment = slurm.environment | own
-        edited_scripts(folder, programs, self.values["transport"]["endpoint"], nodes)
+        edited_scripts(folder, programs, self.values["transport"]["endpoint"], folder / "model", nodes)
 
     def set(self, **trainer: Any) -> None:
         self.values["trainer"] |= trainer
