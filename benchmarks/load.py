@@ -25,12 +25,11 @@ import numpy as np
 import zmq
 
 from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES, GroupFactory
-from producer.interfaces import LinkEvents
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox
+from producer.link.session import Link, Mailbox
 from producer.link.trainer_source import Download, TrainerSource
+from producer.metrics import Counters, Workload
+from producer.policies.downloads import LinkEvents
 from producer.relays.neighbours import Neighbours
-from producer.state import Counters, Workload
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import ProducerKeys, identity_of, producer_keys

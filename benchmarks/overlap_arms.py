@@ -251,7 +251,7 @@ def run_pair(run_dir: Path, settings: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="overlap-") as sockets:  # paths of sockets must be short
         changes = [*settings, f"run_dir={run_dir}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
         arguments = ["--gpu", "cpu", "--config", CONFIG, *(word for change in changes for word in ("--set", change))]
-        producer = _start("producer.cli", PRODUCER_CORE, arguments, run_dir / "producer.log")
+        producer = _start("producer.app.cli", PRODUCER_CORE, arguments, run_dir / "producer.log")
         trainer = _start("consumer.app.cli", TRAINER_CORE, arguments, run_dir / "trainer.log")
         processes = [producer, trainer]
         try:

@@ -28,17 +28,14 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.groups import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
 from benchmarks.swap_trainer import serve
-from producer.interfaces import Adapter, DownloadedPolicy
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox
-from producer.metrics import ProducerMetrics
-from producer.policies.loading import PolicyLoader
-from producer.policies.registry import AdapterRegistry
-from producer.policies.swap_report import SwapReport
-from producer.policies.verification import SwapProof
+from producer.app.timeline import Timeline
+from producer.engine_contract import Adapter
+from producer.link.session import Link, Mailbox
+from producer.metrics import Counters, ProducerMetrics, Workload
+from producer.policies.loader import DownloadedPolicy, PolicyLoader
+from producer.policies.probe import SwapProof
+from producer.policies.registry import AdapterRegistry, SwapReport
 from producer.relays.neighbours import Neighbours
-from producer.state import Counters, Workload
-from producer.timeline import Timeline
 from protocol.channel.client import ZmqClient
 from protocol.config.operation import TOLERANCES, TransportSection
 from protocol.config.run import RunConfig
@@ -199,7 +196,7 @@ class Side:
         await asyncio.to_thread(side.pipe.recv)
         place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
         loader = PolicyLoader(engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE[DTYPES[device]]))
-        report = SwapReport(Counters(), ProducerMetrics(CollectorRegistry()), timeline)
+        report = SwapReport(Counters(), ProducerMetrics(CollectorRegistry()), timeline.record)
         side.registry = AdapterRegistry(loader, report)
         side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
         transport = TransportSection()

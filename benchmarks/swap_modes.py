@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.groups import DTYPES, ENGINE_SHARE
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling
 

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -31,9 +31,9 @@ from consumer.report.steps import LearningMetrics
 from producer.endpoint.agents import Agents
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter
-from producer.metrics import ProducerMetrics
+from producer.metrics import Counters, Delivery, PolicyCounts, ProducerMetrics, Situation, Workload
 from producer.plugins.atropos.atropos import Atropos
-from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
+from producer.rewards.worker import Failure
 from protocol.channel.authenticator import Refusals
 from protocol.config.run import RunConfig
 from protocol.exposition import (
@@ -92,7 +92,7 @@ def producer_registry() -> CollectorRegistry:
     add_process_metrics(registry, "rl_producer", [])
     add_watch_metrics(registry, "rl_producer", _healthy(), Counter())
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
-    metrics = ProducerMetrics(registry, ["FUNCTION"])
+    metrics = ProducerMetrics(registry, ["FUNCTION"], get_args(Failure))
     metrics.watch_agent_program(lambda: 0)
     situation = Situation(Counters(), Workload((), 0, 0, 0.0), delivery, 1, 1, 1)
     sharing = SimpleNamespace(counts=PolicyCounts(), relayed_bytes=0)

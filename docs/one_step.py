@@ -20,19 +20,16 @@ from consumer.link.policy_store import PolicyStore
 from consumer.link.snapshots import AdapterSnapshots, Probe, probe_tokens
 from consumer.training.run_components import RunComponents
 from examples.arithmetic.build_model import EOS, PAD, VOCAB, make_tokenizer, save
+from producer.app.timeline import Timeline
 from producer.engine.engine import VllmEngine
 from producer.groups import Episode, group_message
-from producer.interfaces import DownloadedPolicy
-from producer.metrics import ProducerMetrics
-from producer.policies.loading import PolicyLoader
-from producer.policies.registry import AdapterRegistry
-from producer.policies.swap_report import SwapReport
-from producer.policies.verification import SwapProof, probe_of
+from producer.metrics import Counters, ProducerMetrics
+from producer.policies.loader import DownloadedPolicy, PolicyLoader
+from producer.policies.probe import SwapProof, probe_of
+from producer.policies.registry import AdapterRegistry, SwapReport
 from producer.rewards.pool import RewardPool
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
-from producer.state import Counters
-from producer.timeline import Timeline
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.runtime.scratch import NO_MEMORY
@@ -89,7 +86,7 @@ async def one_step(config: RunConfig) -> None:
     await engine.warm_up()
     counters, metrics = Counters(), ProducerMetrics(CollectorRegistry(), config.reward_names)
     loader = PolicyLoader(engine.weights, lambda _: run_dir / "adapters", SwapProof(TOLERANCES["float32"]))
-    policies = AdapterRegistry(loader, SwapReport(counters, metrics, Timeline(run_dir / "timeline.jsonl")))
+    policies = AdapterRegistry(loader, SwapReport(counters, metrics, Timeline(run_dir / "timeline.jsonl").record))
     in_flight = InFlight(engine, policies, counters, "finish")
     tokenizer = load_tokenizer(components.model_folder, trust_remote_code=False)
     prompts = PromptFormat(tokenizer, config.engine["max_model_len"], {})

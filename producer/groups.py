@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.interfaces import Completion, LeaseFailure
-from protocol.wire.messages import Group, MissingReward
+from producer.engine_contract import Completion
+from protocol.wire.messages import FailureReason, Group, MissingReward
+
+
+class LeaseFailure(Exception):  # noqa: N818 - a result that travels to the trainer, not a defect
+    """Why one lease cannot be answered with a group. It is data: the daemon goes on."""
+
+    def __init__(self, reason: FailureReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason: FailureReason = reason
+        self.detail = detail
 
 
 @dataclass(eq=False)

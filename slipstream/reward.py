@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from producer.interfaces import Failure, LeaseFailure
+from producer.groups import LeaseFailure
 from producer.rewards.pool import RewardPool
+from producer.rewards.worker import Failure
 from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError

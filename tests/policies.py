@@ -2,21 +2,18 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, PolicyWeights
-from producer.metrics import ProducerMetrics
-from producer.policies.loading import PolicyLoader
-from producer.policies.registry import AdapterRegistry
-from producer.policies.swap_report import SwapReport
-from producer.policies.verification import SwapProof
-from producer.state import Counters
-from producer.timeline import Timeline
+from producer.engine_contract import Adapter, PolicyWeights
+from producer.metrics import Counters, ProducerMetrics
+from producer.policies.loader import PolicyLoader
+from producer.policies.probe import SwapProof
+from producer.policies.registry import AdapterRegistry, SwapReport
 
 
 class Policies:
@@ -60,15 +57,17 @@ def registry_of(
     counters: Counters | None = None,
     tolerance: float = 1e-3,
     metrics: ProducerMetrics | None = None,
+    record: Callable[..., None] = lambda event, **fields: None,
     **options: Any,
 ) -> AdapterRegistry:
-    """It unpacks adapters in `folder`/adapters and writes `folder`/timeline.jsonl.
+    """It unpacks adapters in `folder`/adapters.
 
     Args:
         tolerance: in nats.
+        record: writes a line of the timeline.
         options: of the registry.
     """
     loader = PolicyLoader(weights, lambda num_bytes: folder / "adapters", SwapProof(tolerance))
     metrics = metrics or ProducerMetrics(CollectorRegistry())
-    report = SwapReport(counters or Counters(), metrics, Timeline(folder / "timeline.jsonl"))
+    report = SwapReport(counters or Counters(), metrics, record)
     return AdapterRegistry(loader, report, **options)

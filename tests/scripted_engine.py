@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from producer.endpoint.openai import Answer, Call, Sampled, ServedRequest
-from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineCapabilities
+from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import facts
 
@@ -74,7 +74,7 @@ class NoWeights:
 
 
 class EngineWithoutWeights:
-    """All of `producer.interfaces.Engine` but what it samples."""
+    """All of `producer.engine_contract.Engine` but what it samples."""
 
     max_num_seqs = 8
 

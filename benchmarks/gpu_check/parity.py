@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.gpu_check.model import base, sections
 from benchmarks.gpu_check.place import Findings, Place
 from consumer.link.snapshots import Probe
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling

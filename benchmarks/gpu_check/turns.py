@@ -23,7 +23,7 @@ def run(place: Place) -> Findings:
     config["pipeline"] |= {"gpu": "turns"}
     path = run_dir / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    producer = "tests.integration.turns_producer" if place.on_cpu else "producer.cli"
+    producer = "tests.integration.turns_producer" if place.on_cpu else "producer.app.cli"
     run_pair(run_dir, ["--config", str(path)], [place.gpu, place.gpu], "turns", producer)
     spent_s = json.loads((run_dir / "trainer.json").read_text(encoding="utf-8"))["gpu_turn_s"]
     steps = RunReader(run_dir).lines(STEPS)

@@ -13,7 +13,7 @@ from campaigns.chaos.aims import Aim
 from campaigns.chaos.evidence import EvidenceLog, digest_of_message
 from tests import scripted_engine
 
-_USED = ("producer.daemon", "producer.cli")
+_USED = ("producer.app.daemon", "producer.app.cli")
 
 
 def preload() -> None:
@@ -29,15 +29,14 @@ def main(request: dict[str, Any]) -> NoReturn:
     aim = Aim(*request.get("aim", ()))
     scripted_engine.install(reach=aim.reach)
     _watch(log, aim)
-    from producer import cli
+    from producer.app import cli
 
     log.note("process", argv=request["argv"])
     cli.main()
 
 
 def _watch(log: EvidenceLog, aim: Aim) -> None:
-    from producer.link.link import Link
-    from producer.link.mailbox import Mailbox
+    from producer.link.session import Link, Mailbox
     from producer.policies.registry import AdapterRegistry
     from protocol.channel.client import ZmqClient
     from protocol.wire.messages import Ack, Group, Hello, Lease, Nack, Welcome

@@ -117,7 +117,7 @@ def _move(folder: Path) -> dict[str, float]:
 
 def _pair(folder: Path, until: int) -> None:
     resume = ["--resume"] if (folder / "run").exists() else []
-    with _daemon(folder, "producer.cli") as producer, _daemon(folder, "consumer.app.cli", *resume) as trainer:
+    with _daemon(folder, "producer.app.cli") as producer, _daemon(folder, "consumer.app.cli", *resume) as trainer:
         eventually(lambda: newest_step(folder / "run") >= until or trainer.poll() is not None, _STAGE_S)
         if until == _last_step(folder):  # the producer ends with the trainer
             assert (trainer.wait(60), producer.wait(60)) == (0, 0)

@@ -19,6 +19,6 @@ def main(request: dict[str, Any]) -> None:
     resident.keep_to_what_is_held()
     if request["plant"]:
         leaks.plant()
-    from producer import cli
+    from producer.app import cli
 
     cli.main()

@@ -76,7 +76,7 @@ def default_gpus() -> list[str]:
 
 
 def run_pair(
-    run_dir: Path, settings: list[str], gpus: list[str], sharing: str = "shared", producer: str = "producer.cli"
+    run_dir: Path, settings: list[str], gpus: list[str], sharing: str = "shared", producer: str = "producer.app.cli"
 ) -> None:
     """Starts both daemons, waits for the trainer to finish, and for the producer to follow it. `sharing` is `pipeline.gpu` where
     both have one GPU, and `producer` the module that is run for `rl-producer`."""

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, malformed
-from producer.groups import Episode, Record
-from producer.interfaces import Completion, LeaseFailure
+from producer.engine_contract import Completion
+from producer.groups import Episode, LeaseFailure, Record
 from protocol.wire.messages import Lease, Sampling
 
 _MAX_CALLS = 256  # of an episode

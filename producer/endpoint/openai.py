@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 
 Kind = Literal["chat", "completion"]
 Body = TypeVar("Body")

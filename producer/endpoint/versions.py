@@ -17,9 +17,9 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from producer.endpoint.openai import RefusedError, malformed
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
+from producer.fifo_queue import FifoQueue
 from producer.policies.registry import AdapterRegistry
-from producer.waiting_line import WaitingLine
 
 POLICY = "policy"
 _NAME = re.compile(rf"{POLICY}(?:@v(\d{{1,10}}))?")
@@ -164,11 +164,11 @@ class ClientLimiter:
     limit: int
     max_waiting: int
     taken: int = 0  # completions in the engine
-    _line: WaitingLine[int] = field(default_factory=WaitingLine)
+    _line: FifoQueue[int] = field(default_factory=FifoQueue)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._line.wishes)
+        return len(self._line.pending)
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
@@ -199,8 +199,8 @@ class ClientLimiter:
         self._let_in()
 
     def _let_in(self) -> None:
-        for count in self._line.wishes:
+        for count in self._line.pending:
             if self.taken + count > self.limit:
                 return
             self.taken += count
-            self._line.give()
+            self._line.grant()

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
 from protocol.runtime.scratch import scratch_folder
 

@@ -17,8 +17,8 @@ from producer.engine.core import EngineCore, lora_request, prompt_of
 from producer.engine.sampling import group_fields, limits
 from producer.engine.tool_calls import ToolCallParser
 from producer.engine.weights import AdapterWeights, InFlightRequest, MergedWeights, VllmWeights
-from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFailure
-from producer.state import EngineLoad
+from producer.engine_contract import Adapter, Completion, EngineCapabilities, EngineLoad
+from producer.groups import LeaseFailure
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.messages import EngineFacts, Sampling
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """The `Engine` that runs here. The constructor blocks, and raises ConfigError if vLLM refuses `engine:`, EngineError if it
-    does not start; everything else is asyncio."""
+    """Implements `producer.engine_contract.Engine`. Loading blocks, and raises ConfigError where vLLM refuses `engine:`,
+    EngineError where it does not start; everything else is asyncio."""
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = model_folder(config)

@@ -12,7 +12,7 @@ import msgspec
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-from producer.interfaces import ToolCall
+from producer.engine_contract import ToolCall
 from protocol.errors import ConfigError
 from protocol.runtime.logs import Throttle
 

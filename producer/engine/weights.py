@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from producer.engine.merged_worker import completion_of
-from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
 
 if TYPE_CHECKING:

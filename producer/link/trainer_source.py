@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from producer.interfaces import DownloadedPolicy
 from producer.policies.chunks import Chunks
 from producer.policies.downloads import Done
-from producer.policies.verification import probe_of
+from producer.policies.loader import DownloadedPolicy
+from producer.policies.probe import probe_of
 from producer.relays.neighbours import Found, Neighbours
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 

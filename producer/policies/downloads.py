@@ -13,8 +13,30 @@ from typing import Literal, Protocol
 
 import psutil
 
-from producer.interfaces import DownloadedPolicy, LinkEvents
-from protocol.wire.messages import PolicyInfo
+from producer.policies.loader import DownloadedPolicy
+from protocol.wire.messages import GpuTurn, Lease, PolicyInfo
+
+
+@dataclass(frozen=True)
+class LinkEvents:
+    """What the link tells the rest of the producer, on its own thread."""
+
+    run_began: Callable[[PolicyInfo], object]  # one not served here before; every lease of the one before is void
+    session_began: Callable[
+        [PolicyInfo], object
+    ]  # of another process of the run; its newest version may be an older one
+    leased: Callable[[Lease], object]
+    abandoned: Callable[[str], object]  # the trainer does not want this lease's group any more
+    policy_arrived: Callable[[DownloadedPolicy], object]
+    policy_refused: Callable[[PolicyInfo, str], object]  # it is not taken from the trainer, for this reason
+    fetched: Callable[[PolicyInfo, DownloadedPolicy | None], object]  # what was asked for; None: the trainer lacks it
+    evaluates: Callable[[PolicyInfo | None], object]  # which policy the trainer evaluates now; said again and again
+    turn: Callable[[GpuTurn | None], object]  # whose turn it is on the GPU that both share; said again and again
+    outbox_full: Callable[[bool], object]  # said when it changes: while it is full, no generation may begin
+    ended: Callable[
+        [BaseException | None], object
+    ]  # the last one; None: the trainer has finished, or `stop` was called
+
 
 logger = logging.getLogger(__name__)
 

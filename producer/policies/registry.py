@@ -20,13 +20,54 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError, DownloadedPolicy, LeaseFailure
-from producer.policies.loading import PolicyLoader
-from producer.policies.swap_report import SwapReport
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.groups import LeaseFailure
+from producer.metrics import Counters, ProducerMetrics
+from producer.policies.loader import DownloadedPolicy, Loaded, PolicyLoader
 from protocol.errors import EngineError
+from protocol.runtime import logs
 from protocol.wire.messages import PolicyInfo
 
 logger = logging.getLogger(__name__)
+
+_MAX_REASON = 500  # characters of it that the trainer is told
+
+
+@dataclass
+class SwapReport:
+    counters: Counters
+    metrics: ProducerMetrics
+    record: Callable[..., None]  # to the timeline: the event's name and its fields
+
+    def note_current(self, adapter: Adapter | None) -> None:
+        """What requests start on from now on."""
+        self.counters.policy_version = -1 if adapter is None else adapter.version
+        self.counters.refused_version, self.counters.refusal = -1, ""
+        logs.bind(version=None if adapter is None else adapter.version)
+
+    def note_live(self, downloaded: DownloadedPolicy, loaded: Loaded) -> None:
+        version, swap_s = downloaded.policy.version, time.monotonic() - downloaded.announced_at
+        self.counters.swaps += 1
+        self.metrics.swap_s.observe(swap_s)
+        self.metrics.load_s.observe(loaded.load_s)
+        numbers = {"load_ms": loaded.load_s * 1000, "probe_ms": loaded.verify_s * 1000, "bytes": len(downloaded.blob)}
+        rounded = {name: round(value, 3) for name, value in numbers.items()}
+        if loaded.probe_difference is not None:
+            rounded["probe_difference"] = float(f"{loaded.probe_difference:.3g}")
+        self.record("swap", version=version, ms=round(swap_s * 1000, 3), **rounded)
+        fields = {"swap_ms": swap_s * 1000} | numbers
+        logger.info(
+            "policy v%d is live (%.0f ms after its announcement)", version, swap_s * 1000, extra={"fields": fields}
+        )
+
+    def note_refused(self, version: int, reason: str, current: Adapter | None) -> None:
+        counters = self.counters
+        counters.failed_swaps += 1
+        counters.refused_version, counters.refusal = version, reason[:_MAX_REASON]
+        kept = f"v{current.version} stays" if current else "no version is served yet"
+        logger.error("policy v%d is refused, %s: %s", version, kept, reason)
+        self.record("swap_refused", version=version, reason=reason)
+
 
 _MAX_UNAVAILABLE = 16  # policies that are known not to be had; few are evaluated at a time
 _ASK_AGAIN_S = 60.0  # for one of them

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from producer.metrics import PolicyCounts
 from producer.relays import pace
 from producer.relays.download import ASK_EVERY_S, Failure, RelayDownload
 from producer.relays.host_cache import Claim, HostCache
 from producer.relays.pace import Rates
 from producer.relays.relay import Relay
-from producer.state import PolicyCounts
 from protocol.channel.client import RelayConnection
 from protocol.channel.keys import SecretKey
 from protocol.config.operation import TransportSection, is_loopback

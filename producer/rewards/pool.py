@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.interfaces import Failure, LeaseFailure
+from producer.groups import LeaseFailure
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
 from producer.rewards.thinking import Thinking, scattered, view
-from producer.rewards.worker import Job, Scores
+from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.runtime.logs import Throttle

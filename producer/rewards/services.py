@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from producer.interfaces import Failure
-from producer.rewards.worker import Job, Scores, Source, checked
+from producer.rewards.worker import Failure, Job, Scores, Source, checked
 from producer.rewards.workers import WorkerLostError, WorkerPool
 from protocol.channel.keys import secret_line
 from protocol.config.rewards import RewardModel, RewardService, RewardsSection

@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from producer.interfaces import Failure
 from protocol.config.functions import load_function, make_plugin
 from protocol.config.rewards import RewardModel
 from protocol.errors import ConfigError, DeviceError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
+Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
 FLOAT32_MAX = 3.4028234663852886e38
 _MAX_PROBLEM_CHARS = 500
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")

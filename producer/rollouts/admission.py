@@ -11,11 +11,19 @@ up by about one group per round of groups while the cache has room and the limit
 vLLM it stays where it is.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
-from producer.state import EngineLoad
-from producer.waiting_line import WaitingLine
+from producer.engine_contract import EngineLoad
+from producer.fifo_queue import FifoQueue
+from producer.groups import LeaseFailure
+from producer.policies.registry import AdapterRegistry
+from producer.rollouts.in_flight import InFlight, Sample
+from protocol.wire.messages import FailureReason, Lease
 
 DECREASE = 0.75
 ROOM = 0.9  # of the KV cache in use: below it the limit may rise
@@ -68,9 +76,9 @@ class Admission:
         self._control = AdmissionControl(ceiling, group_size, told.preemptions if told else 0)
         self._load = load
         self._inside = 0
-        self._line = WaitingLine[None]()
+        self._line = FifoQueue[None]()
         self._background = 0  # groups of an evaluation that are in the engine
-        self._line_behind = WaitingLine[int]()
+        self._line_behind = FifoQueue[int]()
 
     @property
     def limit(self) -> int:
@@ -80,7 +88,7 @@ class Admission:
         load = self._load()
         if load is not None and self._inside:
             self._control.look(self._inside, load)
-        if not self._line.wishes and self._inside < self.limit:
+        if not self._line.pending and self._inside < self.limit:
             self._inside += 1
         else:
             await self._line.wait(None, take_back=self._leave)
@@ -96,7 +104,7 @@ class Admission:
         """A place for a group of an evaluation, after those for training. As many of these as have a training group's
         completions are worth one place."""
         per_place = max(1, self._group_size // num_completions)
-        if not self._line_behind.wishes and self._has_room_behind(per_place):
+        if not self._line_behind.pending and self._has_room_behind(per_place):
             self._background += 1
         else:
             await self._line_behind.wait(per_place, take_back=self._leave_behind)
@@ -117,13 +125,93 @@ class Admission:
         return self._background < max(1, self.limit - self._inside) * per_place
 
     def _let_in(self) -> None:
-        for _ in self._line.wishes:
+        for _ in self._line.pending:
             if self._inside >= self.limit:
                 break
             self._inside += 1
-            self._line.give()
-        for per_place in self._line_behind.wishes:
+            self._line.grant()
+        for per_place in self._line_behind.pending:
             if not self._has_room_behind(per_place):
                 return
             self._background += 1
-            self._line_behind.give()
+            self._line_behind.grant()
+
+
+Stage = Literal["waiting", "generating", "with agents", "scoring"]
+
+
+class Progress:
+    """How far a lease is, for the heartbeat and for the message when its deadline passes."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.task: asyncio.Task[None] | None = None
+        self.enter("waiting", "no_policy", f" for policy v{lease.policy_floor}")
+
+    def enter(self, stage: Stage, reason: FailureReason, waits_for: str = "") -> None:
+        """The lease fails for this reason if its deadline passes now."""
+        self.stage, self.reason, self.waits_for = stage, reason, waits_for
+
+
+@dataclass
+class EngineAccess:
+    registry: AdapterRegistry
+    admission: Admission
+    in_flight: InFlight
+    _is_open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._is_open.set()
+
+    def pause(self, paused: bool) -> None:
+        """While paused nothing enters the engine; what is in it goes on."""
+        if paused:
+            self._is_open.clear()
+        else:
+            self._is_open.set()
+
+    async def wait_for(self, floor: int) -> None:
+        """Returns when the current version is `floor` or newer, and nothing is paused."""
+        await self.registry.wait_for(floor)
+        while not (self._is_open.is_set() and self.in_flight.gate.is_open):
+            await self._is_open.wait()
+            await self.in_flight.gate.wait_open()
+            await self.registry.wait_for(floor)
+
+    @asynccontextmanager
+    async def enter(self, lease: Lease, progress: Progress) -> AsyncIterator[Sample]:
+        """Room in the engine for one group, and what samples there."""
+        if lease.evaluates is not None:
+            async with self.registry.pin_evaluated(lease.evaluates) as adapter:
+                progress.enter("waiting", "generation_failed", " for room that training leaves in the engine")
+                async with self.admission.behind(lease.sampling.num_generations):
+                    await self._is_open.wait()
+                    progress.enter("generating", "generation_failed")
+                    yield partial(self.in_flight.sample, kept=adapter)
+            return
+        await self.registry.wait_for(lease.policy_floor)
+        progress.enter("waiting", "generation_failed", " for room in the engine")
+        async with self.admission:
+            await self.wait_for(lease.policy_floor)
+            progress.enter("generating", "generation_failed")
+            async with self._while_usable() as outdated:
+                with self.in_flight.kept(outdated) as kept:
+                    yield partial(self.in_flight.sample, kept=kept, outdated=outdated)
+
+    @asynccontextmanager
+    async def _while_usable(self) -> AsyncIterator[Callable[[], None]]:
+        """Yields what ends the context with the LeaseFailure `returned`."""
+        scope, loop = asyncio.timeout(None), asyncio.get_running_loop()
+
+        def end() -> None:
+            if not scope.expired():
+                scope.reschedule(loop.time())
+
+        try:
+            async with scope:
+                yield end
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            self.in_flight.counters.outdated += 1
+            raise LeaseFailure("returned", "its group could only be stale") from None

@@ -8,8 +8,8 @@ the whole conversation is to begin as a new record.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from producer.groups import common_length
-from producer.interfaces import LeaseFailure, ToolCall, ToolParser
+from producer.engine_contract import ToolCall, ToolParser
+from producer.groups import LeaseFailure, common_length
 from producer.rollouts.prompts import PromptFormat
 from protocol.errors import ConfigError
 

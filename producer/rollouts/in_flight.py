@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from producer.engine_contract import Adapter, Completion, Engine
 from producer.engine_gate import EngineGate
-from producer.interfaces import Adapter, Completion, Engine
+from producer.metrics import Counters
 from producer.policies.registry import AdapterRegistry
-from producer.state import Counters
 from protocol.wire.messages import Sampling
 
 OnSwap = Literal["finish", "continue", "restart"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from protocol.runtime.processes import hidden
 from protocol.wire.messages import is_conversational, prompt_token_ids
 from protocol.wire.model_folder import cannot_load

@@ -89,7 +89,7 @@ def tie_children() -> None:
     """From now on, whatever this process or a child of it forks, or spawns with multiprocessing, dies with its parent.
 
     vLLM forks its engine core on some platforms and spawns it on others. A spawned process runs none of our code but
-    `producer.cli`, which multiprocessing imports first and which calls `follow_parent_if_tied`.
+    `producer.app.cli`, which multiprocessing imports first and which calls `follow_parent_if_tied`.
     """
     os.environ[_TIED] = str(os.getpid())
     os.register_at_fork(after_in_child=_follow_parent)

@@ -169,7 +169,7 @@ def restart(exit_code: int, ran_s: float, failures: int) -> Restart | None:
     return Restart(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (min(failures, 32) - 1)), failures)
 
 
-_SCRIPTS = {"rl-trainer": "consumer.app.cli", "rl-producer": "producer.cli"}
+_SCRIPTS = {"rl-trainer": "consumer.app.cli", "rl-producer": "producer.app.cli"}
 
 
 def daemon_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, keys: Path) -> list[str]:

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from producer import assembly, cli
-from producer.interfaces import Completion
+from producer.app import cli
+from producer.app import wiring as assembly
+from producer.engine_contract import Completion
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
 from protocol.wire.messages import Ack, Lease, Sampling, TrainerMessage

@@ -59,7 +59,7 @@ def test_a_trainer_alone_on_its_gpu_beside_vllm(machine: Machine, tmp_path: Path
         engine={"max_model_len": 64, "max_num_seqs": 16, "enforce_eager": True},
     )
     trainer = machine.trainer(run)
-    producer = Daemon("producer.cli", tmp_path / "producer.log", "--config", str(run.config_file))
+    producer = Daemon("producer.app.cli", tmp_path / "producer.log", "--config", str(run.config_file))
     run.stack.callback(producer.close)
     assert trainer.end(_END_S) == 0, trainer.output[-3000:] + producer.output[-3000:]
     assert producer.end(60) == 0, producer.last_words

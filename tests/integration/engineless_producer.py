@@ -3,8 +3,8 @@
 Run as `python -m tests.integration.engineless_producer` with the arguments of `rl-producer`. Every completion is one token.
 """
 
-from producer import cli
-from producer.interfaces import Completion
+from producer.app import cli
+from producer.engine_contract import Completion
 from tests.scripted_engine import EngineWithoutWeights, put_in_place
 
 

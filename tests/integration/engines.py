@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from producer.interfaces import Adapter, DownloadedPolicy, Probe
+from producer.engine_contract import Adapter
+from producer.policies.loader import DownloadedPolicy
+from producer.policies.probe import Probe
 from producer.policies.registry import AdapterRegistry
 from protocol.config.run import RunConfig
 from protocol.wire.adapter_blob import unpack

@@ -57,7 +57,7 @@ def run_example(folder: Path, config: str, settings: dict[str, Any]) -> list[dic
     arguments = ["--config", config]
     for key, value in (SMALL | {"run_dir": folder / "run"} | settings).items():
         arguments += ["--set", f"{key}={value}"]
-    producer = Daemon("producer.cli", folder / "producer.log", *arguments)
+    producer = Daemon("producer.app.cli", folder / "producer.log", *arguments)
     trainer = Daemon("consumer.app.cli", folder / "trainer.log", *arguments)
     try:
         end_well(trainer, producer)

@@ -65,14 +65,14 @@ def run_through_the_death_of_a_producer(
         return daemons[-1]
 
     outsiders = [Outsider(folder / "run", work) for work in works]
-    first, trainer = start("producer.cli", "producer-1"), start("consumer.app.cli", "trainer")
+    first, trainer = start("producer.app.cli", "producer-1"), start("consumer.app.cli", "trainer")
     for outsider in outsiders:
         outsider.start()
     try:
         trainer.wait_for(r"step 3/", beside=first)
         first.kill()
         accepted = steps_of_groups(folder / "run")
-        end_well(trainer, start("producer.cli", "producer-2"))
+        end_well(trainer, start("producer.app.cli", "producer-2"))
     finally:
         for outsider in outsiders:
             outsider.over.set()

@@ -87,7 +87,7 @@ class Daemon:
 
 def run_pair(folder: Path, config: str, daemons: list[Daemon]) -> None:
     """Both from start to end."""
-    for module, name in (("producer.cli", "producer"), ("consumer.app.cli", "trainer")):
+    for module, name in (("producer.app.cli", "producer"), ("consumer.app.cli", "trainer")):
         daemons.append(Daemon(module, folder / f"{name}.log", "--config", config))
     producer, trainer = daemons
     end_well(trainer, producer)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES
-from producer.interfaces import DownloadedPolicy, LinkEvents
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox
+from producer.link.session import Link, Mailbox
+from producer.metrics import Counters, Workload
+from producer.policies.downloads import LinkEvents
+from producer.policies.loader import DownloadedPolicy
 from producer.relays.host_cache import HostCache
 from producer.relays.neighbours import Neighbours
 from producer.relays.place import RelayPlace
 from producer.relays.relay import Relay
-from producer.state import Counters, Workload
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import producer_keys
 from protocol.config.operation import TransportSection

@@ -167,7 +167,7 @@ def test_a_run_learns_from_what_environments_post_through_the_death_of_a_produce
 def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: list[Daemon]):
     config = write_atropos_run(short_dir, NUM_STEPS)
     log = short_dir / "environment.log"
-    producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
+    producer = Daemon("producer.app.cli", short_dir / "producer.log", "--config", config)
     daemons.append(producer)
     trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)

@@ -15,7 +15,7 @@ from protocol.runtime import json_lines as rotated_lines
 from protocol.runtime.scratch import PREFIX
 from tests.integration.models import build_model
 from tests.integration.pair import Daemon, end_well
-from tests.unit.producer.joining.bundle_server import make_keys
+from tests.unit.producer.app.bundle_server import make_keys
 from tests.unit.protocol.channel_harness import reserve_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -79,7 +79,7 @@ def test_it_trains_from_an_empty_folder_and_follows_a_changed_reward(
     daemons.append(trainer)
     monkeypatch.chdir(around / "empty")
     producer = Daemon(
-        "producer.cli",
+        "producer.app.cli",
         around / "producer.log",
         *("--connect", values["transport"]["endpoint"], "--keys", "../keys/gpu01", "--model", "../model"),
         *("--set", "transport.identity=gpu01"),

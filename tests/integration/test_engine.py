@@ -16,12 +16,14 @@ from transformers import AutoTokenizer
 from vllm.v1.engine.output_processor import RequestState
 
 from producer.engine.adapter_worker import CpuLora
-from producer.interfaces import AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
+from producer.engine_contract import AdapterRefusedError, Completion
+from producer.groups import LeaseFailure
+from producer.metrics import Counters
+from producer.policies.loader import DownloadedPolicy
+from producer.policies.probe import Probe
 from producer.policies.registry import AdapterRegistry
-from producer.rollouts.admission import Admission
-from producer.rollouts.engine_access import EngineAccess, Progress
+from producer.rollouts.admission import Admission, EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
-from producer.state import Counters
 from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from producer.interfaces import Completion, DownloadedPolicy, Probe
+from producer.engine_contract import Completion
 from producer.plugins.engine_server.engine import server_engine
+from producer.policies.loader import DownloadedPolicy
+from producer.policies.probe import Probe
 from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import run_config
@@ -89,7 +91,7 @@ def test_a_run_goes_on_when_its_server_is_killed_and_starts_empty(
         write_run(short_dir, "qwen2", rows, REWARD, engine_server=section, trainer=trainer_section, pipeline=pipeline)
     )
     without_engine = ("--config", config, "--set", "engine={}")
-    producer = Daemon("producer.cli", short_dir / "producer.log", *without_engine)
+    producer = Daemon("producer.app.cli", short_dir / "producer.log", *without_engine)
     trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", *without_engine)
     daemons += [producer, trainer]
     trainer.wait_for(r"step 2/", beside=producer)

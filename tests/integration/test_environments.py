@@ -9,15 +9,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from producer.engine.tool_calls import ToolCallParser
+from producer.engine_contract import ToolCall
 from producer.environments.pool import EnvironmentPool
 from producer.groups import group_message
-from producer.interfaces import ToolCall
-from producer.rollouts.admission import Admission
+from producer.metrics import Counters
+from producer.rollouts.admission import Admission, EngineAccess, Progress
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
-from producer.rollouts.played_rollouts import PlayedRollouts
-from producer.state import Counters
+from producer.rollouts.several_turns import PlayedRollouts
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.wire.messages import PolicyInfo, Sampling

@@ -76,12 +76,12 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
         daemons.append(Daemon(module, short_dir / log, "--config", config, *arguments))
         return daemons[-1]
 
-    producer, trainer = start("producer.cli", "producer-1.log"), start("consumer.app.cli", "trainer-1.log")
+    producer, trainer = start("producer.app.cli", "producer-1.log"), start("consumer.app.cli", "trainer-1.log")
     trainer.wait_for(r"evaluation of v0 \(step 0\)", beside=producer)
     wait_until(lambda: pending(short_dir))
     producer.kill()
     first = pending(short_dir)
-    producer = start("producer.cli", "producer-2.log")
+    producer = start("producer.app.cli", "producer-2.log")
     wait_until(lambda: pending(short_dir) not in (first, []))
     trainer.kill()
     trainer = start("consumer.app.cli", "trainer-2.log", "--resume")

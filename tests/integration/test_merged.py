@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from producer.endpoint.openai import Call, check_request
-from producer.interfaces import AdapterRefusedError, Completion
+from producer.engine_contract import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
 from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError

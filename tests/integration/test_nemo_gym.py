@@ -175,7 +175,7 @@ def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons:
         agents_file.write_text("".join(json.dumps(row_of(number)) + "\n" for number in range(20)))
         arguments = ["rows", "--config", config, "--from", str(agents_file), "--to", str(short_dir / "data.jsonl")]
         assert slipstream(["environment", *arguments]) == 0
-        producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
+        producer = Daemon("producer.app.cli", short_dir / "producer.log", "--config", config)
         daemons.append(producer)
         producer.wait_for("engine ready")
         trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)

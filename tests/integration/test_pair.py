@@ -79,7 +79,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     rows = [{"prompt": f"{i}+1="} for i in range(40)]
     config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer={"max_steps": 1_000_000}))
 
-    producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config, spawns=True)
+    producer = Daemon("producer.app.cli", short_dir / "producer-1.log", "--config", config, spawns=True)
     daemons.append(producer)
     trainer = Daemon("consumer.app.cli", short_dir / "trainer-1.log", "--config", config)
     daemons.append(trainer)
@@ -110,7 +110,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     assert seen["producers"][0]["error"] == "the process exited unexpectedly"
     assert {"daemon_gone", "not_ready"} <= {warning["name"] for warning in seen["warnings"]}
 
-    producer = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)
+    producer = Daemon("producer.app.cli", short_dir / "producer-2.log", "--config", config)
     daemons.append(producer)
     producer.wait_for(r"connected to the trainer")
     before = len(read_steps(short_dir))

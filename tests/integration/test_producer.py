@@ -82,7 +82,7 @@ class Run:
         path.write_text(yaml.safe_dump(values | sections))
         return path
 
-    def start(self, name: str, module: str = "producer.cli", **sections: Any) -> Daemon:
+    def start(self, name: str, module: str = "producer.app.cli", **sections: Any) -> Daemon:
         log, config = self.folder / f"{name}.log", self.config(name, **sections)
         return Daemon(module, log, "--config", str(config), spawns=name == SPAWNING)
 
@@ -113,7 +113,7 @@ def run() -> Iterator[Run]:
 def refuse(run: Run, name: str, arguments: tuple[str, ...] = (), **sections: Any) -> tuple[int, str]:
     """Exit code and messages of a start that must fail."""
     daemon = Daemon(
-        "producer.cli", run.folder / f"{name}.log", "--config", str(run.config(name, **sections)), *arguments
+        "producer.app.cli", run.folder / f"{name}.log", "--config", str(run.config(name, **sections)), *arguments
     )
     return daemon.end(START_S), daemon.output
 

@@ -46,7 +46,7 @@ def run_dir() -> Iterator[Path]:
             trainer={"max_steps": 1_000_000, "beta": 0.01},
             evaluation={"dataset": {"path": f"{folder}/data.jsonl"}, "every_versions": 5},
         )
-        for module, name in (("producer.cli", "producer"), ("consumer.app.cli", "trainer")):
+        for module, name in (("producer.app.cli", "producer"), ("consumer.app.cli", "trainer")):
             daemon = Daemon(module, folder / f"{name}.log", "--config", str(config))
             stack.callback(daemon.close)
         daemon.wait_for(r"step 2/")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from producer.rewards.pool import RewardPool
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError

@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPTED = "from tests.scripted_engine import Pace, install; install(Pace(0.03, 0.1, 0.2))"
 COMMANDS = {
     "rl-trainer": "from consumer.app.cli import main",
-    "rl-producer": f"{SCRIPTED}; from producer.cli import main",
+    "rl-producer": f"{SCRIPTED}; from producer.app.cli import main",
     "slipstream": "from slipstream.cli import main",
 }
 

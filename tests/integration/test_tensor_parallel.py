@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from producer.engine.own_arguments import own_arguments
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 from protocol.config.operation import TOLERANCES
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.half_swapped import INSTEAD

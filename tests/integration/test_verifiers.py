@@ -166,7 +166,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     ends = {"eos_token_id": [1, *range(60, 120)], "pad_token_id": 0}  # of the model's 400 or so tokens: turns are short
     (short_dir / "model" / "generation_config.json").write_text(json.dumps(ends))
     assert slipstream(["environment", "rows", "--config", config, "--to", str(short_dir / "data.jsonl")]) == 0
-    producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
+    producer = Daemon("producer.app.cli", short_dir / "producer.log", "--config", config)
     daemons.append(producer)
     producer.wait_for("engine ready")
     trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)

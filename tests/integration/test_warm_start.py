@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 from protocol.wire.messages import Sampling
 from tests.integration.engines import live_engine
 from tests.integration.models import random_adapter, reference_logprobs

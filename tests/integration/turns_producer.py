@@ -5,7 +5,7 @@ import os
 import random
 from typing import Any
 
-from producer import cli
+from producer.app import cli
 from tests.integration.one_gpu import OneGpu
 from tests.scripted_engine import Pace, ScriptedEngine, put_in_place
 

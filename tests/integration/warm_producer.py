@@ -6,7 +6,7 @@ from typing import Any
 from tests.integration import warm
 from tests.integration.forked_cores import forked_cores
 
-_USED = ("producer.daemon", "producer.engine.engine", "vllm.v1.engine.core_client", "transformers.models.qwen2")
+_USED = ("producer.app.daemon", "producer.engine.engine", "vllm.v1.engine.core_client", "transformers.models.qwen2")
 """What a producer imports before its engine core starts."""
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from consumer.app.cli import main as consumer_main
-from producer.cli import main as producer_main
+from producer.app.cli import main as producer_main
 from producer.rollouts.prompts import PromptFormat
 from protocol.config import run as schema
 from protocol.config.functions import load_function

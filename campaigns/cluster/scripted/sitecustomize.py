@@ -17,7 +17,7 @@ def _evidence(role: str):
     return EvidenceLog(Path(os.environ["CLUSTER_EVIDENCE"]) / f"{role}-{time.time_ns()}.jsonl")
 
 
-if "producer.cli" in sys.orig_argv:
+if "producer.app.cli" in sys.orig_argv:
     from tests.scripted_engine import Pace, install
 
     install(Pace(fast_s=0.03, slow_s=float(os.environ.get("CLUSTER_SLOW_S", "0.1")), share_slow=0.2))

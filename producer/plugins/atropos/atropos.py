@@ -21,8 +21,7 @@ import msgspec
 from producer.endpoint.agents import first_difference, sampled_as
 from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, malformed
 from producer.endpoint.recorded import RecordedCalls
-from producer.groups import Rollouts
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure, Rollouts
 from producer.plugins.atropos.scored_data import ScoredData, match_group
 from protocol.config.run import RunConfig
 from protocol.runtime.logs import Throttle

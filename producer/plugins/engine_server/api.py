@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from producer.engine.sampling import group_fields
-from producer.interfaces import Completion
-from producer.state import EngineLoad
+from producer.engine_contract import Completion, EngineLoad
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.operation import EngineServerSection
 from protocol.errors import UNREADABLE, ConfigError

@@ -16,15 +16,16 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from producer.interfaces import (
+from producer.engine_contract import (
     Adapter,
     AdapterRefusedError,
     Completion,
     EngineCapabilities,
+    EngineLoad,
     EnginePlugin,
-    LeaseFailure,
     ToolParser,
 )
+from producer.groups import LeaseFailure
 from producer.plugins.engine_server.api import (
     HttpClient,
     ServerBusyError,
@@ -37,7 +38,6 @@ from producer.plugins.engine_server.api import (
 from producer.plugins.engine_server.folder import ClientFolder, client_folder
 from producer.plugins.engine_server.inspection import Inspection
 from producer.plugins.engine_server.server import NeededPolicy, Server, joined
-from producer.state import EngineLoad
 from protocol.config.operation import TOLERANCES, is_loopback
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
@@ -164,7 +164,7 @@ class ServerWeights:
 
 
 class ServerEngine:
-    """Implements `producer.interfaces.Engine`; `server_engine` makes it. `capabilities` is there after `warm_up`."""
+    """Implements `producer.engine_contract.Engine`; `server_engine` makes it. `capabilities` is there after `warm_up`."""
 
     capabilities: EngineCapabilities
 

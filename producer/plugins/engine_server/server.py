@@ -13,11 +13,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter, EngineLoad
 from producer.plugins.engine_server.api import ServerLostError, ServerMismatchError, ServerRefusedError, VllmApi
 from producer.plugins.engine_server.folder import ClientFolder
 from producer.plugins.engine_server.inspection import Inspected, Inspection
-from producer.state import EngineLoad
 
 logger = logging.getLogger(__name__)
 

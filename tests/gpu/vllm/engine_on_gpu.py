@@ -7,7 +7,7 @@ in float16 and float32 as a GPU does, and wrongly in bfloat16.
 import pytest
 import torch
 
-from producer.interfaces import Completion
+from producer.engine_contract import Completion
 from protocol.wire.messages import Sampling
 from tests.gpu.vllm.worker import ENGINE
 from tests.integration.engines import LiveEngine, live_engine

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from producer.interfaces import Completion
+from producer.engine_contract import Completion
 from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 
-from producer.metrics import ProducerMetrics
-from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
+from producer.metrics import Counters, Delivery, PolicyCounts, ProducerMetrics, Situation, Workload
 
 
 def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:

@@ -256,7 +256,7 @@ def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
     assert ExitCode.INTERRUPTED == 130
 
 
-@pytest.mark.parametrize("module", ["producer.cli", "consumer.app.cli"])
+@pytest.mark.parametrize("module", ["producer.app.cli", "consumer.app.cli"])
 def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
     program = (
         f"import atexit, sys\nfrom {module} import main\n"

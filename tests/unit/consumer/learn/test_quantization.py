@@ -15,8 +15,8 @@ from consumer.learn.model import quantization_config, unquantized_probe
 from consumer.learn.options import build_lora, check_optimizer
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.snapshots import NUM_TOKENS, Probe
-from producer.interfaces import Probe as ReceivedProbe
-from producer.policies.verification import SwapProof
+from producer.policies.probe import Probe as ReceivedProbe
+from producer.policies.probe import SwapProof
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError

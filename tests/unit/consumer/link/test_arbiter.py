@@ -60,7 +60,7 @@ def test_who_does_not_leave_is_overdue_and_who_is_gone_is_not_waited_for() -> No
 
 @dataclass
 class Producer:
-    """As `producer.gpu_turns`: what it last heard, whether its engine is awake, and what it said that has not arrived."""
+    """As `producer.app.gpu_turns`: what it last heard, whether its engine is awake, and what it said that has not arrived."""
 
     heard: GpuTurn | None = None
     is_awake: bool = True

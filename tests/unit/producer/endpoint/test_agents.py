@@ -7,7 +7,7 @@ import pytest
 
 from producer.endpoint.agents import Agents
 from producer.endpoint.openai import RefusedError, Sampled, ServedRequest
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait

@@ -18,7 +18,7 @@ from producer.rollouts.in_flight import BusyClock
 from protocol.config.operation import ServeSection
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import settle
-from tests.unit.producer.policies.test_adapters import Setup, blob
+from tests.unit.producer.policies.test_registry import Setup, blob
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 

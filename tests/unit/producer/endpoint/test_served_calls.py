@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from producer.endpoint.openai import Call
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 from tests.unit.producer.cancellation import cancel_at_each_wait
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from producer.engine.weights import InFlightRequest, MergedWeights
-from producer.interfaces import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
 from protocol.errors import EngineError
 from tests.unit.producer.loop import asynchronous, settle
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from producer.interfaces import ToolCall
+from producer.engine_contract import ToolCall
 from protocol.errors import ConfigError
 
 MODULE = "producer.engine.tool_calls"

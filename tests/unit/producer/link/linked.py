@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox
+from producer.link.session import Link, Mailbox
+from producer.metrics import Counters, Workload
 from producer.relays.neighbours import Neighbours
-from producer.state import Counters, Workload
 from protocol.config.operation import TransportSection
 from protocol.wire.messages import Bye, Group, Hello, PolicyInfo
 from tests.loopback import LoopbackServer

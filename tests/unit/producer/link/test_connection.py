@@ -2,7 +2,7 @@
 
 import pytest
 
-from producer.link.connection import Connection
+from producer.link.session import Connection
 
 
 @pytest.fixture

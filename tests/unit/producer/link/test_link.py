@@ -243,7 +243,7 @@ def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent,
 
 
 def test_the_wait_for_a_trainer_is_visible_and_ends_at_once_when_stopped(setup, caplog, monkeypatch):
-    monkeypatch.setattr("producer.link.connection.REMIND_EVERY_S", 0.05)
+    monkeypatch.setattr("producer.link.session.REMIND_EVERY_S", 0.05)
     caplog.set_level("INFO", logger="producer")
     setup.client.online = False
     setup.link.start()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from producer.link.mailbox import TakeAgain
+from producer.link.session import TakeAgain
 from protocol.runtime import scratch as shared_memory_module
 from protocol.runtime.scratch import shared_memory
 from protocol.wire.messages import BlobRequest, Bye, Heartbeat, Hello, Policy, PolicyOffer

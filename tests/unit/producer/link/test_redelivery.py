@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox
+from producer.link.session import Link, Mailbox
+from producer.metrics import Counters, Workload
 from producer.relays.neighbours import Neighbours
-from producer.state import Counters, Workload
 from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
@@ -196,8 +195,8 @@ class Redelivery(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.link.link._TICK_S", 0.0)
-    monkeypatch.setattr("producer.link.connection._RECONNECT_AFTER_S", 0.0)
+    monkeypatch.setattr("producer.link.session._TICK_S", 0.0)
+    monkeypatch.setattr("producer.link.session._RECONNECT_AFTER_S", 0.0)
 
 
 @pytest.mark.long

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from producer.interfaces import DownloadedPolicy
 from producer.link.trainer_source import TrainerSource
+from producer.policies.loader import DownloadedPolicy
 from producer.relays.neighbours import Found
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 

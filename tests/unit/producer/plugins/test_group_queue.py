@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from producer.groups import Episode, Rollouts
-from producer.interfaces import Completion, LeaseFailure
+from producer.engine_contract import Completion
+from producer.groups import Episode, LeaseFailure, Rollouts
 from producer.plugins.atropos.atropos import GroupQueue, QueueFullError
 from protocol.wire.messages import Group
 from tests.unit.producer.loop import asynchronous

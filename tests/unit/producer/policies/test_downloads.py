@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from producer.interfaces import DownloadedPolicy
 from producer.policies.downloads import Done, PolicyDownloads
+from producer.policies.loader import DownloadedPolicy
 from protocol.wire.messages import LARGEST_POLICY_BYTES, PolicyInfo
 from tests.unit.producer.link.linked import Events
 

@@ -4,8 +4,7 @@ import struct
 
 import pytest
 
-from producer.interfaces import Probe
-from producer.policies.verification import SwapProof, probe_of
+from producer.policies.probe import Probe, SwapProof, probe_of
 from protocol.wire.messages import PolicyOffer
 
 SHA = "a" * 64

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from producer.rewards.pool import MAX_FAILURES, RewardFailures, RewardPool
 from producer.rewards.worker import Job, _score
 from protocol.config.rewards import RewardsSection

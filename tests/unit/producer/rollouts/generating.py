@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, Completion, DownloadedPolicy, LeaseFailure
-from producer.metrics import ProducerMetrics
+from producer.engine_contract import Adapter, Completion
+from producer.groups import LeaseFailure
+from producer.metrics import Counters, ProducerMetrics
+from producer.policies.loader import DownloadedPolicy
 from producer.rewards.pool import RewardFailures, Scored
-from producer.rollouts.admission import Admission
-from producer.rollouts.engine_access import EngineAccess
-from producer.rollouts.finish import Finish
-from producer.rollouts.generation import Generation
+from producer.rollouts.admission import Admission, EngineAccess
+from producer.rollouts.group import Finish
 from producer.rollouts.in_flight import InFlight
-from producer.rollouts.sources import PlainRollouts
-from producer.state import Counters
+from producer.rollouts.leases import Generation
+from producer.rollouts.single_turn import PlainRollouts
 from protocol.wire.messages import Group, Nack, Sampling
 from tests.policies import registry_of
 from tests.unit.producer.loop import settle
-from tests.unit.producer.policies.test_adapters import FakeEngine, blob
+from tests.unit.producer.policies.test_registry import FakeEngine, blob
 
 
 class SlowEngine(FakeEngine):
@@ -106,7 +106,7 @@ class Setup:
         return self.tasks[-1]
 
     async def publish(self, version: int) -> None:
-        await self.registry.publish(DownloadedPolicy(*blob(version), 0.0))
+        await self.registry.publish(DownloadedPolicy(*blob(version), announced_at=0.0))
 
     async def settle(self) -> None:
         await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 5)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from producer.engine_contract import EngineLoad
 from producer.rollouts.admission import ROOM, Admission, AdmissionControl
-from producer.state import EngineLoad
 from tests.unit.producer.loop import asynchronous, settle
 
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from producer.rollouts.chat import ChatFormat, assistant_message, tool_message
 from protocol.errors import ConfigError
 

@@ -8,7 +8,7 @@ import pytest
 from protocol.wire.messages import Nack, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle
-from tests.unit.producer.policies.test_adapters import blob, working
+from tests.unit.producer.policies.test_registry import blob, working
 from tests.unit.producer.rollouts.generating import Setup
 
 

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from producer.engine_contract import Completion, ToolCall
 from producer.environments.pool import EnvironmentFailedError
-from producer.groups import Episode, Rollouts
-from producer.interfaces import Completion, LeaseFailure, ToolCall
+from producer.groups import Episode, LeaseFailure, Rollouts
+from producer.metrics import Counters
+from producer.rollouts.admission import Progress
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.engine_access import Progress
-from producer.rollouts.played_rollouts import PlayedRollouts
-from producer.state import Counters
+from producer.rollouts.several_turns import PlayedRollouts
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import EngineError
 from tests.scripted_trainer import lease
@@ -102,7 +102,7 @@ class Parser:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.rollouts.played_rollouts._RESET_PAUSE_S", 0.0)
+    monkeypatch.setattr("producer.rollouts.several_turns._RESET_PAUSE_S", 0.0)
 
 
 class Setup:
@@ -242,7 +242,7 @@ def test_what_is_no_failure_of_the_lease_is_not_hidden_by_one(monkeypatch: pytes
             raise EngineError("the engine died")
 
     monkeypatch.setattr(Environment, "reset", dies)
-    monkeypatch.setattr("producer.rollouts.played_rollouts._RESETS", 1)
+    monkeypatch.setattr("producer.rollouts.several_turns._RESETS", 1)
     with pytest.raises(EngineError):
         setup.play()
 

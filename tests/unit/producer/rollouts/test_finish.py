@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.groups import Episode, Record, Rollouts
-from producer.interfaces import Completion, LeaseFailure
-from producer.metrics import ProducerMetrics
+from producer.engine_contract import Completion
+from producer.groups import Episode, LeaseFailure, Record, Rollouts
+from producer.metrics import Counters, ProducerMetrics
 from producer.rewards.pool import RewardFailures, Scored
-from producer.rollouts.engine_access import Progress
-from producer.rollouts.finish import Finish
-from producer.state import Counters
+from producer.rollouts.admission import Progress
+from producer.rollouts.group import Finish
 from protocol.wire.messages import Group, MissingReward, PolicyInfo
 from tests.scripted_trainer import lease
 

@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from protocol.errors import EngineError
 from protocol.wire.messages import Group, Nack
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle
-from tests.unit.producer.policies.test_adapters import blob, working
+from tests.unit.producer.policies.test_registry import blob, working
 from tests.unit.producer.rollouts.generating import Setup
 
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from producer.engine_contract import Adapter, Completion
 from producer.engine_gate import EngineGate
-from producer.interfaces import Adapter, Completion, LeaseFailure
+from producer.groups import LeaseFailure
+from producer.metrics import Counters
 from producer.rollouts.in_flight import BusyClock, InFlight
-from producer.state import Counters
 from protocol.wire.messages import Sampling
 from tests.policies import Policies
 from tests.unit.producer.loop import asynchronous, settle, until

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from producer.engine_contract import Completion
 from producer.groups import Episode, Rollouts
-from producer.interfaces import Completion
-from producer.metrics import ProducerMetrics
-from producer.rollouts import finish
+from producer.metrics import Counters, ProducerMetrics
+from producer.rollouts import group as finish
+from producer.rollouts.admission import Progress
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.engine_access import Progress
-from producer.rollouts.finish import Finish
-from producer.rollouts.played_rollouts import PlayedRollouts
+from producer.rollouts.group import Finish
 from producer.rollouts.prompts import PromptFormat
-from producer.rollouts.sources import PlainRollouts
-from producer.state import Counters
+from producer.rollouts.several_turns import PlayedRollouts
+from producer.rollouts.single_turn import PlainRollouts
 from protocol.config.rewards import EnvironmentSection
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import asynchronous, until

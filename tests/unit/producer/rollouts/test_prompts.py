@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import processors
 
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure
 from producer.rollouts.prompts import PromptFormat
 from tests.unit.producer.rollouts.test_chat import tokenizer as tokenizer_with
 

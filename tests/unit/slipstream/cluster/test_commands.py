@@ -18,7 +18,7 @@ def test_the_trainer_on_the_gpus_that_ray_gave_it() -> None:
 
 def test_a_producer_has_an_address_and_a_key_and_no_file_of_the_run() -> None:
     assert daemon_command(PLAN, "producer-2", ["1"], FOLDER, KEYS) == [
-        sys.executable, "-P", "-m", "producer.cli", "--gpu", "1", "--connect", "tcp://10.0.0.5:20000", "--keys", str(KEYS),
+        sys.executable, "-P", "-m", "producer.app.cli", "--gpu", "1", "--connect", "tcp://10.0.0.5:20000", "--keys", str(KEYS),
         "--set", "transport.identity=producer-2", "--set", f"run_dir={FOLDER}",
     ]  # fmt: skip
     changed = plan(gpus=0, model="/models/a", producer_overrides=["serve.host=10.0.0.6"])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from producer.interfaces import Adapter, Completion
+from producer.engine_contract import Adapter, Completion
 from producer.plugins.engine_server.engine import ServerEngine, server_engine
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
+from producer.engine_contract import Adapter, AdapterRefusedError, Completion
+from producer.groups import LeaseFailure
 from producer.plugins.engine_server import engine as engine_module
 from producer.plugins.engine_server import engine as servers_module
 from producer.plugins.engine_server import folder as adapter_folder
 from producer.plugins.engine_server.api import ServerLostError
 from producer.plugins.engine_server.engine import ServerEngine
 from producer.plugins.engine_server.folder import PREFIX, client_folder
+from producer.policies.loader import DownloadedPolicy
+from producer.policies.probe import Probe
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
 from tests.policies import registry_of

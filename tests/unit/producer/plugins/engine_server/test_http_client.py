@@ -130,7 +130,7 @@ async def test_an_answer_without_end_is_cut(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_producer_of_a_server_imports_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, producer.daemon, producer.plugins.engine_server.engine\n"
+        "import sys, producer.app.daemon, producer.plugins.engine_server.engine\n"
         "from producer.rollouts.prompts import load_tokenizer\n"
         "import contextlib\n"
         "with contextlib.suppress(Exception):\n"

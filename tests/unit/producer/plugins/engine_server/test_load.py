@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from producer.engine_contract import EngineLoad
 from producer.plugins.engine_server.api import scheduler_load
 from producer.plugins.engine_server.server import OwnLoad, joined
 from producer.rollouts.admission import Admission
-from producer.state import EngineLoad
 from tests.unit.producer.loop import asynchronous, until
 from tests.unit.producer.plugins.engine_server.running import running, servers
 

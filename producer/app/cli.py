@@ -1,0 +1,120 @@
+"""The `rl-producer` command.
+
+Guarantee: heavy libraries are imported after the configuration was accepted. Where vLLM spawns its engine core instead of
+forking it, multiprocessing imports this module first, so that the core is tied to the daemon's life from the start. A producer
+that got its configuration from a trainer which has another one now starts again with that: the same command in the same process,
+after everything was ended as for a stop, so that whoever watches the process need not notice.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from producer.engine_contract import engine_plugin
+from protocol import command_line
+from protocol.config.run import RunConfig
+from protocol.errors import BundleChangedError, ExitCode
+from protocol.runtime.processes import follow_parent_if_tied, uncollected
+
+follow_parent_if_tied()
+
+logger = logging.getLogger("producer.app.cli")  # also where this module is the main one
+
+
+class _Start:
+    """Of the daemon. `bundle` is the digest of what the trainer gave it, and `is_outdated` says that the trainer has another."""
+
+    def __init__(self) -> None:
+        self.bundle = ""
+        self.is_outdated = False
+        self.must_stop = False
+
+    @contextmanager
+    def load(self, arguments: argparse.Namespace) -> Iterator[RunConfig]:
+        from producer.app.joining import joined
+
+        # An exception out of a signal handler could leave a socket open half-way, and ZeroMQ would wait for it at the exit.
+        _on_signals(self._ask_to_stop)
+        with joined(arguments, lambda: self.must_stop) as (config, self.bundle):
+            _on_signals(lambda *_: sys.exit(ExitCode.OK))  # no socket is left; the daemon has its own way to stop
+            if self.must_stop:
+                sys.exit(ExitCode.OK)
+            yield config
+
+    def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
+        self.must_stop = True
+
+    def run(self, config: RunConfig, gpus: list[int]) -> ExitCode:
+        from producer.app.daemon import run
+
+        try:
+            return run(config, gpus, self.bundle)
+        except BundleChangedError as change:
+            logger.info("%s", change)
+            self.is_outdated = True
+            return ExitCode.OK
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _check_libraries(config: RunConfig) -> None:
+    if (plugin := engine_plugin(config)) is not None:
+        plugin.check(config)
+    else:
+        with uncollected():
+            from producer.engine.configuration import check_engine_section
+
+        check_engine_section(config)
+
+
+def _needs_gpu(config: RunConfig) -> bool:
+    return config.engine_server is None
+
+
+def main() -> NoReturn:
+    command_line.leave(command())
+
+
+def command() -> int:
+    """The exit code, unless another command takes the place of this one."""
+    environment = dict(os.environ)
+    arguments = _parser().parse_args()
+    start = _Start()
+    load = start.load if arguments.connect else None
+    code = command_line.main(arguments, "rl-producer", _check_libraries, start.run, load, _needs_gpu)
+    if start.is_outdated:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Generates groups of completions with vLLM, scores them and ships them to rl-trainer."
+    parser = command_line.parser("rl-producer", description, connects=True)
+    connecting = parser.add_argument_group("with --connect")
+    connecting.add_argument(
+        "--keys", metavar="FOLDER", help="of this producer's key and trainer.public (slipstream keys); needed over TCP"
+    )
+    connecting.add_argument(
+        "--model", metavar="FOLDER", help="the base model on this host, where the trainer's is no hub name"
+    )
+    connecting.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="how long to wait for a trainer that does not answer; then exit code 68 (default: %(default)g)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

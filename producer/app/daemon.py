@@ -1,0 +1,130 @@
+"""The life of an `rl-producer` process.
+
+Guarantee: it starts in the order in which mistakes are cheapest (reward functions, then vLLM's configuration, then weights, then
+the wire) and ends in the reverse one. The first SIGTERM or Ctrl-C hands unfinished leases back and exits with 0, the second
+exits at once; an exception in any task or thread ends the process.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack
+from types import FrameType
+from typing import Any
+
+from producer.app.wiring import Launch, Producer, build_base, build_helpers, build_producer, start_engine
+from protocol.config.run import RunConfig
+from protocol.errors import EngineError, ExitCode
+from protocol.exposition import Watch, watched
+from protocol.runtime.processes import tie_children
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 5.0  # for delivering finished groups when asked to stop
+_UNWIND_S = 5.0  # for tasks to end when cancelled
+_SIGNAL_GRACE_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
+    """Runs until the trainer has finished or a signal comes. Raises SlipstreamError for whatever a user can act on.
+
+    Args:
+        bundle: the digest of the one that `config` is from, if the trainer gave it.
+    """
+    tie_children()
+    for number in _SIGNALS:
+        signal.signal(number, _leave_while_starting)
+    launch = Launch.of(config, gpus, bundle)
+    with watched(config, "rl-producer", gpus, launch.name) as watch, asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(live(launch, watch))
+    return ExitCode.OK
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """That of uvloop, which vLLM brings: its own server uses it for the output of a thousand requests at once."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def live(launch: Launch, watch: Watch) -> None:
+    async with AsyncExitStack() as stack:
+        base = build_base(launch, watch, stack)
+        helpers = build_helpers(base, stack)
+        with watch.health.starting("loading reward functions and engine", launch.config.pipeline.stall_timeout_s):
+            await helpers.start()
+            engine = await start_engine(base, stack)
+        parts = build_producer(base, helpers, engine)
+        try:
+            await _main_loop(parts)
+        finally:
+            await _shutdown(parts)
+
+
+async def _main_loop(parts: Producer) -> None:
+    """Until a signal comes, the trainer has finished or something fails, which is raised."""
+    tasks, helpers, stop = parts.base.tasks, parts.helpers, _stop_on_signals()
+    for work in (parts.registry.run(), parts.registry.unload_released(), parts.supervision.run()):
+        tasks.spawn(work)
+    if parts.serving is not None and helpers.listener is not None:
+        tasks.spawn(parts.serving.run(helpers.listener))
+    if helpers.program is not None:
+        tasks.spawn(helpers.program.run())
+    if parts.gpu_turns is not None:
+        tasks.spawn(parts.gpu_turns.run())
+    parts.link.start()
+    parts.base.watch.health.started(f"engine ready, trainer at {parts.base.config.control_endpoint}")
+    asked = asyncio.create_task(stop.wait())
+    waited: list[asyncio.Future[Any]] = [asked, tasks.outcome]
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if tasks.outcome.done() and isinstance(tasks.outcome.exception(), EngineError):
+            # The engine core may have got the same signal, and be faster.
+            await asyncio.wait({asked}, timeout=_SIGNAL_GRACE_S)
+        if not asked.done():
+            tasks.outcome.result()
+    finally:
+        asked.cancel()
+
+
+async def _shutdown(parts: Producer) -> None:
+    """Nothing more is begun; what is finished is delivered, what is not is returned."""
+    parts.base.watch.health.stopping("handing leases back")
+    parts.generation.hand_back_all()
+    if parts.helpers.program is not None:
+        await parts.helpers.program.close()  # before the endpoint, which it uses
+    await parts.base.tasks.cancel(_UNWIND_S)  # an engine that hangs must not keep the process
+    parts.link.stop(_FLUSH_S)
+    await asyncio.to_thread(parts.link.join, _FLUSH_S + 5)
+    parts.base.timeline.record("stop", **parts.supervision.totals())
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Is set by the first signal."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def ask(name: str) -> None:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _leave_at_once)
+        logger.info("%s: handing leases back and stopping (once more to stop at once)", name)
+        stop.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, ask, signal.Signals(number).name)
+    return stop
+
+
+def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
+    """Before there is work to hand back."""
+    sys.exit(ExitCode.OK)
+
+
+def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
+    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.runtime.processes`)."""
+    os._exit(ExitCode.INTERRUPTED)

@@ -1,0 +1,211 @@
+"""Asks the trainer for the run's bundle, before this producer has a configuration.
+
+Guarantee: the bytes that are returned have the digest that the trainer named. A trainer that is not there yet is waited for,
+visibly, and not for ever; one that refuses says why.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from producer.app.trainer_address import TrainerAddress, trainer_address
+from producer.link.session import Connection
+from producer.policies.chunks import Chunks
+from protocol.bundle.bundle import CONFIG_FILE, Bundle, check_size, decode, differing, digest_of, missing, unpack
+from protocol.channel.channel import BadFrame
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import process_name
+from protocol.config.loader import load_config
+from protocol.config.run import RunConfig
+from protocol.errors import BundleError, ConfigError, ExitCode, IncompatiblePeerError, NoAnswerError
+from protocol.runtime.scratch import scratch_folder
+from protocol.wire.messages import BlobChunk, BlobMissing, BundleOffer, BundleRequest, Reject, TrainerMessage
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_ANSWER_S = 6.0
+_CHUNK_BYTES = 2**20
+_MAX_MESSAGE_BYTES = 2 * _CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class FetchedBundle:
+    data: bytes
+    digest: str
+    blob_endpoint: str
+
+
+@dataclass
+class BundleFetch:
+    """One fetch. `name` is this producer's, `wait_s` how long the trainer may make no progress, and `must_stop` says whether
+    this process was asked to stop.
+
+    Raises:
+        SystemExit: it was, with code 0.
+        NoAnswerError: nobody answered in that time.
+        BundleError: the trainer has no bundle for this producer, or sent another than it named.
+        IncompatiblePeerError: the trainer's release has no bundles.
+    """
+
+    name: str
+    address: TrainerAddress
+    wait_s: float
+    must_stop: Callable[[], bool]
+    _heard_at: float = field(default_factory=time.monotonic)
+
+    def run(self) -> FetchedBundle:
+        blob_endpoint = self.address.blob_endpoint("")
+        connection = Connection(self.address.endpoint, _ANSWER_S)
+        connection.await_trainer(time.monotonic())
+        while True:
+            endpoints = (self.address.endpoint, blob_endpoint)
+            with closing(ZmqClient(self.name, *endpoints, _MAX_MESSAGE_BYTES, self.address.keys)) as channel:
+                offer = self._offer(channel, connection)
+                self.address.check_owner()
+                check_size(offer.num_bytes)
+                wanted = self.address.blob_endpoint(offer.blob_endpoint)
+                data = self._download(channel, offer) if wanted == blob_endpoint else None
+            if data is not None:
+                return FetchedBundle(data, offer.digest, blob_endpoint)
+            blob_endpoint = wanted
+
+    def _offer(self, channel: ZmqClient, connection: Connection) -> BundleOffer:
+        connection.hello_at = None
+        while True:
+            now = time.monotonic()
+            connection.remind(now)
+            if connection.hello_unanswered(now):
+                channel.reset()
+                connection.start_over(now)
+            if connection.hello_due(now) and channel.send(BundleRequest()):
+                connection.hello_at = now
+            for message in self._heard(channel):
+                match message:
+                    case BundleOffer():
+                        return message
+                    case Reject(problems):
+                        raise BundleError("\n  ".join(["the trainer gives this producer no bundle:", *problems]))
+
+    def _download(self, channel: ZmqClient, offer: BundleOffer) -> bytes | None:
+        """None if the trainer has another bundle by now."""
+        blob = Chunks(offer.digest, offer.num_bytes, min(offer.chunk_bytes, _CHUNK_BYTES))
+        while True:
+            for request in blob.due_requests(time.monotonic()):
+                channel.send(request)
+            for message in self._heard(channel):
+                match message:
+                    case BlobChunk(offer.digest) if (data := blob.receive(message)) is not None:
+                        if digest_of(data) != offer.digest:
+                            raise BundleError(
+                                f"the bundle that came from {self.address.endpoint} has another digest than the trainer named "
+                                f"({offer.digest[:12]}); it is not used. Restart the trainer"
+                            )
+                        return data
+                    case BlobMissing(offer.digest):
+                        return None
+
+    def _heard(self, channel: ZmqClient) -> list[TrainerMessage]:
+        if self.must_stop():
+            raise SystemExit(ExitCode.OK)
+        messages: list[TrainerMessage] = []
+        for message in channel.poll(_TICK_S):
+            if not isinstance(message, BadFrame):
+                messages.append(message)
+            elif message.peer_schema is not None:
+                raise IncompatiblePeerError(f"{message.reason}: install the same release of slipstream on both sides")
+        now = time.monotonic()
+        if messages:
+            self._heard_at = now
+        elif now - self._heard_at > self.wait_s:
+            why = f": it {channel.problem}" if channel.problem else "; compare the address with the trainer's log"
+            raise NoAnswerError(f"no trainer has answered at {self.address.endpoint} for {self.wait_s:g} s{why}")
+        return messages
+
+
+_PATHS = (
+    "run_dir",
+    "model.path",
+    "serve.api_key_file",
+    "environment.verifiers.python",
+    "engine_server.adapter_dir",
+    "engine_server.key_file",
+    "engine_server.ca_file",
+)
+
+
+@contextlib.contextmanager
+def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tuple[RunConfig, str]]:
+    """The configuration, and the digest of the bundle that it is from. Raises SlipstreamError for whatever keeps this host from
+    joining the run.
+
+    Args:
+        arguments: of which `connect`, `keys`, `model`, `wait` and `overrides` are read.
+        must_stop: looked at while the trainer is waited for.
+    """
+    model = [] if arguments.model is None else [f"model.path={_quoted(_model_folder(arguments.model))}"]
+    address = trainer_address(arguments.connect, arguments.keys, arguments.overrides)
+    fetched = BundleFetch(process_name(address.keys), address, arguments.wait, must_stop).run()
+    bundle = decode(fetched.data)
+    overrides = [*model, *(_from_here(override, bundle) for override in arguments.overrides)]
+    _check_host_keys(bundle, overrides)
+    with scratch_folder() as scratch:
+        files = scratch / "files"
+        files.mkdir()
+        unpack(bundle, files)
+        with contextlib.chdir(files):
+            ours = _of_this_host(address, fetched, scratch)
+            config = load_config(CONFIG_FILE, [*ours, *overrides])
+            if problems := missing(bundle.requirements):
+                raise BundleError("\n  ".join(["this host lacks what the run's own files import:", *problems]))
+            for difference in differing(bundle.requirements):
+                logger.warning("%s", difference)
+            logger.info("got bundle %s from the trainer: %d files", fetched.digest[:12], len(bundle.files))
+            yield config, fetched.digest
+
+
+def _of_this_host(address: TrainerAddress, fetched: FetchedBundle, scratch: Path) -> list[str]:
+    values: dict[str, str | None] = {
+        "run_dir": str(scratch / "run"),
+        "transport.keys": address.keys_folder,
+        "transport.endpoint": address.endpoint,
+        "transport.blob_endpoint": fetched.blob_endpoint,
+    }
+    return [f"{key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _model_folder(given: str) -> str:
+    folder = Path(given).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--model {given}: there is no such folder on this host")
+    return str(folder)
+
+
+def _from_here(override: str, bundle: Bundle) -> str:
+    """With an absolute path, where the key has one and the value is there, or is to be made. A name of the hub stays one."""
+    key, separator, value = override.partition("=")
+    if key in (*_PATHS, *bundle.host_keys) and value and (key == "run_dir" or Path(value).exists()):
+        return f"{key}{separator}{_quoted(os.path.abspath(value))}"
+    return override
+
+
+def _check_host_keys(bundle: Bundle, overrides: list[str]) -> None:
+    given = {override.partition("=")[0] for override in overrides}
+    absent = [key for key in bundle.host_keys if key not in given]
+    if absent:
+        raise ConfigError(
+            "the trainer's configuration names places of its own host; give those of this host:\n  "
+            + "\n  ".join("--model FOLDER" if key == "model.path" else f"--set {key}=..." for key in absent)
+        )
+
+
+def _quoted(value: str | None) -> str:
+    """As the value of an override, which is YAML."""
+    return json.dumps(value, ensure_ascii=False)

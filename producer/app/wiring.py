@@ -1,0 +1,438 @@
+"""How the parts of a producer are put together, in the order in which they need each other.
+
+Guarantee: every function builds its part from parts that are there already, and nothing is set from outside afterwards.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from producer.app.gpu_turns import GpuTurns
+from producer.app.timeline import Timeline
+from producer.app.watchdog import Supervision, Watchdog
+from producer.endpoint.agents import Agents
+from producer.endpoint.generation import ServedEngine
+from producer.endpoint.serving import Serving, base_url, listening, read_keys
+from producer.engine_contract import Engine
+from producer.engine_gate import EngineGate
+from producer.environments.agent_program import AgentProgram
+from producer.environments.pool import EnvironmentPool
+from producer.link.session import Link, Mailbox, TakeAgain
+from producer.metrics import Counters, ProducerMetrics, Situation, Workload
+from producer.plugins.atropos.atropos import Atropos
+from producer.policies.downloads import LinkEvents
+from producer.policies.loader import PolicyLoader
+from producer.policies.probe import SwapProof
+from producer.policies.registry import AdapterRegistry, SwapReport
+from producer.relays.host_cache import host_cache
+from producer.relays.neighbours import Neighbours
+from producer.relays.place import relay_place
+from producer.relays.relay import Relay
+from producer.rewards.pool import RewardPool
+from producer.rewards.worker import Failure
+from producer.rollouts.admission import Admission, EngineAccess
+from producer.rollouts.chat import ChatFormat
+from producer.rollouts.group import Finish
+from producer.rollouts.in_flight import InFlight
+from producer.rollouts.leases import Generation, RolloutSource
+from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from producer.rollouts.several_turns import PlayedRollouts
+from producer.rollouts.single_turn import AgentRollouts, AtroposRollouts, PlainRollouts
+from protocol.channel.client import ZmqClient
+from protocol.channel.keys import ProducerKeys, process_name, producer_keys
+from protocol.config.operation import TOLERANCES
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, StalledError
+from protocol.exposition import Watch, reachable
+from protocol.gpu.nvml import free_bytes, gpu_ids
+from protocol.gpu.reservation import Seat, seated
+from protocol.runtime import logs
+from protocol.runtime.processes import uncollected
+from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
+from protocol.wire.messages import GpuTurn, Hello, PolicyInfo
+
+
+class Tasks:
+    """Belongs to the running loop."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Starts a task whose exception ends the daemon."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    def settle(self, error: BaseException | None) -> None:
+        """The daemon is to end, with this error or because its work is done."""
+        if self.outcome.done():
+            return
+        if error is not None:
+            self.outcome.set_exception(error)
+            self.outcome.exception()  # otherwise asyncio complains where nobody asks for it
+        else:
+            self.outcome.set_result(None)
+
+    async def cancel(self, limit_s: float) -> None:
+        """Ends all tasks. One that hangs is left alone after this time."""
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=limit_s)
+
+    def _finish(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.settle(error)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the daemon was started with, and who it is."""
+
+    config: RunConfig
+    gpus: list[int]
+    name: str
+    keys: ProducerKeys | None
+    bundle: str = ""  # digest of the one that the configuration is from, if the trainer gave it
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: list[int], bundle: str = "") -> "Launch":
+        transport = config.transport
+        keys = producer_keys(Path(transport.keys), transport.identity) if transport.keys else None
+        return cls(config, gpus, process_name(keys), keys, bundle)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What every other part may use."""
+
+    launch: Launch
+    config: RunConfig
+    watch: Watch
+    counters: Counters
+    metrics: ProducerMetrics
+    timeline: Timeline
+    tasks: Tasks
+    folder: Path
+    memory: SharedMemory
+    neighbours: Neighbours
+    seat: Seat
+
+    def folder_for(self, num_bytes: int) -> Path:
+        """Where an adapter is unpacked: in memory, if there is room."""
+        return self.memory.folder if self.memory.folder is not None and self.memory.has_room(num_bytes) else self.folder
+
+
+def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
+    config = launch.config
+    if launch.bundle and config.pipeline.gpu == "shared":
+        raise ConfigError(
+            "pipeline.gpu: shared cannot be set with --connect: what the trainer takes of the GPU follows from its whole file; "
+            "start the producer on its GPU with --config"
+        )
+    seat = stack.enter_context(seated(config, launch.gpus, "producer"))
+    timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
+    stack.callback(timeline.flush)
+    metrics = ProducerMetrics(watch.registry, config.rewards.names, get_args(Failure))
+    folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
+    neighbours = build_neighbours(launch, stack)
+    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, neighbours, seat)
+
+
+def build_neighbours(launch: Launch, stack: AsyncExitStack) -> Neighbours:
+    config, transport = launch.config, launch.config.transport
+    secret = launch.keys.secret if launch.keys else None
+    cache = stack.enter_context(host_cache(config.control_endpoint))
+    relay = None
+    if transport.relay_port is not None:
+        place = partial(relay_place, transport, config.control_endpoint)
+        relay = Relay(cache, place, transport.max_message_bytes, secret)
+        stack.callback(relay.stop)
+        relay.start()
+    return Neighbours(launch.name, transport, secret, cache, relay)
+
+
+@dataclass(frozen=True)
+class Helpers:
+    """What works beside the engine. `agents` are those whose rewards are posted; `program` is ours that plays for them."""
+
+    rewards: RewardPool
+    environments: EnvironmentPool | None
+    listener: socket.socket | None
+    client_keys: tuple[bytes, ...]
+    agents: Agents | None
+    program: AgentProgram | None
+
+    async def start(self) -> None:
+        for helper in (self.rewards, self.environments, self.program):
+            if helper is not None:
+                await helper.start()
+
+
+def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
+    config = base.config
+    rewards = RewardPool(config.rewards.computed, base.metrics)
+    stack.push_async_callback(rewards.close)
+    listener = stack.enter_context(listening(config.serve, base.launch.gpus))
+    client_keys = read_keys(config.serve.api_key_file)
+    environments = EnvironmentPool(config.environment) if config.environment.factory else None
+    if environments is not None:
+        stack.push_async_callback(environments.close)
+    agents = Agents(config.posted_rewards) if config.posted_rewards else None
+    program = None
+    if agents is not None and listener is not None and config.environment.is_played_outside:
+        key = client_keys[0].decode() if client_keys else ""
+        program = AgentProgram(config.environment, base_url(listener), key, agents.fail_taken)
+        stack.push_async_callback(program.close)
+        base.metrics.watch_agent_program(partial(getattr, program, "restarts"))
+        base.watch.health.check_ready("environment", partial(getattr, program, "problem"))
+    return Helpers(rewards, environments, listener, client_keys, agents, program)
+
+
+async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
+    """Raises StalledError if it does not answer."""
+    started, limit_s = time.monotonic(), base.config.pipeline.stall_timeout_s
+    engine = await _build_engine(base, stack)
+    try:
+        async with asyncio.timeout(limit_s):
+            await engine.warm_up()
+    except TimeoutError as error:
+        raise StalledError(
+            f"the engine did not answer its first request within pipeline.stall_timeout_s={limit_s:g} seconds"
+            + (f": {outage}" if (outage := engine.outage()) else "")
+        ) from error
+    engine_s = time.monotonic() - started
+    logger.info("engine ready after %.0f s", engine_s)
+    base.timeline.record("start", name=base.launch.name, engine_start_s=round(engine_s, 3))
+    return engine
+
+
+async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
+    if base.config.engine_server is not None:
+        from producer.plugins.engine_server.engine import server_engine
+
+        logger.info("asking for %s at %s ...", base.config.model.path, ", ".join(base.config.engine_server.url))
+        return await stack.enter_async_context(server_engine(base.config))
+    logger.info("loading the engine for %s ...", base.config.model.path)
+    with uncollected():
+        from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
+
+    logs.adopt_libraries()
+    with base.seat.settling(base.config.pipeline.stall_timeout_s):
+        engine = VllmEngine(base.seat.with_share(base.config), len(base.launch.gpus))
+        stack.callback(engine.shutdown)
+    return engine
+
+
+@dataclass(frozen=True)
+class Producer:
+    """The parts whose life the daemon leads."""
+
+    base: Base
+    helpers: Helpers
+    registry: AdapterRegistry
+    generation: Generation
+    serving: Serving | None
+    link: Link
+    supervision: Supervision
+    gpu_turns: GpuTurns | None
+
+
+def link_events(
+    generation: Generation,
+    access: EngineAccess,
+    registry: AdapterRegistry,
+    forget: Sequence[Callable[[], None]],
+    ended: Callable[[BaseException | None], None],
+    turn: Callable[[GpuTurn | None], None],
+) -> LinkEvents:
+    """Each is acted on by the loop's thread, in the order in which the link's thread told them. Versions may mean other weights
+    when another trainer process begins a session, so whoever keeps any has to forget them."""
+    loop = asyncio.get_running_loop()
+
+    def on_loop(function: Callable[..., None]) -> Callable[..., object]:
+        return partial(loop.call_soon_threadsafe, function)
+
+    def start_session(policy: PolicyInfo) -> None:
+        generation.hand_back_above(policy.version)
+        registry.start_session(policy)
+        for part in forget:
+            part()
+
+    def begin_run(policy: PolicyInfo) -> None:
+        generation.abandon_all()
+        start_session(policy)
+
+    return LinkEvents(
+        run_began=on_loop(begin_run),
+        session_began=on_loop(start_session),
+        leased=on_loop(generation.start),
+        abandoned=on_loop(generation.abandon),
+        policy_arrived=on_loop(registry.offer),
+        policy_refused=on_loop(registry.refuse_for_now),
+        fetched=on_loop(registry.on_fetched),
+        evaluates=on_loop(registry.note_evaluation),
+        turn=on_loop(turn),
+        outbox_full=on_loop(access.pause),
+        ended=on_loop(ended),
+    )
+
+
+def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
+    config, counters, health, name = base.config, base.counters, base.watch.health, base.launch.name
+    can, rewards = engine.capabilities, helpers.rewards
+    tokenizer = load_tokenizer(
+        can.tokenizer_folder,
+        trust_remote_code=config.model.trust_remote_code,
+        without_torch=config.engine_server is not None,
+    )
+    rewards.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
+    # One group more than fits, so that places freed by short completions are filled at once.
+    max_groups = can.max_num_seqs // config.sampling.num_generations + 1
+    admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
+    limit = config.transport.max_message_bytes
+    mailbox = Mailbox(ZmqClient(name, config.control_endpoint, config.blob_endpoint, limit, base.launch.keys))
+    gate = EngineGate()
+    registry = build_registry(base, engine, mailbox, gate)
+    gpu_turns = build_gpu_turns(base, engine, gate, registry, mailbox.wake)
+    in_flight = InFlight(engine, registry, counters, config.swap.on_swap, gate=gate)
+    access = EngineAccess(registry, admission, in_flight)
+    atropos = None
+    if config.environment.atropos:
+        atropos = Atropos(config, can.facts.max_model_len, lambda: counters.policy_version)
+    source = build_source(base, helpers, engine, tokenizer, access, atropos)
+    finish = Finish(config.reward_names, source.reward_names, rewards, counters, base.metrics)
+    generation = Generation(source, finish, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
+    serving = None
+    if helpers.listener is not None:
+        served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running, gate)
+        serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, atropos)
+        health.check_ready("serve", partial(getattr, serving, "problem"))
+    forget = [part.forget for part in (atropos, serving.versions if serving else None) if part is not None]
+    note_turn = gpu_turns.note if gpu_turns else lambda turn: None
+    events = link_events(generation, access, registry, forget, base.tasks.settle, note_turn)
+
+    def workload() -> Workload:
+        return replace(generation.workload(), takes_leases=engine.outage() is None)
+
+    hello = build_hello(base, engine, 2 * max_groups)
+    beat = partial(health.beat, "link")
+    link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, workload, beat)
+
+    def look() -> Situation:
+        work, delivery = workload(), link.delivery()
+        return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle)
+
+    base.metrics.watch(name, look, base.neighbours)
+    health.check_ready("trainer", lambda: None if link.connected else "not connected")
+    health.check_ready("swap", lambda: counters.refusal or None)
+    health.check_ready("engine", engine.outage)
+    health.check_ready("weights", lambda: None if counters.policy_version >= 0 else "none are loaded")
+    watchdog = Watchdog(config.pipeline.stall_timeout_s)
+    beat_event = partial(health.beat, "event")
+    supervision = Supervision(engine, look, base.timeline, watchdog, beat_event, generation.hand_back_ungenerated)
+    return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns)
+
+
+def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
+    """What the trainer is told of this producer, which may have so many leases."""
+    config, host = base.config, socket.gethostname()[:128]
+    return Hello(
+        base.launch.name,
+        engine.capabilities.facts,
+        capacity,
+        swap_mode=config.swap.mode,
+        evaluates=config.evaluation is not None,
+        host=host,
+        region=config.transport.region or host,
+        bundle=base.launch.bundle,
+        metrics=reachable(base.watch.address, config.control_endpoint),
+        gpus=tuple(gpu_ids(base.launch.gpus)),
+        takes_turns=config.pipeline.gpu == "turns",
+    )
+
+
+def build_gpu_turns(
+    base: Base, engine: Engine, gate: EngineGate, registry: AdapterRegistry, told: Callable[[], None]
+) -> GpuTurns | None:
+    """None: the GPU is the producer's alone. Raises ConfigError where the engine cannot leave it."""
+    pipeline = base.config.pipeline
+    if pipeline.gpu != "turns":
+        return None
+    if not engine.capabilities.can_sleep:
+        raise ConfigError(
+            "pipeline.gpu: turns needs an engine that can sleep, and this one cannot; set pipeline.gpu: own"
+        )
+    return GpuTurns(
+        engine,
+        gate,
+        registry.unchanged,
+        base.counters,
+        told,
+        silence_s=base.config.transport.heartbeat_timeout_s + pipeline.gpu_handover_s,
+        stall_timeout_s=pipeline.stall_timeout_s,
+        free_bytes=partial(free_bytes, base.launch.gpus),
+        try_moving=base.seat.try_moving,
+    )
+
+
+def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGate) -> AdapterRegistry:
+    config, evaluation = base.config, base.config.evaluation
+    proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
+    return AdapterRegistry(
+        PolicyLoader(engine.weights, base.folder_for, proof, gate),
+        SwapReport(base.counters, base.metrics, base.timeline.record),
+        mailbox.put,
+        lambda policy: mailbox.put(TakeAgain(policy)),
+        evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
+        config.pipeline.max_staleness,
+    )
+
+
+def build_source(
+    base: Base,
+    helpers: Helpers,
+    engine: Engine,
+    tokenizer: Any,
+    access: EngineAccess,
+    atropos: Atropos | None,
+) -> RolloutSource:
+    config, max_model_len = base.config, engine.capabilities.facts.max_model_len
+    if atropos is not None:
+        return AtroposRollouts(atropos, access, config.reward_names)
+    if helpers.environments is not None:
+        chat = build_chat(base, helpers.environments, engine, tokenizer)
+        own = set(config.reward_names) - set(config.rewards.names)
+        return PlayedRollouts(access, config.environment, helpers.environments, chat, base.counters, tuple(own))
+    placeholders = engine.capabilities.placeholders
+    prompts = PromptFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, placeholders=placeholders)
+    if helpers.agents is not None:
+        return AgentRollouts(helpers.agents, access, prompts)
+    return PlainRollouts(access, prompts)
+
+
+def build_chat(base: Base, environments: EnvironmentPool, engine: Engine, tokenizer: Any) -> ChatFormat:
+    """After the pool was started. Raises ConfigError where tools do not go with the chat template or with the engine's
+    parser."""
+    config, tools, parser = base.config, environments.tools, None
+    if tools:
+        assert config.environment.tool_parser is not None
+        parser = engine.tool_parser(config.environment.tool_parser, tokenizer, tools)
+    max_model_len = engine.capabilities.facts.max_model_len
+    chat = ChatFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, tools, parser)
+    chat.check()
+    return chat

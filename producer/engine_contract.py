@@ -1,0 +1,162 @@
+"""What the parts of a producer hand each other.
+
+Guarantee: nothing here imports a library, so every part can be tested with stand-ins for the others.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from protocol.config.functions import load_plugin
+from protocol.config.run import RunConfig
+from protocol.wire.messages import EngineFacts, Sampling
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What vLLM's scheduler said last, and how often it has preempted a request since it started."""
+
+    kv_cache_usage: float  # share of the blocks, from 0 to 1
+    running: int  # requests, of which a group has one per completion
+    waiting: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One policy version as the engine knows it. Name, id and path belong to this load alone (see `AdapterRegistry`)."""
+
+    version: int
+    name: str
+    id: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled tokens (with the end-of-sequence token, if it was sampled), and of each its log-prob and the policy version
+    that sampled it. One that was `cut` has not ended."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+    token_versions: list[int]
+    cut: bool = False
+
+
+class ToolCall(NamedTuple):
+    """A call that the model asks for. `arguments` is None where they are no JSON object."""
+
+    name: str
+    arguments: dict[str, Any] | None
+
+
+class AdapterRefusedError(Exception):
+    """The engine is alive, but does not take this adapter."""
+
+
+class AdapterFailedError(AdapterRefusedError):
+    """The engine could not take this adapter now, for a reason that may pass, such as a full disk."""
+
+
+class ToolParser(Protocol):
+    def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
+        """Content and tool calls of what the model sampled."""
+
+
+class PolicyWeights(Protocol):
+    """How an engine takes up policies. Each is loaded, may be verified, and is activated, or else discarded; one that is active
+    is discarded when no request names it any more."""
+
+    async def load(self, adapter: Adapter) -> None:
+        """Reads a policy into the engine, while requests run. Raises AdapterRefusedError if it cannot; nothing has changed
+        then."""
+
+    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
+        """What the engine computes for a loaded policy: log-probs of these tokens but the first. Raises AdapterRefusedError if
+        it does not score them."""
+
+    def activate(self, adapter: Adapter) -> None:
+        """From now on requests may begin on this policy."""
+
+    async def discard(self, adapter: Adapter) -> None:
+        """Unloads a policy. One that was not activated is undone, as if it had never been loaded."""
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine is and can do, which does not change while it lives. One that `holds_versions` has several policies at a
+    time, and each request stays on the one that it began on; otherwise a new policy takes the place of the former one under the
+    requests that run. `placeholders` are the tokens of its model that stand for images or videos. One that `can_sleep` can leave
+    its GPU to others for a while."""
+
+    facts: EngineFacts
+    tokenizer_folder: Path
+    max_num_seqs: int
+    holds_versions: bool = True
+    placeholders: frozenset[int] = frozenset()
+    can_sleep: bool = False
+
+
+class Engine(Protocol):
+    """All that the producer knows of its engine, whether that runs in this process or elsewhere. What is asked of one that is
+    dead raises EngineError."""
+
+    capabilities: EngineCapabilities
+
+    @property
+    def weights(self) -> PolicyWeights: ...
+
+    async def warm_up(self) -> None:
+        """Called once, before anything else."""
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
+        """Samples a group until every completion has ended, or `cut` is set. Raises LeaseFailure if the engine refuses this
+        request."""
+
+    async def sleep(self) -> None:
+        """Gives up the memory of its GPU, but keeps its policies. Only while nothing is asked of it; then nothing may be asked
+        before `wake` has returned. Raises EngineError if it cannot."""
+
+    async def wake(self) -> None:
+        """Takes the memory again. Raises EngineError if there is none."""
+
+    def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
+        """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
+
+    def openai_server(self, config: RunConfig) -> Any:
+        """What answers OpenAI requests on this engine: a `producer.endpoint.openai.Answering`."""
+
+    def current_load(self) -> EngineLoad | None:
+        """As of the last engine step; None with `engine.disable_log_stats`."""
+
+    def outage(self) -> str | None:
+        """Why nothing can be generated for a while, which passes by itself; None: it can. What is asked meanwhile waits."""
+
+    def check_alive(self) -> None:
+        """Also while no request is in it."""
+
+    def shutdown(self) -> None:
+        """Ends the engine. What is asked of it from then on is an `EngineError`."""
+
+
+@dataclass(frozen=True)
+class EnginePlugin:
+    """An engine outside of this process, as an entry point of the group `slipstream.engines` offers it. `check` raises a
+    SlipstreamError with the reasons if it does not fit the run."""
+
+    open: Callable[[RunConfig], AbstractAsyncContextManager[Engine]]
+    check: Callable[[RunConfig], None]
+
+
+def engine_plugin(config: RunConfig) -> EnginePlugin | None:
+    """Load the plugin that this run's engine comes from; None if the producer runs vLLM itself."""
+    if config.engine_server is None:
+        return None
+    plugin: EnginePlugin = load_plugin("slipstream.engines", config.engine_server.plugin, "engine_server.plugin")
+    return plugin

@@ -1,0 +1,40 @@
+"""A queue of tasks that wait for a grant.
+
+Guarantee: the task that has waited longest stands first. A cancelled task leaves the queue at once and for good; a grant that
+races with its cancellation is returned, once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Request = TypeVar("Request")
+
+
+class FifoQueue(Generic[Request]):
+    """Each task waits with a request, by which the owner of the queue decides."""
+
+    def __init__(self) -> None:
+        self._grants: dict[asyncio.Future[None], Request] = {}  # in order
+
+    @property
+    def pending(self) -> list[Request]:
+        """The requests without a grant, in order."""
+        return [request for grant, request in self._grants.items() if not grant.done()]
+
+    async def wait(self, request: Request, take_back: Callable[[], None]) -> None:
+        """Wait for a grant. `take_back` is called if the task was given one and was cancelled before it could use it."""
+        grant: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._grants[grant] = request
+        try:
+            await grant
+        except asyncio.CancelledError:
+            if not grant.cancelled():
+                take_back()
+            raise
+        finally:
+            del self._grants[grant]
+
+    def grant(self) -> None:
+        """Grant the first pending request."""
+        next(grant for grant in self._grants if not grant.done()).set_result(None)

@@ -1,0 +1,120 @@
+"""From the bytes of a policy to an adapter that the engine has, and back.
+
+Guarantee: every load has a name, an id and a folder of its own. What is refused is undone, and nothing is left of what is
+discarded. An engine that sleeps is asked for nothing. (vLLM dies when it has to read an adapter again whose folder is gone, and
+confuses two adapters of one name.)
+"""
+
+import asyncio
+import itertools
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, PolicyWeights
+from producer.engine_gate import EngineGate
+from producer.policies.probe import Probe, SwapProof, largest_difference
+from protocol.wire.adapter_blob import BlobError, DamagedBlobError, unpack
+from protocol.wire.messages import PolicyInfo
+
+
+class DownloadedPolicy(NamedTuple):
+    """A policy that is here, with the `time.monotonic()` when this producer heard of it, with what proves that the engine
+    serves it (None: not this one), and whether its sha256 was seen to match."""
+
+    policy: PolicyInfo
+    blob: bytes
+    announced_at: float
+    probe: Probe | None = None
+    is_verified: bool = False
+
+
+logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A policy that the engine has, verified, and how long that took."""
+
+    adapter: Adapter
+    load_s: float
+    verify_s: float
+    probe_difference: float | None = None  # of log-probs, in nats; None: it was not proved
+
+
+@dataclass
+class PolicyLoader:
+    """`folder_for` says where an adapter of so many bytes is unpacked; the folder is ours alone."""
+
+    weights: PolicyWeights
+    folder_for: Callable[[int], Path]
+    proof: SwapProof
+    gate: EngineGate = field(default_factory=EngineGate)
+    _probed: Probe | None = None
+    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+
+    async def load(self, downloaded: DownloadedPolicy) -> Loaded:
+        """Loads a policy beside the others and verifies it; it is to be activated or discarded next. Raises AdapterRefusedError
+        where it cannot be loaded, or the engine does not compute it, and AdapterFailedError where that may pass."""
+        async with self.gate.use():
+            return await self._load(downloaded)
+
+    async def _load(self, downloaded: DownloadedPolicy) -> Loaded:
+        policy, blob = downloaded.policy, downloaded.blob
+        number, started = next(self._ids), time.monotonic()
+        name = f"v{policy.version}-{policy.digest[:8]}-{number}"
+        adapter = Adapter(policy.version, name, number, self.folder_for(len(blob)) / name)
+        try:
+            digest = None if downloaded.is_verified else policy.digest
+            await asyncio.to_thread(unpack, blob, digest, adapter.path)
+            await self.weights.load(adapter)
+        except (BlobError, AdapterRefusedError, OSError, MemoryError) as error:
+            shutil.rmtree(adapter.path, ignore_errors=True)
+            may_pass = isinstance(error, AdapterFailedError | DamagedBlobError | OSError | MemoryError)
+            kind = AdapterFailedError if may_pass else AdapterRefusedError
+            raise kind(str(error) or type(error).__name__) from error
+        loaded = time.monotonic()
+        self._probed = downloaded.probe or self._probed
+        refusal, difference = "", None
+        if downloaded.probe is not None:
+            try:
+                refusal, difference = await self._verify(adapter, downloaded.probe)
+            except AdapterFailedError:
+                await self.discard(adapter)
+                raise
+        if refusal:
+            await self.discard(adapter)
+            raise AdapterRefusedError(refusal)
+        return Loaded(adapter, loaded - started, time.monotonic() - loaded, difference)
+
+    async def measure(self, adapter: Adapter) -> list[float] | None:
+        """The engine's log-probs under this policy, which it has, of the tokens that were probed last; None where there are none,
+        or it does not score them. Asks the engine whatever the gate says."""
+        if self._probed is None:
+            return None
+        try:
+            return await self.weights.verify(adapter, list(self._probed.token_ids))
+        except AdapterRefusedError:
+            return None
+
+    async def discard(self, adapter: Adapter) -> None:
+        async with self.gate.upkeep():
+            await self.weights.discard(adapter)
+        shutil.rmtree(adapter.path, ignore_errors=True)
+        logger.debug("policy v%d unloaded", adapter.version)
+
+    async def _verify(self, adapter: Adapter, probe: Probe) -> tuple[str, float | None]:
+        """Why it is refused ("": it is not), and how far the engine is from the probe. Raises AdapterFailedError where the engine
+        failed to score it."""
+        try:
+            engine = await self.weights.verify(adapter, list(probe.token_ids))
+        except AdapterFailedError:
+            raise
+        except AdapterRefusedError as error:
+            logger.warning("policy v%d cannot be verified: %s", adapter.version, error)
+            return "", None
+        return self.proof.refusal(probe, engine), largest_difference(probe.logprobs, engine)

@@ -1,0 +1,97 @@
+"""From rollouts to the group that the trainer gets, wherever they come from.
+
+Guarantee: what was generated is counted once, also when scoring fails afterwards; an episode that failed has no reward, and a
+group of which no episode can be scored is refused.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from producer.groups import LeaseFailure, Rollouts, group_message
+from producer.metrics import Counters, ProducerMetrics
+from producer.rewards.pool import RewardFailures, RewardPool
+from producer.rollouts.admission import Progress
+from protocol.runtime.logs import Throttle
+from protocol.wire.messages import Group, Lease
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Finish:
+    """Counts, scores and builds the message, with all rewards in the order of `columns`. The rollouts bring along those of
+    `own`."""
+
+    columns: tuple[str, ...]
+    own: tuple[str, ...]
+    rewards: RewardPool
+    counters: Counters
+    metrics: ProducerMetrics
+    in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
+
+    async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
+        """Raises LeaseFailure if the rollouts cannot be scored, or do not fit together."""
+        if lease.evaluates is not None and rollouts.versions - {lease.evaluates.version}:
+            raise LeaseFailure(
+                "no_policy", f"v{lease.evaluates.version} is evaluated, and newer weights came in between"
+            )
+        self._count(lease, rollouts)
+        has_failed = [bool(episode.failure) for episode in rollouts.episodes]
+        self._check_scored(rollouts, all(has_failed))
+        progress.enter("scoring", "reward_failed")
+        is_own, reward_s = np.array([name in self.own for name in self.columns], bool), 0.0
+        failures = RewardFailures()
+        rewards = np.empty((len(rollouts.episodes), len(is_own)), np.float32)
+        rewards[:, is_own] = rollouts.own_rewards
+        if not is_own.all():
+            rewards[:, ~is_own], reward_s, failures = await self.rewards.score(
+                lease.prompt,
+                rollouts.completions,
+                [episode.token_ids for episode in rollouts.episodes],
+                lease.columns,
+            )
+        rewards[has_failed] = np.nan
+        for number, episode in enumerate(rollouts.episodes):
+            if episode.failure:
+                failures.add("", "environment", episode.failure, [number])
+        self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
+        limit = lease.sampling.max_completion_length
+        message: Group = await self.in_thread(
+            group_message,
+            lease.lease_id,
+            rollouts.episodes,
+            rewards,
+            limit,
+            rollouts.generation_s,
+            reward_s,
+            failures.entries(),
+        )
+        self.counters.groups += 1
+        self.metrics.reward_s.observe(reward_s)
+        return message
+
+    def _count(self, lease: Lease, rollouts: Rollouts) -> None:
+        counters, episodes = self.counters, rollouts.episodes
+        counters.prompt_tokens += episodes[0].prompt_length
+        for episode in episodes:
+            counters.tokens += episode.num_sampled
+            self.metrics.lengths.observe(episode.num_sampled)
+        counters.completions += len(episodes)
+        counters.truncated += sum(episode.truncated for episode in episodes)
+        self.metrics.generation_s.observe(rollouts.generation_s)
+        failures = [episode.failure for episode in episodes if episode.failure]
+        counters.failed_episodes += len(failures)
+        if failures:
+            self._warn("episode", f"an episode of prompt {lease.prompt_id} failed: {failures[0]}")
+
+    def _check_scored(self, rollouts: Rollouts, is_hopeless: bool) -> None:
+        if is_hopeless:
+            failure = next(episode.failure for episode in rollouts.episodes if episode.failure)
+            raise LeaseFailure("environment_failed", f"no episode could be scored: {failure}")

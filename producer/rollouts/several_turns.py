@@ -1,0 +1,182 @@
+"""Rollouts of several turns: every completion is an episode, in which the policy and an environment take turns until one of
+them, or a limit, ends it.
+
+Guarantee: the policy goes on from the very tokens that it sampled (`producer.rollouts.chat`); no record is longer than
+`sampling.max_completion_length` after its episode's first prompt; an episode whose environment fails, or that takes longer than
+it may, keeps what was sampled and says why it failed. One of which nothing was sampled is played again, a few times; then its
+group fails.
+"""
+
+import asyncio
+import copy
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
+from producer.groups import Episode, LeaseFailure, Record, Rollouts
+from producer.metrics import Counters
+from producer.rollouts.admission import EngineAccess, Progress
+from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
+from producer.rollouts.in_flight import Sample
+from producer.rollouts.prompts import malformed
+from protocol.config.rewards import EnvironmentSection
+from protocol.runtime.logs import Throttle
+from protocol.wire.messages import Lease, Sampling, is_conversational
+
+logger = logging.getLogger(__name__)
+
+_RESETS = 3  # before the group fails
+_RESET_PAUSE_S = 0.5  # before the second attempt; twice as long before the third
+
+
+@dataclass
+class PlayedRollouts:
+    """A `RolloutSource`, for a run with `environment.factory`. `reward_names` has the environment's own reward, if there is
+    one."""
+
+    access: EngineAccess
+    section: EnvironmentSection
+    pool: EnvironmentPool
+    chat: ChatFormat
+    counters: Counters
+    reward_names: tuple[str, ...]
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
+
+    async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
+        if not is_conversational(lease.prompt):
+            raise malformed(lease.prompt, "an environment needs")
+        try:
+            async with self.access.enter(lease, progress) as sample:
+                started = time.monotonic()
+                async with asyncio.TaskGroup() as group:
+                    plays = [self._episode(lease, sample) for _ in range(lease.sampling.num_generations)]
+                    tasks = [group.create_task(play) for play in plays]
+        except ExceptionGroup as errors:  # what is no failure of the lease ends the daemon, whatever failed before it
+            raise next(
+                (e for e in errors.exceptions if not isinstance(e, LeaseFailure)), errors.exceptions[0]
+            ) from None
+        generation_s = time.monotonic() - started
+        episodes = [task.result() for task in tasks]
+        own = [[each.reward] for each in episodes] if self.reward_names else [[]]
+        return Rollouts(episodes, generation_s, [each.messages for each in episodes], np.array(own, np.float32))
+
+    async def _episode(self, lease: Lease, sample: Sample) -> Episode:
+        limit_s = self.section.episode_timeout_s
+        for attempt in range(_RESETS):
+            await asyncio.sleep(attempt * _RESET_PAUSE_S)
+            episode = Episode(0, [])
+            try:
+                async with self.pool.session() as environment, asyncio.timeout(limit_s) as limit:
+                    await self._play(lease, sample, environment, episode)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                episode.failure = f"an episode was not over within environment.episode_timeout_s={limit_s:g} seconds"
+            except EnvironmentFailedError as error:
+                episode.failure = str(error)
+            ended = (record.cut(len(record.token_ids)) for record in episode.records)
+            episode.records = [record for record in ended if record.token_ids]
+            if episode.records:
+                return episode
+            self.counters.failed_episodes += 1
+        raise LeaseFailure("environment_failed", episode.failure)
+
+    async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
+        messages = _with_observation(lease.prompt, await environment.reset(lease.columns | {"prompt": lease.prompt}))
+        text, first = await self.chat.in_thread(self.chat.prompt, messages), len(messages)
+        prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)
+        what = "the prompt with tools and what `reset` returned"
+        self.chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
+        episode.prompt_length = len(prompt_ids)
+        episode.records.append(Record.of(prompt_ids))
+        num_calls = 0
+        for turn in range(1, self.section.max_turns + 1):
+            ended_by, calls = await self._turn(lease.sampling, sample, episode, messages, num_calls)
+            episode.messages = messages[first:]
+            if not calls or turn == self.section.max_turns:
+                break
+            answers = [await self._answer(environment, call, num_calls + place) for place, call in enumerate(calls)]
+            num_calls += len(answers)
+            messages += answers
+            following = await self.chat.in_thread(self.chat.go_on, text, messages, len(answers), ended_by)
+            if not await self._continue(episode, following, lease.sampling.max_completion_length):
+                episode.truncated = True
+                break
+            text, episode.messages = following.text, messages[first:]
+        if self.section.reward_weight is not None:
+            try:
+                episode.reward = await environment.reward()
+            except EnvironmentFailedError as error:
+                self._warn("reward", f"the environment's reward is missing: {error}")
+
+    async def _turn(
+        self, sampling: Sampling, sample: Sample, episode: Episode, messages: list[dict[str, Any]], num_calls: int
+    ) -> tuple[str, list[Any]]:
+        """Samples one turn and adds its message. Returns the token that ended it, and the calls that are to be answered."""
+        record = episode.records[-1]
+        room = sampling.max_completion_length + episode.prompt_length - len(record.token_ids)
+        limit = min(room, self.section.max_turn_tokens or room)
+        (completion,) = await sample(
+            list(record.token_ids), msgspec.structs.replace(sampling, num_generations=1, max_completion_length=limit)
+        )
+        record.sampled(completion)
+        self.counters.turns += 1
+        if completion.truncated:
+            content = await self.chat.in_thread(self.chat.text, completion.token_ids)
+            messages.append(assistant_message(content, [], num_calls))
+            episode.truncated = True
+            return "", []
+        *said, end = completion.token_ids
+        content, calls = await self.chat.in_thread(self.chat.parse, said)
+        messages.append(assistant_message(content, [(call.name, call.arguments or {}) for call in calls], num_calls))
+        return await self.chat.in_thread(self.chat.end_of_turn, end), calls
+
+    async def _answer(self, environment: EnvironmentSession, call: Any, number: int) -> dict[str, Any]:
+        self.counters.tool_calls += 1
+        content: str | list[Any]
+        if call.arguments is None:
+            problem = "The arguments are no JSON object that can be sent."
+            content, failed = str({"error": problem}), True
+        else:
+            content, failed = await environment.call(call.name, call.arguments)
+        self.counters.failed_tool_calls += failed
+        return tool_message(call.name, content, number)
+
+    async def _continue(self, episode: Episode, following: Continuation, max_completion_length: int) -> bool:
+        """Adds what the policy is shown next; False if that leaves it no room for a token."""
+        limit = episode.prompt_length + max_completion_length
+        record = episode.records[-1]
+        if following.token_ids is None:
+            token_ids = await self.chat.in_thread(self.chat.token_ids, following.text)
+            if len(token_ids) >= limit:
+                return False
+            episode.records.append(Record.of(token_ids))
+        elif len(record.token_ids) + len(following.token_ids) >= limit:
+            return False
+        else:
+            record.show(following.token_ids)
+        return True
+
+
+def _with_observation(prompt: list[dict[str, Any]], observation: str | list[Any] | None) -> list[dict[str, Any]]:
+    """The prompt with what `reset` returned at the end of its last message."""
+    messages = copy.deepcopy(prompt)
+    if observation is None:
+        return messages
+    content = messages[-1]["content"]
+    if not isinstance(content, str | list):
+        raise malformed(
+            prompt, "an environment whose `reset` returns something adds it to the last message, which needs a content:"
+        )
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    messages[-1] = messages[-1] | {"content": content + observation}
+    return messages
