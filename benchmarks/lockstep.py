@@ -20,9 +20,9 @@ from peft import get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from consumer.app.pipeline import Pipeline
+from consumer.app.run_components import RunComponents
 from consumer.link.policy_store import Snapshot
-from consumer.training.pipeline import Pipeline
-from consumer.training.run_components import RunComponents
 from protocol.config.functions import load_function
 from protocol.wire.adapter_blob import AdapterBlob
 from replay.batches.cutting import CutBatch
@@ -135,7 +135,7 @@ class Policies(Pipeline):
 
 
 class LockstepFeed:
-    """A `consumer.training.pipeline.Feed` that samples the batch of every step when it is asked for it.
+    """A `consumer.app.pipeline.Feed` that samples the batch of every step when it is asked for it.
 
     As in a live run, groups without signal are not trained: prompts are drawn in rounds of a batch, and the first groups
     with signal make the batch. Where `rounds` do not give enough, groups without signal fill it, so that a policy which

@@ -18,9 +18,9 @@ import transformers
 from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
+from consumer.app.pipeline import Connections
+from consumer.app.run_components import RunComponents, RunStart
 from consumer.app.wiring import training_loop
-from consumer.training.pipeline import Connections
-from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import WaitPolicy
 from protocol.config.loader import load_config
 from protocol.runtime import json_lines as rotated_lines

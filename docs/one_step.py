@@ -14,11 +14,11 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from consumer.app.run_components import RunComponents
 from consumer.app.wiring import rollout_buffer
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.policy_store import PolicyStore
 from consumer.link.snapshots import AdapterSnapshots, Probe, probe_tokens
-from consumer.training.run_components import RunComponents
 from examples.arithmetic.build_model import EOS, PAD, VOCAB, make_tokenizer, save
 from producer.app.timeline import Timeline
 from producer.engine.engine import VllmEngine

@@ -52,10 +52,10 @@ def main(request: dict[str, Any]) -> NoReturn:
 
 
 def _write_evidence(log: EvidenceLog) -> None:
+    from consumer.app.pipeline import LivePipeline, Pipeline
+    from consumer.app.training_loop import RunControl
     from consumer.learn import checkpoints as checkpoints
     from consumer.learn.trainer import SlipstreamTrainer
-    from consumer.training.callbacks import RunControl
-    from consumer.training.pipeline import LivePipeline, Pipeline
     from replay.journal.retention import Retention
 
     steps = SlipstreamTrainer.get_train_dataloader
@@ -124,13 +124,13 @@ def _write_evidence(log: EvidenceLog) -> None:
 
 
 def set_points(aim: Aim) -> None:
+    from consumer.app.training_loop import RunControl
     from consumer.evaluate.control import EvaluationControl
     from consumer.evaluate.results import EvaluationResults
     from consumer.learn import checkpoints as checkpoints
     from consumer.learn.trainer import SlipstreamTrainer
     from consumer.link.intake import Intake
     from consumer.ranks.exchange import ProcessRanks
-    from consumer.training.callbacks import RunControl
     from protocol.channel.server import ZmqServer
     from protocol.runtime import files as staged
     from protocol.wire.messages import Ack, Lease, Welcome

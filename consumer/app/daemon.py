@@ -19,12 +19,12 @@ import transformers
 
 from consumer.app.feed import RecordedRun
 from consumer.app.gpu_share import gpu_share
+from consumer.app.run_components import RunComponents
 from consumer.app.wiring import live_run, retraining, training_loop, watch_live
 from consumer.learn.options import build_arguments, build_lora
 from consumer.ranks.placement import Placement
 from consumer.ranks.team import team
 from consumer.report.metrics import watch_ranks
-from consumer.training.run_components import RunComponents
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError

@@ -17,6 +17,9 @@ import torch
 from transformers import TrainerCallback
 
 from consumer.app.feed import BatchFeed, RecordedFeed, RecordedRun
+from consumer.app.pipeline import CheckpointWriter, Connections, Feed, LivePipeline, Pipeline
+from consumer.app.run_components import RunComponents, RunStart
+from consumer.app.training_loop import Heartbeat, RunControl, TrainingLoop
 from consumer.evaluate.control import EvaluationControl
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
@@ -37,10 +40,6 @@ from consumer.link.snapshots import Probe, probe_tokens
 from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.report.sampled_rollouts import RolloutLog
-from consumer.training.callbacks import Heartbeat, RunControl
-from consumer.training.loop import TrainingLoop
-from consumer.training.pipeline import CheckpointWriter, Connections, Feed, LivePipeline, Pipeline
-from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
 from protocol.channel.keys import trainer_keys

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from consumer import waiting
 from consumer.app import cli
-from consumer.training.pipeline import CheckpointWriter
+from consumer.app.pipeline import CheckpointWriter
 
 _commit = CheckpointWriter.commit
 

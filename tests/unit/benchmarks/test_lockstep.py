@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.training.run_components import RunComponents
+from consumer.app.run_components import RunComponents
 from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs

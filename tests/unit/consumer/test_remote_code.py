@@ -11,11 +11,11 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from consumer.app.run_components import model_config
 from consumer.learn.options import build_lora
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.training.run_components import model_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest

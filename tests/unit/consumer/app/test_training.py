@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from consumer.app import wiring as training
+from consumer.app.run_components import RunStart
 from consumer.learn.checkpoints import Checkpoint
-from consumer.training.run_components import RunStart
 from protocol.errors import ConfigError, DeviceError
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from consumer.app.training_loop import Heartbeat
 from consumer.learn.importance import PRESETS
 from consumer.learn.micro_batches import MicroBatch
 from consumer.learn.trainer import SlipstreamTrainer
-from consumer.training.callbacks import Heartbeat
 from consumer.waiting import ThreadErrors
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from consumer.app.run_components import RunStart
+from consumer.app.training_loop import TrainingLoop
 from consumer.learn import micro_batches as step_cuts
 from consumer.learn.memory import OutOfMemory, PassMemory, allocatable_bytes, oom_on_all_ranks, tokens_within
 from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
-from consumer.training.loop import TrainingLoop
-from consumer.training.run_components import RunStart
 from protocol.errors import DeviceError, ExitCode
 from replay.batches.cutting import CutBatch
 from replay.journal.tables import StepCut

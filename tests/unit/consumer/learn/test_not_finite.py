@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from consumer.learn.loss import NotFiniteStep
 from consumer.report.inspection import keep, not_finite
 from replay.batches.cutting import CutBatch
+from tests.unit.consumer.app.test_callbacks import Run, column
 from tests.unit.consumer.builders import rollout_group
-from tests.unit.consumer.training.test_callbacks import Run, column
 
 
 class Poison(TrainerCallback):

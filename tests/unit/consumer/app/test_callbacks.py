@@ -13,7 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from consumer.app import training_loop as callbacks_module
 from consumer.app.feed import BatchFeed
+from consumer.app.pipeline import CheckpointWriter, Connections, LivePipeline
+from consumer.app.training_loop import RunControl
 from consumer.learn import checkpoints as checkpoints
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
@@ -22,9 +25,6 @@ from consumer.link.policy_store import PublishedPolicy
 from consumer.link.snapshots import Probe
 from consumer.report.sampled_rollouts import RolloutLog
 from consumer.report.steps import StepReport
-from consumer.training import callbacks as callbacks_module
-from consumer.training.callbacks import RunControl
-from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeline
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.runtime import json_lines as rotated_lines
 from replay.journal.disk import DiskGuard

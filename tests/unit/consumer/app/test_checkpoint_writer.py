@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from consumer.app.pipeline import CheckpointWriter
 from consumer.learn import checkpoints as checkpoints
-from consumer.training.pipeline import CheckpointWriter
 from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import StalledError
 from tests.unit.consumer.builders import Clock

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from consumer.app.pipeline import LivePipeline
 from consumer.learn import checkpoints as checkpoints
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.policy_store import PublishedPolicy
-from consumer.training.pipeline import LivePipeline
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
 from protocol.config.learning import ReplaySection
 from protocol.errors import JournalError
