@@ -133,7 +133,7 @@ def test_what_a_service_does_wrong_is_tried_again_and_then_named() -> None:
             assert seen.failures == [("judge", reason, 2)]
         for answer, said, reason in (
             ((200, b'{"rewards": [1]}'), "returned 1 rewards for 2 completions", "invalid"),
-            ((200, b'{"rewards": ["1", 2]}'), "answered something else", "invalid"),
+            ((200, b'{"rewards": ["1", 2]}'), "sent another answer", "invalid"),
             ((200, b" " * 5000), "more than options.max_answer_bytes=2048", "invalid"),
             ((200, 2.0), "did not answer within 0.2 seconds", "timeout"),
         ):
