@@ -56,7 +56,7 @@ class TaskOverError(Exception):
 
 
 class FailedError(Exception):
-    """An episode failed, or the producer refused a request; the text says why."""
+    """An episode failed, or the producer refused a request; the text has the reason."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -2,7 +2,7 @@
 
 Guarantee: a row goes to the agent as it is in the agent's own file, with two changes. The `metadata` of `responses_create_params`
 names the episode: NeMo Gym's agents send it to their model server with every call, and `vllm_model` sends it on to the policy's
-endpoint. Fields that say how to sample are left out. An answer is bounded in bytes and in time, and only its numbers are used.
+endpoint. Fields of sampling are left out. An answer is bounded in bytes and in time, and only its numbers are used.
 """
 
 import asyncio

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from producer.groups import LeaseFailure
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
-from producer.rewards.thinking import Thinking, scattered, view
-from producer.rewards.worker import Failure, Job, Scores
+from producer.rewards.thinking import Thinking, view, with_hidden_rows
+from producer.rewards.worker import Job, Scores
 from producer.rewards.workers import WorkerLostError
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.runtime.logs import Throttle
@@ -116,7 +116,7 @@ class RewardPool:
         rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
         excluded, problems, failed = set[int](), list[str](), RewardFailures()
         for column, (function, (_, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
-            scores = scattered(answer, hidden)
+            scores = with_hidden_rows(answer, hidden)
             unseen = {row for row, reward in hidden.items() if math.isnan(reward)}
             if unseen:
                 failed.add(function.name, "unclosed", _UNCLOSED, unseen)

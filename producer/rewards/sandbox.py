@@ -32,7 +32,7 @@ from protocol.runtime.child import KeptProcess
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}  # noqa: S108 - the sandbox has its own
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
-_DEVICES = ("/dev/null", "/dev/urandom")  # a shared mapping of /dev/zero is memory that nobody counts
+_DEVICES = ("/dev/null", "/dev/urandom")  # a shared mapping of /dev/zero is memory that is counted nowhere
 _ISOLATED = [
     "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--uid", "1000", "--gid", "1000",
     "--die-with-parent", "--new-session", "--cap-add", "CAP_SYS_ADMIN",  # for the mount of `inside.py`
@@ -52,7 +52,7 @@ _KILL_PROCESS, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x50000
 _ACTION_FOR_FOREIGN_ABIS = 2  # SCMP_FLTATR_ACT_BADARCH
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _OWN_BYTES = 2**25  # resident: the keeper and bubblewrap
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 
 Ended = Literal["itself", "time", "memory", "output"]
 
@@ -85,10 +85,11 @@ class Isolation:
         self._may_mount = self._is_root and _may_mount(self._bwrap)
 
     def command(self, main: int, ready: int) -> list[str]:
-        """The command of a program that is read from descriptor `main`. A byte in `ready` says that it is about to start.
+        """Return the command of a program that is read from descriptor `main`. A byte in `ready` reports that it is about to
+        start.
 
-        Root becomes nobody, so that no file of root's is the program's own and its processes are counted. What nobody may not
-        read, such as an interpreter in /root, is mounted elsewhere before.
+        Root becomes the user `nobody`, so that the program owns no file of root's and its processes are counted. Folders that
+        `nobody` may not read, such as an interpreter in /root, are mounted elsewhere before.
         """
         sources = {place: place for place in self._readable}
         before: list[str] = []
@@ -116,21 +117,23 @@ class Isolation:
 
 
 def _may_mount(bwrap: str) -> bool:
-    """Whether root may mount here; in a container it often may not."""
+    """Return whether root may mount here; in a container it often may not."""
     return subprocess.run([bwrap, "--dev-bind", "/", "/", "true"], capture_output=True).returncode == 0
 
 
 def _interpreter(python: str) -> tuple[str, list[str]]:
-    """Returns the interpreter's path, and the folders that it reads."""
+    """Return the interpreter's path, and the folders that it reads."""
     ask = (
         "import json, os, sys\n"
         "print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]))"
     )
     try:
-        said = subprocess.run([python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(
+            [python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"rewards.functions: options.python={python} is no Python interpreter: {error}") from error
-    executable, prefix, base, real = json.loads(said)
+    executable, prefix, base, real = json.loads(output)
     return executable, [prefix, base, str(Path(executable).parent), str(Path(real).parent)]
 
 
@@ -218,7 +221,7 @@ class Sandbox:
         self._isolation = Isolation(limits, python)
 
     async def run(self, program: str, stdin: bytes = b"", channel: socket.socket | None = None) -> Outcome:
-        """Runs `program` as a script of its own, which has `channel` under the same descriptor; it is closed on this side. Raises
+        """Run `program` as a script, which has `channel` under the same descriptor; it is closed on this side. Raise
         ConfigError if the isolation could not be set up, so that nothing was run."""
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as given:
@@ -248,7 +251,7 @@ class Sandbox:
             ended = await self._until_it_ends(process, reading, (output, errors))
             status = await asyncio.shield(process.terminate())
             if ended != "itself":
-                await asyncio.wait([reading], timeout=_LOOK_EVERY_S)
+                await asyncio.wait([reading], timeout=_POLL_S)
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -258,7 +261,7 @@ class Sandbox:
         return Outcome(128 - code if code < 0 else code, bytes(output), bytes(errors), ended)
 
     async def _collect(self, end: socket.socket, into: bytearray) -> None:
-        """Reads to the end of the output. What is beyond the limit is dropped."""
+        """Read to the end of the output, and drop the part beyond the limit."""
         loop = asyncio.get_running_loop()
         while part := await loop.sock_recv(end, 2**16):
             into += part[: self.limits.output_bytes - len(into)]
@@ -267,7 +270,7 @@ class Sandbox:
         self, process: KeptProcess, reading: "asyncio.Future[Any]", collected: tuple[bytearray, ...]
     ) -> Ended:
         deadline = time.monotonic() + self.limits.time_s
-        while not (await asyncio.wait({reading}, timeout=_LOOK_EVERY_S))[0]:
+        while not (await asyncio.wait({reading}, timeout=_POLL_S))[0]:
             if any(len(each) >= self.limits.output_bytes for each in collected):
                 return "output"
             if time.monotonic() > deadline:
@@ -277,7 +280,7 @@ class Sandbox:
         return "itself"
 
     async def check(self) -> None:
-        """Runs a self-test that tries to get around the isolation. Raises ConfigError if the machine cannot isolate it;
+        """Run a self-test that tries to get around the isolation. Raise ConfigError if the machine cannot isolate it;
         the message has the fix."""
         outcome = await self.run(_SELF_TEST.format(processes=self.limits.processes))
         if outcome.output != b"held" or outcome.code != 0:

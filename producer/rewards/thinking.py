@@ -1,12 +1,12 @@
-"""Reasoning that a model writes between tags before its answer, and what each reward function sees of it.
+"""Reasoning that a model writes between tags before its answer, and the part of a completion that each reward function sees.
 
-Guarantee: reasoning and answer are separated where the text has the tags, and reasoning is counted in the token ids that were
-sampled; a token on a border counts to the part that ends in it. Nothing is encoded again. A function that shall not see reasoning
-never does, and a completion whose reasoning does not end gets what `rewards.thinking.unclosed` says.
+Guarantee: reasoning and answer are separated where the text has the tags, and reasoning is counted in the sampled token ids; a
+token on a border counts to the part that ends in it. Nothing is tokenized again. A function that must not see reasoning never
+does. A completion whose reasoning does not end gets the reward of `rewards.thinking.unclosed`.
 
-A segment of reasoning goes from an opening tag to the next closing one. The first opening tag may be the prompt's (the chat
-template's), so a closing tag that comes first ends what begins with the completion. A segment without end goes on to the last
-token.
+A segment of reasoning extends from an opening tag to the next closing tag. The chat template may have written the first opening
+tag into the prompt, so a closing tag that comes first ends a segment that begins with the completion. A segment without a closing
+tag extends to the last token.
 """
 
 import math
@@ -33,8 +33,8 @@ class Reasoning:
 
 
 def segments(text: str, opening: str, closing: str, *, opened: bool) -> tuple[list[tuple[int, int]], bool]:
-    """Finds reasoning in `text`, tags included, and whether the last segment is closed. `opened`: the prompt ended with the
-    opening tag."""
+    """Return the segments of reasoning in `text`, tags included, and whether the last one is closed. `opened`: the prompt ended
+    with the opening tag."""
     before, first, _ = text.partition(closing)
     begins_inside = opened or (first and opening not in before)
     start = re.escape(opening) + (r"|\A" if begins_inside else "")
@@ -54,7 +54,7 @@ class Thinking:
         self._tags_are_special = bool(special & {section.open, section.close})
 
     def read(self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], *, count: bool) -> Reasoning:
-        """Returns reasoning and answers of a group. `count`: also counts tokens, which takes milliseconds for long
+        """Return reasoning and answers of a group. `count`: also count tokens, which takes milliseconds for long
         completions."""
         opened = prompt.rstrip().endswith(self._opening) if isinstance(prompt, str) else self._template_opens
         pairs = zip(completions, completion_ids, strict=True)
@@ -63,7 +63,7 @@ class Thinking:
         return Reasoning([answer for answer, _ in found], [is_closed for _, is_closed in found], counted)
 
     def count(self, ids: list[int], *, opened: bool) -> int:
-        """Counts the tokens of reasoning among these."""
+        """Return the number of tokens of reasoning."""
         text = self._decode(ids)
         found, is_closed = segments(text, self._opening, self._closing, opened=opened)
         borders = [(self._tokens_to(ids, text[:start]), self._tokens_to(ids, text[:end])) for start, end in found]
@@ -72,7 +72,7 @@ class Thinking:
         return sum(end - start for start, end in borders)
 
     def _tokens_to(self, ids: list[int], beginning: str) -> int:
-        """How many tokens it takes until their text begins with `beginning`."""
+        """Return the smallest number of tokens whose text begins with `beginning`."""
         return bisect_left(range(len(ids)), True, key=lambda num: self._decode(ids[:num]).startswith(beginning))
 
     def _decode(self, ids: list[int]) -> str:
@@ -113,7 +113,7 @@ class Thinking:
 def view(
     section: RewardsSection, function: RewardFunction, job: Job, reasoning: Reasoning | None
 ) -> tuple[Job, dict[int, float]]:
-    """What a function sees of a group, and the rewards of the rows that it does not see; NaN excludes a row."""
+    """Return the part of a group that a function sees, and the rewards of the hidden rows; NaN excludes a row."""
     if reasoning is not None and function.counts_reasoning:
         return replace(job, reasoning_tokens=reasoning.num_tokens), {}
     if reasoning is None or not section.strips(function):
@@ -128,8 +128,8 @@ def view(
     return replace(job, completions=answers, completion_ids=ids), hidden
 
 
-def scattered(scores: Scores, hidden: dict[int, float]) -> Scores:
-    """The scores of what a function saw, as scores of the whole group."""
+def with_hidden_rows(scores: Scores, hidden: dict[int, float]) -> Scores:
+    """Return the scores of the rows that a function saw as scores of the whole group."""
     if scores.rewards is None or not hidden:
         return scores
     num_rows = len(scores.rewards) + len(hidden)

@@ -1,4 +1,4 @@
-"""One reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
+"""The reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
 
 Guarantee: unless a function blocks or kills the process, its result is returned as a value or as a reason. The process is run by
 `producer.rewards.workers` as `python -m producer.rewards.worker FD SOURCES`.

@@ -24,7 +24,7 @@ _FORWARDED = "getattr setattr iter next len str repr hash neg getitem setitem de
 
 
 class Remote(Peer):
-    """The program, as the test deals with it."""
+    """The program, seen from the test."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -33,8 +33,8 @@ class Remote(Peer):
         self.names = frozenset(self.receive()["names"])
 
     def do(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """Returns the program's answer. If the program has ended or sends nonsense, the test ends here, whatever it would
-        catch."""
+        """Return the program's answer. If the program has ended or sent an invalid message, the test ends here, whatever it
+        would catch."""
         given = [self.encode(argument) for argument in arguments]
         named = {name: self.encode(argument) for name, argument in named.items()}
         message = {"operation": operation, "arguments": given, "named": named}
@@ -108,7 +108,7 @@ class Remote(Peer):
 
 
 class ProgramObject:
-    """An object of the program. What a test does with it is asked of the program."""
+    """An object of the program. Every operation of a test on it is a request to the program."""
 
     _remote: Remote
     _number: int
@@ -173,7 +173,7 @@ class Names(dict[str, Any]):
         if name not in self._remote.names:
             raise KeyError(name)
         if hasattr(builtins, name):
-            raise AssertionError(f"the program has a {name} of its own: nobody knows then what Python's returns")
+            raise AssertionError(f"the program has a {name} of its own, so the result of Python's own is unknown")
         value = self._remote.do("name", name)
         if type(value) is ProgramObject:
             self[name] = value
@@ -181,7 +181,7 @@ class Names(dict[str, Any]):
 
 
 def _change(argument: Any, value: Any) -> None:
-    """Changes an argument as the program has changed it."""
+    """Change an argument as the program has changed it."""
     if isinstance(argument, list | bytearray):
         argument[:] = value
     elif isinstance(argument, dict | set):
@@ -192,7 +192,7 @@ def _change(argument: Any, value: Any) -> None:
 def run(descriptor: int, test: str, mark: str) -> NoReturn:
     try:
         names = Names(Remote(descriptor))
-        exec(compile(test, "test.py", "exec"), names)  # noqa: S102 - that is what it is for
+        exec(compile(test, "test.py", "exec"), names)  # noqa: S102 - the purpose of the judge
     except BaseException as error:
         _fail(error)
     sys.stdout.flush()

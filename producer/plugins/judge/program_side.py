@@ -1,6 +1,6 @@
-"""The side of the program that is judged: runs it, and does with its objects what the judge requests.
+"""The program's side of the judge: runs the program, and executes the judge's operations on its objects.
 
-Guarantee: none. The program shares this process and may change all of it; the judge uses nothing of its answers but the values.
+Guarantee: none. The program shares this process and may change all of it, so the judge trusts nothing that it sends.
 
 This runs in the program's sandbox: it imports nothing but the standard library and `producer.plugins.judge.values`.
 """
@@ -64,7 +64,7 @@ class Program(Peer):
         self._numbers: dict[int, int] = {}
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         self._names = module.__dict__
-        exec(compile(source, "main.py", "exec"), self._names)  # noqa: S102 - that is what it is for
+        exec(compile(source, "main.py", "exec"), self._names)  # noqa: S102 - the purpose of the sandbox
 
     def serve(self) -> None:
         self.ask({"names": [name for name in self._names if not name.startswith("__")]}, "operation", self._done)
@@ -122,7 +122,7 @@ class Program(Peer):
 
 
 def _run(coroutine: Any) -> Any:
-    import asyncio  # a tenth of a second that most programs need not spend
+    import asyncio  # takes a tenth of a second, which most programs do not need
 
     return asyncio.run(coroutine)
 

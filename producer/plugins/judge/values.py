@@ -1,4 +1,4 @@
-"""The values that a program and its judge exchange, as JSON; reading them runs nothing.
+"""The values that a program and its judge exchange, as JSON; decoding them executes nothing.
 
 Guarantee: `decode` makes plain values of any bytes, or what `resolve` makes of a reference, or raises. Plain are numbers, text,
 bytes, None, the built-in containers, and the values of `_KINDS`. Numbers and texts of other classes are sent as their base class,
@@ -47,12 +47,12 @@ _TAGS = {kind: tag for tag, (kind, _, _) in _KINDS.items()}
 
 
 class ChannelEndedError(BaseException):
-    """The other side has ended, or sends what makes no sense."""
+    """The other side has ended, or sent an invalid message."""
 
 
 class Peer:
-    """One side: lines of JSON over a socket's descriptor. `refer` gives the reference to a value that is not plain, a list that
-    begins with a tag, or raises; `resolve` gives what such a reference of the other side means."""
+    """A side of the channel, with lines of JSON over a socket's descriptor. `refer` returns the reference to a value that is not
+    plain, a list that begins with a tag, or raises. `resolve` returns the meaning of such a reference from the other side."""
 
     refer: Callable[[Any], list[Any]]
     resolve: Callable[[list[Any]], Any]
@@ -78,15 +78,14 @@ class Peer:
         return message
 
     def ask(self, message: dict[str, Any], request: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-        """Sends `message`, answers what the other side requests, messages with the key `request`, and returns what it sends
-        then."""
+        """Send `message`, answer requests of the other side, which have the key `request`, and return its answer."""
         self.send(message)
         while request in (found := self.receive()):
             self.send(answer(found))
         return found
 
     def encode(self, value: Any) -> Any:
-        """Returns `value` as JSON."""
+        """Return `value` as JSON."""
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -111,7 +110,7 @@ class Peer:
         return [self.encode(value) for value in values]
 
     def decode(self, data: Any) -> Any:
-        """Returns what `encode` was given."""
+        """Return the value that `encode` has encoded."""
         if not isinstance(data, list):
             return data
         tag = data[0]
@@ -133,7 +132,7 @@ class Peer:
 
 
 def importable(value: Any) -> list[Any] | None:
-    """The reference to what the other side can import by itself: modules, and classes and functions of modules."""
+    """Return the reference to a module, or a class or function of one, which the other side can import by itself."""
     if isinstance(value, type(sys)):
         return ["import", value.__name__, ""]
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -149,7 +148,7 @@ def imported(reference: list[Any]) -> Any:
 
 
 def is_shared(reference: list[Any] | None) -> bool:
-    """Whether the judge may import this for the program: only what runs no text that it is given."""
+    """Return whether the judge may import this for the program: only names that execute no text."""
     if reference is None or reference[1].partition(".")[0] not in sys.stdlib_module_names:
         return False
     _, module, name = reference

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.rewards.pool import RewardPool
-from producer.rewards.thinking import Reasoning, Thinking, scattered, segments, view
+from producer.rewards.thinking import Reasoning, Thinking, segments, view, with_hidden_rows
 from producer.rewards.worker import Job, Scores
 from protocol.config.rewards import ThinkingSection
 from tests.unit.producer.rewards.test_rewards import section, with_pool
@@ -135,7 +135,7 @@ def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards):
     assert stripped.completions == shown
     assert stripped.completion_ids == [[1], [2]][-len(shown) :]
     last = len(shown) - 1
-    found = scattered(Scores([2.0, 1.0][-len(shown) :], failed={last: ("timeout", "slow")}), hidden)
+    found = with_hidden_rows(Scores([2.0, 1.0][-len(shown) :], failed={last: ("timeout", "slow")}), hidden)
     assert found.rewards == pytest.approx(rewards, nan_ok=True)
     assert found.failed == {1: ("timeout", "slow")}
     assert whole == (job, {})
