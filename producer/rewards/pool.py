@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from producer.groups import LeaseFailure
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
 from producer.rewards.thinking import Thinking, view, with_hidden_rows
-from producer.rewards.worker import Job, Scores
+from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.runtime.logs import Throttle
