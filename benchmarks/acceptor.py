@@ -35,16 +35,15 @@ from protocol.config.learning import RerollSection
 from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import NO_MEMORY, SharedMemory
 from protocol.wire.messages import Sampling
-from replay.batches.cutting import BatchCutter
-from replay.batches.signal_watch import SignalWatch
+from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
-from replay.prompts.failure_budgets import FailureClass, FailureWatch, RetryBudget
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollRules
-from replay.prompts.staleness import StalenessBudget
-from replay.rewards import RewardRecipe
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import FailureClass, FailureWatch, RetryBudget
+from replay.rerolls import RerollRules
+from replay.rewards import RewardRecipe, SignalWatch
+from replay.staleness import StalenessBudget
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Acceptor:
         rerolls = RerollSection(max_attempts=0)
         self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
-            BatchCutter(StalenessBudget(*steps), self.journal, signal=rewards.signal),
+            BatchSelector(StalenessBudget(*steps), self.journal, signal=rewards.signal),
             self.journal,
             RerollRules(rerolls),
             rewards.mean_reward,

@@ -25,10 +25,9 @@ from consumer.app.run_components import RunComponents
 from consumer.link.policy_store import Snapshot
 from protocol.config.functions import load_function
 from protocol.wire.adapter_blob import AdapterBlob
-from replay.batches.cutting import CutBatch
-from replay.batches.delivery import Arrival
+from replay.batch_selection import GroupStats, TrainingBatch
 from replay.groups import RolloutGroup
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
 
 _EVALUATED_AT_ONCE = 500
 
@@ -125,7 +124,7 @@ class Policies(Pipeline):
     def __getitem__(self, version: int) -> bytes:
         return self._blobs[version]
 
-    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
+    def publish(self, step: int, version: int, snapshot: Snapshot, cut: MicroBatchPlan | None = None) -> None:
         blob = self._blobs[version] = bytes(snapshot.published(version).data)
         snapshot.release()
         while len(self._blobs) > self._keep:
@@ -153,15 +152,15 @@ class LockstepFeed:
             for index, one in enumerate(setup.config.rewards.functions)
         ]
         self.wait_s = 0.0
-        self.last: CutBatch | None = None
+        self.last: TrainingBatch | None = None
         self.num_fillers = 0  # groups trained without signal
 
-    def __iter__(self) -> Iterator[CutBatch]:
+    def __iter__(self) -> Iterator[TrainingBatch]:
         for step in range(self._setup.arguments.max_steps):
             self.last = self._cut(step)
             yield self.last
 
-    def _cut(self, step: int) -> CutBatch:
+    def _cut(self, step: int) -> TrainingBatch:
         version = max(0, step - self._staleness)
         self._sampler.load(self._policies[version])
         wanted = self._setup.config.pipeline.groups_per_step
@@ -174,8 +173,10 @@ class LockstepFeed:
                 break
         groups = (with_signal + without)[:wanted]
         self.num_fillers += max(0, wanted - len(with_signal))
-        arrivals = [Arrival.of(group) for group in with_signal] + [Arrival.of(group, "no_signal") for group in without]
-        return CutBatch(step, 1, step + 1, groups, len(groups), arrivals)
+        arrivals = [GroupStats.of(group) for group in with_signal] + [
+            GroupStats.of(group, "no_signal") for group in without
+        ]
+        return TrainingBatch(step, 1, step + 1, groups, len(groups), arrivals)
 
     def _sample(self, step: int, turn: int, version: int) -> list[RolloutGroup]:
         """A round of groups; prompts and noise depend on seed, step and round alone."""
@@ -221,7 +222,7 @@ class LockstepFeed:
         ]
         last = samples.ids.gather(1, samples.lengths[:, None] - 1)[:, 0]
         return RolloutGroup(
-            group_id=name,
+            lease_id=name,
             policy_version=version,
             prompt_ids=np.array(prompt_ids, np.int32),
             completion_lengths=samples.lengths.numpy().astype(np.int32),

@@ -129,7 +129,7 @@ class Fleet:
         process.ended, process.was_killed = time.monotonic(), True
         os.close(process.stdin)
 
-    def bury(self) -> None:
+    def add_dead_letter(self) -> None:
         """Ends those that were only stopped."""
         for process in self.processes:
             if process.was_killed:
@@ -197,11 +197,11 @@ def measure(folder: Path, minutes: int, factor: float, seed: int) -> dict[str, f
         for _ in range(minutes):
             minute_at += MINUTE_S / factor
             time.sleep(max(0.0, minute_at - time.monotonic()))
-            fleet.bury()
+            fleet.add_dead_letter()
             for number, process in enumerate(chance.sample(fleet.living, KILLED)):
                 fleet.kill(process, silently=number % _SILENT == 0)
                 fleet.start()
-        fleet.bury()
+        fleet.add_dead_letter()
         _wait_for_orphans(fleet, folder / "journal.sqlite")
         fleet.stop()
         state = trainer.look()

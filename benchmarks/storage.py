@@ -18,10 +18,10 @@ import apsw
 import numpy as np
 
 from benchmarks.groups import GroupFactory
-from replay.journal.tables import Entry
+from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.rerolls import Grade
+from replay.rerolls import Grade
 
 BATCHES = (1, 8, 32)
 RAW, FULL, NORMAL = "raw append + fdatasync", "journal (FULL)", "journal (NORMAL)"
@@ -106,7 +106,7 @@ def _raw_append(path: Path, stack: ExitStack) -> Callable[[Frames], None]:
 def _journal_append(journal: Journal, frames: Frames) -> None:
     """As the trainer does."""
     journal.append(
-        Entry(LeaseId(Key(0, number), 1, "bench"), "bench", 0, "accepted", 0.5, _MIXED, 4096, frame)
+        JournalEntry(LeaseId(Key(0, number), 1, "bench"), "bench", 0, "accepted", 0.5, _MIXED, 4096, frame)
         for number, frame in frames
     )
 

@@ -31,7 +31,7 @@ from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks, Train
 from protocol.command_line import leave
 from protocol.config.run import RunConfig
 from protocol.runtime.processes import hidden
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
 
@@ -69,7 +69,7 @@ def groups_of(size: dict[str, Any]) -> list[RolloutGroup]:
         prompt_tokens = int(draw.integers(size["prompt_tokens"] // 2, size["prompt_tokens"] * 3 // 2 + 1))
         groups.append(
             RolloutGroup(
-                group_id=str(number),
+                lease_id=str(number),
                 policy_version=0,
                 prompt_ids=draw.integers(3, vocab, prompt_tokens).astype(np.int32),
                 completion_lengths=lengths,
@@ -232,7 +232,7 @@ def exchange(ranks: Ranks, groups: list[RolloutGroup]) -> dict[str, float]:
         ranks.add([gradient])
         seconds["gradients_s"].append(time.perf_counter() - began)
         began = time.perf_counter()
-        ranks.share(Train.of(CutBatch(0, 1, 1, groups, len(groups))) if ranks.rank == 0 else None)
+        ranks.share(Train.of(TrainingBatch(0, 1, 1, groups, len(groups))) if ranks.rank == 0 else None)
         seconds["plan_s"].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in seconds.items()}
 

@@ -35,8 +35,7 @@ from protocol.config.run import RunConfig
 from protocol.runtime.scratch import NO_MEMORY
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRequest, Lease, PolicyRequest, Sampling
-from replay.batches.cutting import CutBatch
-from replay.batches.delivery import Delivery
+from replay.batch_selection import OfferedGroup, TrainingBatch
 from replay.journal.writer import Journal
 
 
@@ -68,7 +67,7 @@ async def one_step(config: RunConfig) -> None:
     buffer = rollout_buffer(components, journal, session="one")
     buffer.restore(None, step=0, shape=components.shape)
 
-    def batches() -> Iterator[CutBatch]:
+    def batches() -> Iterator[TrainingBatch]:
         batch = buffer.next_batch(timeout_s=0.0)
         print(f"cut      {len(batch.groups)} group for step {batch.last_step}, as the journal now says")
         yield batch
@@ -111,7 +110,7 @@ async def one_step(config: RunConfig) -> None:
     await swap()
     # Lease: the ledger picks a prompt, the staleness budget the oldest policy that may answer it.
     record = buffer.lease("producer", now=time.monotonic(), timeout_s=60.0)
-    prompt, columns = components.prompts[record.work.key.prompt_id]
+    prompt, columns = components.prompts[record.task.key.prompt_id]
     how = Sampling(sampling.num_generations, sampling.max_completion_length, sampling.temperature)
     lease = decode(encode(Lease(str(record.lease_id), 0, 1, prompt, columns, how, record.policy_floor, 60.0)))
     print(f"lease    {lease.lease_id}: {lease.prompt!r}, from policy version {lease.policy_floor} on")
@@ -126,7 +125,7 @@ async def one_step(config: RunConfig) -> None:
     frame = encode(group_message(lease.lease_id, episodes, scores, sampling.max_completion_length, 0.0, 0.0))
     # Journal: the group is durable before it is acknowledged.
     group = components.shape.parse(decode(frame))
-    [answer] = buffer.offer([Delivery(group, frame, "producer")])
+    [answer] = buffer.offer([OfferedGroup(group, frame, "producer")])
     print(f"journal  group of {group.num_tokens} tokens: {answer}")
     # Cut, loss, step: the trainer asks for its batch, which the journal claims for the step before it begins.
     trainer.train()

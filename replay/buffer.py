@@ -1,147 +1,355 @@
-"""The rollout buffer: ledger, batch cutter and journal behind one lock, shared by the two threads of the trainer.
+"""The rollout buffer: prompt ledger, batch selector and journal behind one lock, shared by the two threads of the trainer.
 
-Guarantee: the I/O thread leases and offers, the main thread cuts batches and publishes. Every offered group gets one answer,
-every prompt is settled once, and the numbers of `totals` add up. What a method decides is in the journal before anybody sees
-it: a group before its producer is answered, the batch of a step before the step begins. On a full disk nothing is decided and
-nothing is lost; the same call succeeds later. Methods wait for the disk alone, except `next_batch`, which has a timeout.
+Guarantee: every public method holds the lock, so any thread may call it. Every offered group gets one answer, every prompt is
+done once, and the numbers of `totals` add up. A decision is in the journal before anything else knows of it: a group before its
+producer is answered, the batch of a step before the step begins, the dead letter of a prompt before the prompt leaves the
+table. On a full disk nothing is decided and nothing is lost, and the same call succeeds later; a lease that would end its prompt
+stays, and ends later for the reason that it had first. Methods wait for the disk alone, except `next_batch` and `has_batch`,
+which have a timeout.
 """
 
+import contextlib
+import functools
 import logging
-from dataclasses import dataclass
-from typing import Any
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from replay.batches.cutting import CutBatch
-from replay.groups import GroupShape
-from replay.journal.recovery import recover
-from replay.lease_ids import Key
-from replay.lifecycle import Lifecycle, locked
-from replay.prompts.leases import LeaseRecord
+from replay.batch_selection import BatchSelector, GroupStats, OfferedGroup, TrainingBatch
+from replay.groups import GroupShape, RolloutGroup
+from replay.journal.recovery import RecoveredPrompt, recover
+from replay.journal.schema import DeadLetter, JournalEntry, Outcome
+from replay.journal.writer import Journal, JournalFullError
+from replay.lease_ids import Key, LeaseId, UnknownLeaseError
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import FailureWatch, Held, LeaseRecord, PromptTask, failure_class
+from replay.rerolls import RerollRules, attempt_counts
+from replay.rewards import SignalWatch
 
 logger = logging.getLogger(__name__)
 
+Answer = Outcome | Literal["duplicate", "unknown_lease"]
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_MAX_STATS = 4096  # groups in the report of a step, the newest
+
+
+def _locked(
+    method: "Callable[Concatenate[RolloutBuffer, _Arguments], _Result]",
+) -> "Callable[Concatenate[RolloutBuffer, _Arguments], _Result]":
+    """Make a method hold the lock."""
+
+    @functools.wraps(method)
+    def call(self: "RolloutBuffer", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with self.changed:
+            return method(self, *args, **kwargs)
+
+    return call
+
 
 @dataclass(eq=False)
-class RolloutBuffer(Lifecycle):
-    """See the module's guarantee.
+class RolloutBuffer:
+    """The trainer's groups and prompts. The I/O thread leases and offers, the main thread takes batches and publishes.
 
     Attributes:
+        changed: the lock; is notified when groups were offered.
         newest_version: the newest policy that this run ever published, in this process or one before; -1 if none.
     """
 
-    newest_version: int = -1
-    _version: int = -1  # nothing is published yet
+    ledger: PromptLedger
+    selector: BatchSelector
+    journal: Journal
+    rules: RerollRules
+    mean_reward: Callable[[RolloutGroup], float]  # for the journal to show; NaN if nothing is scored
+    failures: FailureWatch
+    signals: SignalWatch
+    totals: Counter[str] = field(default_factory=Counter)  # of everything that happened
+    changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    newest_version: int = field(default=-1, init=False)
+    _version: int = field(default=-1, init=False)  # -1 before the first policy is published
+    # Since the last batch:
+    _stats: deque[GroupStats] = field(default_factory=lambda: deque(maxlen=_MAX_STATS), init=False)
+    # The reason and detail of leases that a full disk keeps from ending:
+    _pending_dead_letters: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
 
-    # The I/O thread's side.
+    # Leases
 
-    @locked
+    @_locked
     def lease(self, producer: str, *, now: float, timeout_s: float) -> LeaseRecord[Key] | None:
-        """The next lease for `producer`, or None while the staleness budget is spent."""
-        pending = self.ledger.leases.num_leases + self.cutter.num_ready
-        floor = self.cutter.budget.floor(pending, self.cutter.next_step, self.cutter.least_fresh)
+        """Lease the next prompt to `producer`; return None while the staleness budget is spent."""
+        selector = self.selector
+        pending = self.ledger.leases.num_leases + selector.num_ready
+        floor = selector.budget.floor(pending, selector.next_step, selector.least_fresh)
         if floor > self._version:
             return None
         record = self.ledger.lease(
             producer, version=self._version, policy_floor=floor, now=now, deadline=now + timeout_s
         )
         self.totals["leased"] += 1
-        self.totals["rerolls_leased"] += record.work.key.reroll > 0
+        self.totals["rerolls_leased"] += record.task.key.reroll > 0
         return record
 
-    @locked
+    @_locked
+    def adopt(
+        self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
+    ) -> dict[str, bool | None]:
+        """Tell which leases a producer keeps that it had before a silence, or from another trainer process: True for a lease that
+        it keeps, False for one that is not wanted, None if the journal has its group. Leases that are not `of_this_run` may be
+        another run's, unless this process gave them."""
+        known = self.journal.known(lease_ids)
+        result: dict[str, bool | None] = dict.fromkeys(lease_ids, False) | dict.fromkeys(known)
+        for name in [name for name in result if name not in known]:
+            with contextlib.suppress(UnknownLeaseError):
+                lease = LeaseId.parse(name)
+                result[name] = self.ledger.adopt(lease, producer, deadline=deadline, of_this_run=of_this_run)
+        self.totals["adopted"] += sum(bool(wanted) for wanted in result.values())
+        return result
+
+    @_locked
     def hand_over(self, lease_id: str, producer: str, *, deadline: float) -> bool:
-        """Gives a lease, which nobody has, to `producer`. False if its prompt is answered by now, which ends the lease."""
+        """Give a lease that no producer has to `producer`. Return False if its prompt has its group, which ends the lease."""
         return self.ledger.leases.hand_over(lease_id, producer, deadline)
 
-    @locked
+    @_locked
     def give_back(self, lease_id: str) -> None:
+        """Take a lease back that its producer returned; its prompt waits again."""
         self.ledger.leases.give_back(lease_id)
         self.totals["returned"] += 1
 
-    @locked
+    @_locked
     def release(self, producer: str, now: float, keep: frozenset[str] = frozenset()) -> list[LeaseRecord[Key]]:
-        """Takes back the leases of a producer that left, except those it still holds."""
+        """Take back the leases of a producer that left, except those in `keep`."""
         lost = [record for record in self.ledger.leases.leases_of(producer) if record.lease_id not in keep]
-        return self.take_back(lost, "released", now)
+        return self._take_back(lost, "released", now)
 
-    @locked
+    @_locked
     def leased_to(self, producer: str) -> set[str]:
-        """The leases that `producer` has now."""
+        """Return the leases that `producer` has now."""
         return {record.lease_id for record in self.ledger.leases.leases_of(producer)}
 
-    # The main thread's side.
+    @_locked
+    def fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
+        """End a lease without a group. Returns as `PromptTable.fail`. On JournalFullError the prompt's budget is spent, but the
+        lease stays, and `expire` tries again."""
+        return self._fail(lease_id, reason, detail, now)
 
-    @locked
-    def next_batch(self, timeout_s: float, *, partial: bool = False) -> CutBatch | None:
-        """Cuts the batch of the next step: `groups_per_step` groups with signal, or fewer with `partial`, none too stale. None
-        if there is none within the timeout (or a little earlier, when something arrived that did not complete one), or no room
-        on the disk.
+    @_locked
+    def expire(self, now: float) -> list[LeaseRecord[Key]]:
+        """Take back every lease whose deadline has passed, and end the leases that a full disk kept, if there is room now."""
+        overdue = self.ledger.leases.overdue(now)
+        with contextlib.suppress(JournalFullError):
+            for lease_id, (reason, detail) in list(self._pending_dead_letters.items()):
+                self._fail(lease_id, reason, detail, now)
+        return self._take_back(overdue, "expired", now)
+
+    def _fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
+        def add_dead_letter(task: PromptTask[Key]) -> None:
+            self._pending_dead_letters.setdefault(lease_id, (reason, detail))
+            self.journal.add_dead_letter(DeadLetter(*task.key, task.attempt, failure_class(reason), reason, detail))
+            self.totals["dead_letters"] += 1
+            self.failures.note(f"{reason}: {detail}")
+
+        again = self.ledger.leases.fail(lease_id, reason, now, add_dead_letter)
+        self._pending_dead_letters.pop(lease_id, None)
+        self.totals[f"failed_{reason}"] += again is not None
+        return again
+
+    def _take_back(self, records: Sequence[LeaseRecord[Key]], reason: str, now: float) -> list[LeaseRecord[Key]]:
+        """Return the leases that ended; on a full disk the others stay, and `expire` tries again."""
+        ended = []
+        for record in records:
+            with contextlib.suppress(JournalFullError):
+                self._fail(record.lease_id, reason, f"leased to {record.producer}", now)
+                ended.append(record)
+        return ended
+
+    # Groups
+
+    @_locked
+    def offer(self, received: Sequence[OfferedGroup]) -> list[Answer]:
+        """Decide durably what becomes of finished groups; return the answers in their order. On JournalFullError nothing was
+        decided."""
+        answered = self.journal.known(each.group.lease_id for each in received)
+        taken: set[Key] = set()
+        answers: list[Answer] = []
+        entries: list[tuple[RolloutGroup, JournalEntry]] = []
+        for each in received:
+            group = each.group
+            try:
+                key = self.ledger.find(group.lease, of_this_run=each.of_this_run)
+            except UnknownLeaseError:
+                answers.append("unknown_lease")
+                continue
+            if group.lease_id in answered or key is None or key in taken:
+                answers.append("duplicate")
+                continue
+            answered.add(group.lease_id)
+            entry = self._entry(each)
+            if entry.outcome != "stale":
+                taken.add(key)
+            answers.append(entry.outcome)
+            entries.append((group, entry))
+        if entries:
+            self.journal.append([entry for _, entry in entries])
+        for group, entry in entries:
+            self._admit(group, entry)
+        self.totals.update(answers)
+        self.changed.notify_all()
+        return answers
+
+    def _entry(self, received: OfferedGroup) -> JournalEntry:
+        group = received.group
+        outcome: Outcome = "accepted" if self.selector.signal(group) > 0.0 else "no_signal"
+        if group.policy_version < self.selector.budget.oldest_usable(self.selector.next_step):
+            outcome = "stale"
+        reward = self.mean_reward(group)
+        return JournalEntry(
+            group.lease, received.producer, group.policy_version, outcome, None if math.isnan(reward) else reward,
+            self.rules.grade(group), group.num_tokens, received.frame, received.missing,
+        )  # fmt: skip
+
+    def _admit(self, group: RolloutGroup, entry: JournalEntry) -> None:
+        key, outcome, grade = entry.lease.key, entry.outcome, entry.grade
+        self.ledger.mark_answered(entry.lease, Held(grade.verdict, entry.policy_version))
+        self._stats.append(GroupStats.of(group, outcome))
+        if outcome == "stale":
+            self.ledger.requeue(key)
+            return
+        self.failures.note()
+        self.signals.note(group, entry.reward, has_signal=outcome == "accepted")
+        numbers = (1, grade.num_scored, grade.num_successes)
+        self.totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
+        if outcome == "no_signal":
+            self._finish(key)
+        else:
+            self.selector.insert(group)
+
+    def _finish(self, key: Key) -> None:
+        """The prompt's group was used, trained or not: end the prompt's attempt; it may return later, or sit out epochs."""
+        held = self.ledger.mark_done(key)
+        version = self.rules.return_version(key, held.verdict, held.policy_version)
+        if version is not None:
+            self.totals["deferred"] += self.ledger.defer(key, version)
+        until_epoch = self.rules.cooldown_until(key, held.verdict)
+        if until_epoch is not None:
+            self.totals["rested"] += 1
+            self.ledger.order.cool_down(key.prompt_id, until_epoch)
+
+    # Batches
+
+    @_locked
+    def next_batch(self, timeout_s: float, *, partial: bool = False) -> TrainingBatch | None:
+        """Take the batch of the next step: `groups_per_step` groups with signal, or fewer with `partial`, none too stale. Return
+        None if there is none within the timeout (or a little earlier, when a group arrived that did not complete one), or no
+        room on the disk.
 
         Raises:
-            DataFailuresError: too many of the last prompts were given up.
+            DataFailuresError: too many of the last prompts failed for good.
             NoSignalError: too many groups in a row had no signal.
         """
-        batch = self.cut(partial=partial)
-        if batch is None:
+        return self._within(timeout_s, lambda: self._take_batch(partial=partial))
+
+    @_locked
+    def has_batch(self, timeout_s: float, *, partial: bool = False) -> bool:
+        """Tell whether `next_batch` would find a batch within the timeout (or a little earlier, as there). Raises the same."""
+        return self._within(timeout_s, lambda: self._has_batch(partial=partial) or None) is not None
+
+    def _within(self, timeout_s: float, attempt: Callable[[], _Result | None]) -> _Result | None:
+        result = attempt()
+        if result is None:
             self.changed.wait(timeout_s)
-            batch = self.cut(partial=partial)
-        if batch is None:
+            result = attempt()
+        if result is None:
             self.signals.check()
+        return result
+
+    def _take_batch(self, *, partial: bool) -> TrainingBatch | None:
+        """Take the next batch, without groups that have become too old; None if there is none, or no room to note it."""
+        self.failures.check()
+        totals = self.totals
+        try:
+            self._drop_stale()
+            delivered, trained = self._num_delivered_and_trained()
+            batch = self.selector.take(delivered=delivered, trained=trained, partial=partial)
+        except JournalFullError:
+            return None
+        if batch is None:
+            return None
+        for group in batch.groups[: batch.num_fresh]:
+            if self.ledger.is_held(group.lease.key):  # a batch that the checkpoint knows as begun has none
+                self._finish(group.lease.key)
+        totals["trained"] += batch.num_fresh
+        totals["replayed"] += len(batch.groups) - batch.num_fresh
+        batch = batch._replace(arrivals=list(self._stats))
+        self._stats.clear()
         return batch
 
-    @locked
-    def has_batch(self, timeout_s: float, *, partial: bool = False) -> bool:
-        """Whether `next_batch` would find one within the timeout (or a little earlier, as there). Raises as that."""
-        found = self.can_cut(partial=partial)
-        if not found:
-            self.changed.wait(timeout_s)
-            found = self.can_cut(partial=partial)
-        if not found:
-            self.signals.check()
-        return found
+    def _has_batch(self, *, partial: bool) -> bool:
+        self.failures.check()
+        try:
+            self._drop_stale()
+        except JournalFullError:
+            return False
+        delivered, trained = self._num_delivered_and_trained()
+        return self.selector.has_batch(delivered=delivered, trained=trained, partial=partial)
 
-    @locked
+    def _drop_stale(self) -> None:
+        for group in self.selector.remove_stale():
+            self.ledger.requeue(group.lease.key)
+            self.totals["went_stale"] += 1
+
+    def _num_delivered_and_trained(self) -> tuple[int, int]:
+        """Return how many groups arrived, with and without signal, and how many were trained, counting every time."""
+        totals = self.totals
+        return totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
+
+    @_locked
     def progress(self) -> int:
-        """The number of groups that brought a batch nearer. One without signal counts where `guards.max_groups_without_signal`
-        bounds how many may come."""
+        """Return the number of groups that brought a batch nearer. A group without signal counts where
+        `guards.max_groups_without_signal` bounds how many may come."""
         return self.totals["accepted"] + self.signals.is_bounded * self.totals["no_signal"]
 
-    @locked
+    @_locked
     def check_stalled(self) -> None:
-        """No batch came for too long; raises as `SignalWatch.check_stalled`."""
+        """Call it when no batch came for too long; raises as `SignalWatch.check_stalled`."""
         self.signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
 
-    @locked
+    @_locked
     def published(self, version: int) -> None:
-        """From now on producers can generate with `version`."""
+        """Note that producers can generate with `version` from now on."""
         self._version = version
         self.newest_version = max(self.newest_version, version)
 
-    @locked
+    # Checkpoints
+
+    @_locked
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, beside the journal, for a run that trains every prompt that was not trained before."""
+        """Return the part of a checkpoint that, with the journal, lets a run train every prompt that was not trained before."""
         return {
             "ledger": self.ledger.state(),
-            "replay": self.cutter.state(),
+            "replay": self.selector.state(),
             "counts": dict(self.totals),
             "journal_seq": self.journal.last_seq,
         }
 
-    @locked
+    @_locked
     def restore(self, state: dict[str, Any] | None, *, step: int, shape: GroupShape, comparable: bool = True) -> None:
-        """Goes on from a checkpoint (None: from the beginning) after `step` steps, and from what the journal holds beyond it,
-        if that is `comparable`: made under settings that still fit. Raises DatasetError if the dataset has another size than
-        at the checkpoint."""
+        """Restore a checkpoint (None: the beginning) after `step` steps, and what the journal holds beyond it, if that is
+        `comparable`: made under settings that still fit. Raises DatasetError if the dataset changed its size."""
         if state is not None:
             self.ledger.restore(state["ledger"])
             self.totals.clear()
             self.totals.update(state["counts"])
-        since_seq, cutter = state["journal_seq"] if state else 0, self.cutter
-        found = recover(self.journal, step, since_seq, cutter.budget, partial=cutter.partial, comparable=comparable)
-        self.apply(found.prompts)
-        self.cutter.restore(
+        since_seq, selector = state["journal_seq"] if state else 0, self.selector
+        found = recover(self.journal, step, since_seq, selector.budget, partial=selector.partial, comparable=comparable)
+        self._restore_prompts(found.prompts)
+        selector.restore(
             found,
             step,
-            lambda group_ids: [shape.load(frame) for frame in self.journal.frames(group_ids)],
+            lambda lease_ids: [shape.load(frame) for frame in self.journal.frames(lease_ids)],
             state["replay"] if state and comparable else [],
         )
         self.newest_version = self.journal.newest_version
@@ -149,15 +357,26 @@ class RolloutBuffer(Lifecycle):
         self.totals.update(found.counts)
         if found.batches or found.ready or found.quarantined:
             numbers = (len(found.ready), len(found.batches), found.quarantined)
-            text = "journal: %d groups ready, %d steps to train again as they were cut, %d groups quarantined"
+            text = "journal: %d groups ready, %d steps to train again with the same batches, %d groups quarantined"
             logger.info(text, *numbers)
 
-    @locked
+    def _restore_prompts(self, recovered: Sequence[RecoveredPrompt]) -> None:
+        for key, status, verdict, policy_version, is_new in recovered:
+            # A reroll that went stale, and whose deferral is not known here, waits until that comes again.
+            is_new_answer = is_new and status != "again"
+            if not self.ledger.restore_prompt(key, Held(verdict, policy_version), is_new=is_new_answer):
+                continue
+            if status == "again":
+                self.ledger.requeue(key)
+            elif status == "settled":
+                self._finish(key)
+
+    @_locked
     def depth(self) -> dict[str, int]:
-        """How much is where, for messages and metrics."""
+        """Return how many groups and prompts are where, for messages and metrics."""
         return {
-            "ready": self.cutter.num_ready,
-            "replayable": self.cutter.num_replayable,
+            "ready": self.selector.num_ready,
+            "replayable": self.selector.num_replayable,
             "leased": self.ledger.leases.num_leases,
             "deferred": self.ledger.num_deferred,
             "epoch": self.ledger.order.epoch,

@@ -30,7 +30,7 @@ class RolloutGroup:
     an episode between two of its turns.
     """
 
-    group_id: str
+    lease_id: str
     policy_version: int
     prompt_ids: NDArray[np.int32]  # (P,)
     completion_lengths: NDArray[np.int32]  # (R,)
@@ -46,7 +46,7 @@ class RolloutGroup:
     def lease(self) -> LeaseId:
         """The lease that the group answers, unless that is one of an evaluation. Raises UnknownLeaseError if no trainer wrote
         the id."""
-        return LeaseId.parse(self.group_id)
+        return LeaseId.parse(self.lease_id)
 
     @property
     def newest_version(self) -> int:
@@ -152,7 +152,7 @@ class GroupShape:
             if token_versions.min() != message.policy_version:
                 raise InvalidGroupError("policy_version must be the oldest of token_versions")
         return RolloutGroup(
-            group_id=message.lease_id,
+            lease_id=message.lease_id,
             policy_version=message.policy_version,
             prompt_ids=prompt_ids,
             completion_lengths=lengths,
@@ -204,7 +204,7 @@ def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> A
 def message_of(group: RolloutGroup) -> Group:
     """As a producer sends it; `GroupShape.parse` gives the group again."""
     return Group(
-        lease_id=group.group_id,
+        lease_id=group.lease_id,
         policy_version=group.policy_version,
         prompt_ids=group.prompt_ids.astype("<i4").tobytes(),
         completion_lengths=group.completion_lengths.astype("<i4").tobytes(),

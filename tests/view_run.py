@@ -17,10 +17,10 @@ from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group, MissingReward
 from protocol.wire.model_folder import tokenizer_digest
-from replay.journal.tables import DeadLetter, Entry, StepCut
+from replay.journal.schema import DeadLetter, JournalEntry, MicroBatchPlan
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.rerolls import Grade
+from replay.rerolls import Grade
 
 START = 1_790_000_000.0
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">\u202e é 漢"
@@ -83,7 +83,7 @@ def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[fl
     )
 
 
-def entries(tokenizer: Tokenizer, num_groups: int, num_prompts: int) -> Iterator[Entry]:
+def entries(tokenizer: Tokenizer, num_groups: int, num_prompts: int) -> Iterator[JournalEntry]:
     """Group n answers prompt n modulo `num_prompts` in epoch n // `num_prompts`, with version n // 4. Every seventh has no
     signal, and every eleventh nothing was scored for, of which `MISSING` says why."""
     for number in range(num_groups):
@@ -97,7 +97,7 @@ def entries(tokenizer: Tokenizer, num_groups: int, num_prompts: int) -> Iterator
         if number % 11 == 10:
             rewards, grade, reward = [float("nan")] * COMPLETIONS, Grade("unscored", 0, 0), None
         frame = encode(group := message(tokenizer, lease, version, rewards))
-        yield Entry(
+        yield JournalEntry(
             lease, f"producer-{number % 2}", version, "accepted" if number % 7 else "no_signal", reward, grade,
             len(group.completion_ids) // 4, frame, msgpack.encode(MISSING) if reward is None else b"",
         )  # fmt: skip
@@ -121,10 +121,10 @@ def write_run(folder: Path, num_groups: int = 120, num_prompts: int = 40) -> Pat
         journal.note_policy(0, 0, "0" * 64)
         made = list(entries(tokenizer, num_groups, num_prompts))
         journal.append(made)
-        trainable = [entry.group_id for entry in made if entry.outcome == "accepted" and entry.reward is not None]
+        trainable = [entry.lease_id for entry in made if entry.outcome == "accepted" and entry.reward is not None]
         for step in range(1, len(trainable) // PER_STEP):
             take_step(journal, run, step, trainable[(step - 1) * PER_STEP : step * PER_STEP])
-        journal.bury(DeadLetter(0, 3, 1, 3, "data", "reward_failed", "<b>the reward raised</b>"))
+        journal.add_dead_letter(DeadLetter(0, 3, 1, 3, "data", "reward_failed", "<b>the reward raised</b>"))
     for step in (9, 10):
         place = run / "checkpoints" / f"checkpoint-{step}"
         place.mkdir(parents=True)
@@ -153,11 +153,11 @@ def held_out(tokenizer: Tokenizer, version: int) -> Iterator[KeptAnswer]:
         yield KeptAnswer(prompt, None) if prompt == 7 else KeptAnswer(prompt, score, b"" if prompt == 5 else frame)
 
 
-def take_step(journal: Journal, run: Path, step: int, group_ids: list[str]) -> None:
+def take_step(journal: Journal, run: Path, step: int, lease_ids: list[str]) -> None:
     """Step `step` trains these groups and makes a policy; it takes 1.5 s after 0.5 s of waiting."""
-    journal.claim(step, step, group_ids, len(group_ids))
-    advantages = (np.arange(len(group_ids) * COMPLETIONS) / step).astype("<f4").tobytes()
-    journal.end_step(step, StepCut(step, 64, None, advantages if step > 10 else b""))
+    journal.claim(step, step, lease_ids, len(lease_ids))
+    advantages = (np.arange(len(lease_ids) * COMPLETIONS) / step).astype("<f4").tobytes()
+    journal.end_step(step, MicroBatchPlan(step, 64, None, advantages if step > 10 else b""))
     journal.note_policy(step, step, f"{step:064x}")
     _append(run / "steps.jsonl", step_line(step))
 

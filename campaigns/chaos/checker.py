@@ -57,16 +57,16 @@ def _trained(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, _Trained
     """Every group of the lineage, with the run of steps that trained it for the first time."""
     result: dict[str, _Trained] = {}
     for step in sorted(steps):
-        ids = [group_id for group_id, _ in steps[step].groups]
-        for position, (group_id, digest) in enumerate(_fresh(steps[step])):
-            before = result.get(group_id)
+        ids = [lease_id for lease_id, _ in steps[step].groups]
+        for position, (lease_id, digest) in enumerate(_fresh(steps[step])):
+            before = result.get(lease_id)
             same_batch = before is not None and _is_next_iteration(steps, step, before)
             where = f"was in steps {before.first} to {before.last}" if before is not None else "in it twice"
-            if ids.count(group_id) > 1 or (before is not None and not same_batch):
-                verdict.add("trained_twice", f"group {group_id} is in step {step}, and {where}")
+            if ids.count(lease_id) > 1 or (before is not None and not same_batch):
+                verdict.add("trained_twice", f"group {lease_id} is in step {step}, and {where}")
             if before is not None and before.digest != digest:
-                verdict.add("content", f"group {group_id} changed between steps {before.first} and {step}")
-            result[group_id] = _Trained(before.first if before else step, step, digest, position)
+                verdict.add("content", f"group {lease_id} changed between steps {before.first} and {step}")
+            result[lease_id] = _Trained(before.first if before else step, step, digest, position)
     return result
 
 
@@ -76,10 +76,10 @@ def _replayed(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, list[_T
     for step in sorted(steps):
         batch = steps[step]
         again = batch.groups[batch.num_fresh :]
-        for position, (group_id, digest) in enumerate(again, batch.num_fresh):
-            uses = result[group_id]
-            if [other for other, _ in again].count(group_id) > 1:
-                verdict.add("trained_twice", f"group {group_id} is replayed twice in step {step}")
+        for position, (lease_id, digest) in enumerate(again, batch.num_fresh):
+            uses = result[lease_id]
+            if [other for other, _ in again].count(lease_id) > 1:
+                verdict.add("trained_twice", f"group {lease_id} is replayed twice in step {step}")
             if uses and _is_next_iteration(steps, step, uses[-1]):
                 uses[-1] = uses[-1]._replace(last=step)
             else:
@@ -89,9 +89,9 @@ def _replayed(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, list[_T
 
 def _check_accepted(evidence: Evidence, trained: Mapping[str, _Trained], verdict: Verdict) -> None:
     accepted = {answer.lease_id: answer for answer in evidence.answers if answer.outcome == "accepted"}
-    for group_id, answer in accepted.items():
-        row = evidence.rows.get(group_id)
-        if group_id in trained:
+    for lease_id, answer in accepted.items():
+        row = evidence.rows.get(lease_id)
+        if lease_id in trained:
             fate = "trained"
         elif row is None:
             fate = "lost"
@@ -104,9 +104,9 @@ def _check_accepted(evidence: Evidence, trained: Mapping[str, _Trained], verdict
         verdict.fates[fate] += 1
         if fate == "lost":
             where = f"the journal says step {row.step}" if row else "the journal does not know it"
-            verdict.add("lost", f"group {group_id} was accepted from {answer.producer} and never trained; {where}")
+            verdict.add("lost", f"group {lease_id} was accepted from {answer.producer} and never trained; {where}")
         if row is not None and row.outcome != "accepted":
-            verdict.add("outcome", f"group {group_id} was acknowledged as accepted, the journal says {row.outcome}")
+            verdict.add("outcome", f"group {lease_id} was acknowledged as accepted, the journal says {row.outcome}")
     for answer in evidence.answers:
         if answer.digest is None or answer.outcome not in ("accepted", "no_signal", "stale"):
             continue
@@ -125,30 +125,30 @@ def _check_ready(evidence: Evidence, steps: Mapping[int, Batch], verdict: Verdic
         if row.outcome == "accepted" and row.dropped is None and row.step is None and row.policy_version < oldest:
             verdict.add(
                 "forgotten",
-                f"group {row.group_id} of version {row.policy_version} is still ready, and step {last.step} took none older than "
+                f"group {row.lease_id} of version {row.policy_version} is still ready, and step {last.step} took none older than "
                 f"{oldest}",
             )
 
 
 def _check_journal(evidence: Evidence, trained: Mapping[str, _Trained], verdict: Verdict) -> None:
-    for group_id, place in trained.items():
-        row = evidence.rows.get(group_id)
+    for lease_id, place in trained.items():
+        row = evidence.rows.get(lease_id)
         if row is None:
-            verdict.add("journal", f"group {group_id} was trained in step {place.first} and is not in the journal")
+            verdict.add("journal", f"group {lease_id} was trained in step {place.first} and is not in the journal")
             continue
         partly = row.dropped == "quarantined" and row.last_step == place.last  # some of its iterations are kept
         if row.outcome != "accepted" or (row.dropped is not None and not partly):
-            verdict.add("journal", f"group {group_id} was trained, the journal says {row.dropped or row.outcome}")
+            verdict.add("journal", f"group {lease_id} was trained, the journal says {row.dropped or row.outcome}")
         if (row.step, min(row.last_step or 0, evidence.final_step)) != (place.first, place.last):
             verdict.add(
                 "journal",
-                f"group {group_id} was trained in steps {place.first} to {place.last}, the journal says {row.step} to "
+                f"group {lease_id} was trained in steps {place.first} to {place.last}, the journal says {row.step} to "
                 f"{row.last_step}",
             )
     for row in evidence.rows.values():
         claimed = row.outcome == "accepted" and row.dropped is None and row.step is not None
-        if claimed and row.step <= evidence.final_step and row.group_id not in trained:  # type: ignore[operator]
-            verdict.add("journal", f"the journal says that step {row.step} trained {row.group_id}; it did not")
+        if claimed and row.step <= evidence.final_step and row.lease_id not in trained:  # type: ignore[operator]
+            verdict.add("journal", f"the journal says that step {row.step} trained {row.lease_id}; it did not")
 
 
 def _check_replays(
@@ -160,21 +160,21 @@ def _check_replays(
     rules, recorded = evidence.rules, set[Replay]()
     known = {replay for replay in evidence.replays if replay.step <= evidence.final_step}
     known = {replay._replace(last_step=min(replay.last_step, evidence.final_step)) for replay in known}
-    for group_id, uses in replayed.items():
-        first, row = trained.get(group_id), evidence.rows.get(group_id)
+    for lease_id, uses in replayed.items():
+        first, row = trained.get(lease_id), evidence.rows.get(lease_id)
         if 1 + len(uses) > rules.max_times_sampled:
-            verdict.add("too_often", f"group {group_id} was trained and replayed {len(uses)} times")
+            verdict.add("too_often", f"group {lease_id} was trained and replayed {len(uses)} times")
         for use in uses:
-            recorded.add(Replay(use.first, use.last, use.position, group_id))
+            recorded.add(Replay(use.first, use.last, use.position, lease_id))
             if first is None or first.last >= use.first:
                 verdict.add(
-                    "too_early", f"group {group_id} was replayed in step {use.first}, and was not trained before"
+                    "too_early", f"group {lease_id} was replayed in step {use.first}, and was not trained before"
                 )
             elif first.digest != use.digest:
-                verdict.add("content", f"group {group_id} changed between steps {first.first} and {use.first}")
+                verdict.add("content", f"group {lease_id} changed between steps {first.first} and {use.first}")
             version = (use.first - 1) // rules.sync_interval
             if row is not None and version - row.policy_version > rules.max_age_versions:
-                verdict.add("too_late", f"group {group_id} of version {row.policy_version} was replayed at {version}")
+                verdict.add("too_late", f"group {lease_id} of version {row.policy_version} was replayed at {version}")
     for replay in sorted(recorded - known):
         verdict.add("unrecorded", f"the journal does not say what happened: {replay}")
     for replay in sorted(known - recorded):
@@ -183,19 +183,19 @@ def _check_replays(
 
 def _check_prompts(evidence: Evidence, trained: Mapping[str, _Trained], verdict: Verdict) -> None:
     by_key: dict[Key, list[str]] = defaultdict(list)
-    for group_id in trained:
-        if group_id in evidence.rows:
-            by_key[evidence.rows[group_id].key].append(group_id)
-    for (epoch, prompt_id, reroll), group_ids in by_key.items():
-        if len(group_ids) > 1:
+    for lease_id in trained:
+        if lease_id in evidence.rows:
+            by_key[evidence.rows[lease_id].key].append(lease_id)
+    for (epoch, prompt_id, reroll), lease_ids in by_key.items():
+        if len(lease_ids) > 1:
             turn = f"prompt {prompt_id} of epoch {epoch}" + (f", return {reroll}," if reroll else "")
-            verdict.add("prompt_twice", f"{turn} was trained as {', '.join(group_ids)}")
+            verdict.add("prompt_twice", f"{turn} was trained as {', '.join(lease_ids)}")
 
 
 def _check_other_answers(evidence: Evidence, verdict: Verdict) -> None:
     answered: dict[Key, set[str]] = defaultdict(set)
     for row in evidence.rows.values():
-        answered[row.key].add(row.group_id)
+        answered[row.key].add(row.lease_id)
     newest = _newest_cut(evidence.incarnations) // evidence.rules.sync_interval
     for answer in evidence.answers:
         row = evidence.rows.get(answer.lease_id)

@@ -18,17 +18,17 @@ from campaigns.chaos.known import Answer, Batch, Evidence, Incarnation, Replay, 
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
 
-COLUMNS = "seq, group_id, epoch, prompt_id, reroll, policy_version, outcome, step, last_step, dropped"
-REPLAY_COLUMNS = "step, last_step, position, group_id"
+COLUMNS = "seq, lease_id, epoch, prompt_id, reroll, policy_version, outcome, step, last_step, dropped"
+REPLAY_COLUMNS = "step, last_step, position, lease_id"
 
 
 def collect(folder: Path, config: dict[str, Any]) -> Evidence:
     journal = folder / "run" / "journal.sqlite"
     checkpoint = newest_checkpoint(folder / "run" / "checkpoints")
     with contextlib.closing(sqlite3.connect(f"{journal.as_uri()}?mode=ro", uri=True)) as db:
-        rows = {row.group_id: row for row in deleted_rows(folder)}
+        rows = {row.lease_id: row for row in deleted_rows(folder)}
         rows |= {
-            row.group_id: row
+            row.lease_id: row
             for row in rows_of(db.execute(f"SELECT {COLUMNS}, frame FROM groups JOIN bodies USING(seq)"))
         }
         replays = deleted_replays(folder)

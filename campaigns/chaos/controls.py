@@ -32,9 +32,9 @@ def acknowledge_before_commit() -> None:
         waiting.extend(entries)
         since[0] = time.monotonic()
 
-    def late_known(journal: Any, group_ids: Any) -> Any:
-        asked = list(group_ids)
-        return known(journal, asked) | {entry.group_id for entry in waiting if entry.group_id in asked}
+    def late_known(journal: Any, lease_ids: Any) -> Any:
+        asked = list(lease_ids)
+        return known(journal, asked) | {entry.lease_id for entry in waiting if entry.lease_id in asked}
 
     def flushing(then: Callable[..., Any]) -> Callable[..., Any]:
         def call(journal: Any, *args: Any, **kwargs: Any) -> Any:

@@ -49,11 +49,11 @@ def digest_of_group(group: RolloutGroup) -> str:
     arrays = (
         group.prompt_ids, group.completion_lengths, group.completion_ids, group.logprobs, group.rewards, group.truncated,
     )  # fmt: skip
-    return _digest(group.group_id, group.policy_version, *(array.tobytes() for array in arrays))
+    return _digest(group.lease_id, group.policy_version, *(array.tobytes() for array in arrays))
 
 
-def _digest(group_id: str, policy_version: int, *buffers: bytes) -> str:
-    digest = hashlib.sha256(f"{group_id} {policy_version}".encode())
+def _digest(lease_id: str, policy_version: int, *buffers: bytes) -> str:
+    digest = hashlib.sha256(f"{lease_id} {policy_version}".encode())
     for buffer in buffers:
         digest.update(len(buffer).to_bytes(8, "little") + buffer)
     return digest.hexdigest()[:32]

@@ -37,7 +37,7 @@ class Replay(NamedTuple):
     step: int
     last_step: int
     position: int
-    group_id: str
+    lease_id: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Row:
     """A group as the journal shows it when the run is over."""
 
     seq: int
-    group_id: str
+    lease_id: str
     epoch: int
     prompt_id: int
     reroll: int

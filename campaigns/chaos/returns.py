@@ -62,4 +62,4 @@ def _check_failures(evidence: Evidence, answered: set[Key], verdict: Verdict) ->
         if reroll >= evidence.rules.max_rerolls or (epoch, prompt_id, reroll + 1) in seen:
             continue
         if not any((later, prompt_id, 0) in seen for later in range(epoch + 1, evidence.epoch + 2)):
-            verdict.add("reroll", f"prompt {prompt_id} of epoch {epoch} failed as {row.group_id} and never came back")
+            verdict.add("reroll", f"prompt {prompt_id} of epoch {epoch} failed as {row.lease_id} and never came back")

@@ -9,10 +9,10 @@ from campaigns.chaos.checker import check
 from campaigns.chaos.known import Answer, Batch, Evidence, Incarnation, Replay, Row, Rules, lineage
 
 
-def batch(step: int, *group_ids: str, last_step: int | None = None, again: tuple[str, ...] = ()) -> Batch:
+def batch(step: int, *lease_ids: str, last_step: int | None = None, again: tuple[str, ...] = ()) -> Batch:
     """Groups trained for the first time, then those that are replayed."""
-    groups = tuple((group_id, f"#{group_id}") for group_id in (*group_ids, *again))
-    return Batch(step, last_step or step, groups, len(group_ids))
+    groups = tuple((lease_id, f"#{lease_id}") for lease_id in (*lease_ids, *again))
+    return Batch(step, last_step or step, groups, len(lease_ids))
 
 
 def incarnation(start: int, *batches: Batch, ended: int) -> Incarnation:
@@ -22,14 +22,14 @@ def incarnation(start: int, *batches: Batch, ended: int) -> Incarnation:
 MIXED, FLAT, FAILED, SOLVED = (0.0, 1.0), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0)
 
 
-def row(group_id: str, step: int | None = None, **changes: Any) -> Row:
-    epoch, prompt_id, reroll = map(int, group_id.split("-")[:3])
-    made = Row(1, group_id, epoch, prompt_id, reroll, 0, "accepted", step, step, None, f"#{group_id}", MIXED)
+def row(lease_id: str, step: int | None = None, **changes: Any) -> Row:
+    epoch, prompt_id, reroll = map(int, lease_id.split("-")[:3])
+    made = Row(1, lease_id, epoch, prompt_id, reroll, 0, "accepted", step, step, None, f"#{lease_id}", MIXED)
     return replace(made, **changes)
 
 
-def accepted(*group_ids: str) -> tuple[Answer, ...]:
-    return tuple(Answer("left", group_id, "accepted", f"#{group_id}") for group_id in group_ids)
+def accepted(*lease_ids: str) -> tuple[Answer, ...]:
+    return tuple(Answer("left", lease_id, "accepted", f"#{lease_id}") for lease_id in lease_ids)
 
 
 A, B, C, D, E = "0-0-0-1-x", "0-1-0-1-x", "0-2-0-1-x", "0-3-0-1-x", "0-4-0-1-x"
@@ -264,7 +264,7 @@ REROLLS = Rules(max_staleness=1, sync_interval=1, max_rerolls=1, delay_versions=
 
 
 def with_returns(*rows: Row, **changes: Any) -> Evidence:
-    return evidence(**({"rows": evidence().rows | {row.group_id: row for row in rows}, "rules": REROLLS} | changes))
+    return evidence(**({"rows": evidence().rows | {row.lease_id: row for row in rows}, "rules": REROLLS} | changes))
 
 
 def test_a_prompt_that_failed_comes_back_once() -> None:

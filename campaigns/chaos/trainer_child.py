@@ -66,7 +66,7 @@ def _write_evidence(log: EvidenceLog) -> None:
         def watched_batches() -> Iterator[Any]:
             log.note("start", step=trainer.state.global_step)  # the checkpoint has been read
             for batch in batches:
-                groups = [[group.group_id, digest_of_group(group)] for group in batch.groups]
+                groups = [[group.lease_id, digest_of_group(group)] for group in batch.groups]
                 first = batch.last_step - batch.num_iterations + 1
                 log.note("batch", step=first, last_step=batch.last_step, groups=groups, num_fresh=batch.num_fresh)
                 yield batch
@@ -136,7 +136,7 @@ def set_points(aim: Aim) -> None:
     from protocol.wire.messages import Ack, Lease, Welcome
     from replay import buffer
     from replay.journal.retention import Retention
-    from replay.journal.tables import Entry
+    from replay.journal.schema import JournalEntry
     from replay.journal.writer import Journal
 
     points = TransactionPoints(aim, Journal)
@@ -144,7 +144,7 @@ def set_points(aim: Aim) -> None:
         points.name(Journal, name, name)
     points.name(buffer, "recover", "recover")
     points.name(Retention, "prune", "retention")
-    aim.around(Entry, "crc", "append.row", None)
+    aim.around(JournalEntry, "crc", "append.row", None)
 
     send = ZmqServer.send
     names: dict[type, str] = {Ack: "ack", Lease: "lease", Welcome: "welcome"}

@@ -320,7 +320,7 @@ def _look_into(door: Door, report: Report) -> None:
 
 def _check_journal(folder: Path, honest: Honest) -> None:
     with closing(apsw.Connection(str(folder / "journal.sqlite"), flags=apsw.SQLITE_OPEN_READONLY)) as journal:
-        kept = Counter(group_id for (group_id,) in journal.execute("SELECT group_id FROM groups"))
+        kept = Counter(lease_id for (lease_id,) in journal.execute("SELECT lease_id FROM groups"))
     lost = {ack.lease_id for ack in honest.acks} - kept.keys()  # it may have made groups while the door closed
     if lost or kept.total() != len(kept):
         raise Defect(f"the journal misses {len(lost)} honest groups and has {kept.total() - len(kept)} twice")

@@ -19,11 +19,11 @@ from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import JournalError, StalledError
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
 from replay.journal.reader import JournalReader
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
 
 _POLL_S = 0.25
 _Found = TypeVar("_Found")
@@ -44,10 +44,10 @@ class BatchFeed:
     partial_after_s: float | None = None
     turns: GpuTurns | None = None
     wait_s: float = 0.0  # spent on the last batch
-    last: CutBatch | None = None
+    last: TrainingBatch | None = None
     _waits_since: float | None = None  # None: nobody waits
 
-    def __iter__(self) -> Iterator[CutBatch]:
+    def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
             self.waits.check()
             self.last = self._wait_for(self._attempt)
@@ -81,7 +81,7 @@ class BatchFeed:
     def _takes_partial(self) -> bool:
         return self.partial_after_s is not None and self.waiting_s() >= self.partial_after_s
 
-    def _attempt(self) -> CutBatch | None:
+    def _attempt(self) -> TrainingBatch | None:
         if self._has_turn():
             return self.buffer.next_batch(_POLL_S, partial=self._takes_partial)
         return None
@@ -134,23 +134,23 @@ class RecordedRun:
         check_same_batches(self._facts, facts, self._reader.path)
         return self._facts["run_id"]
 
-    def newest_cut(self, step: int) -> StepCut | None:
-        return self._reader.newest_cut(step)
+    def newest_plan(self, step: int) -> MicroBatchPlan | None:
+        return self._reader.newest_plan(step)
 
-    def batches(self, from_step: int, shape: GroupShape) -> Iterator[CutBatch]:
+    def batches(self, from_step: int, shape: GroupShape) -> Iterator[TrainingBatch]:
         """The batches from optimizer step `from_step` (from 1) on, which may lie in the middle of the first.
 
         Raises:
             JournalError: one is missing, because old groups were deleted.
         """
         expected = from_step
-        for step, last_step, group_ids, num_fresh in self._reader.batches(from_step):
+        for step, last_step, lease_ids, num_fresh in self._reader.batches(from_step):
             if step > expected:
                 raise _missing(expected)
-            if len(group_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
+            if len(lease_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
                 raise _missing(step)  # or a partial batch; where groups were deleted nobody can tell
-            groups = [shape.load(frame) for frame in self._reader.frames(group_ids)]
-            yield CutBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
+            groups = [shape.load(frame) for frame in self._reader.frames(lease_ids)]
+            yield TrainingBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
             expected = last_step + 1
         if expected == from_step:
             raise _missing(expected)
@@ -166,9 +166,9 @@ class RecordedFeed:
     first_step: int
     counts: Counter[str]
     wait_s: float = 0.0
-    last: CutBatch | None = None
+    last: TrainingBatch | None = None
 
-    def __iter__(self) -> Iterator[CutBatch]:
+    def __iter__(self) -> Iterator[TrainingBatch]:
         for batch in self.recorded.batches(self.first_step + 1, self.shape):
             self.check()
             self.counts["trained"] += batch.num_fresh

@@ -34,7 +34,7 @@ from protocol.runtime import logs
 from protocol.runtime.processes import die_with_parent
 from protocol.runtime.scratch import scratch_folder
 from protocol.wire.model_folder import resolve_model
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.groups import GroupShape
 
 
@@ -45,7 +45,7 @@ class PlannedBatches:
         self._ranks = ranks
         self._shape = shape
 
-    def __iter__(self) -> Iterator[CutBatch]:
+    def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
             plan = self._ranks.share(None)
             if not isinstance(plan, Train):

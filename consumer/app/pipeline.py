@@ -24,10 +24,10 @@ from consumer.report.steps import StepReport
 from consumer.waiting import ThreadErrors, WaitPolicy, write_when_there_is_room
 from protocol.config.learning import ReplaySection
 from protocol.runtime.files import out_of_space
-from replay.batches.cutting import CutBatch
-from replay.journal.database import JournalFullError
+from replay.batch_selection import TrainingBatch
 from replay.journal.retention import Retention
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
+from replay.journal.writer import JournalFullError
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Feed(Protocol):
     """Where batches come from."""
 
     wait_s: float  # spent on the last batch
-    last: CutBatch | None
+    last: TrainingBatch | None
 
-    def __iter__(self) -> Iterator[CutBatch]: ...
+    def __iter__(self) -> Iterator[TrainingBatch]: ...
 
 
 class SharedDevice(Protocol):
@@ -57,7 +57,7 @@ class Pipeline:
     """Where a step's results go. This one leads nowhere, as a run that is trained again needs it.
 
     Args:
-        recorded: as `newest_cut`.
+        recorded: as `newest_plan`.
     """
 
     def __init__(self, recorded: Recorded = lambda step: None) -> None:
@@ -70,14 +70,14 @@ class Pipeline:
     def flush(self) -> None:
         """Returns when every policy is published."""
 
-    def end_step(self, step: int, plan: StepCut) -> None:
+    def end_step(self, step: int, plan: MicroBatchPlan) -> None:
         """Record that step `step` ended, and how it was split into passes."""
 
     def undo_try(self, last_step: int) -> None:
         """Do not count this try of the batch that ends with step `last_step`: it is not why the trainer stops. Any thread may
         call it, and again and again."""
 
-    def newest_cut(self, step: int) -> StepCut | None:
+    def newest_plan(self, step: int) -> MicroBatchPlan | None:
         """How step `step`, or the newest one before it that is known, was cut before."""
         return self._recorded(step)
 
@@ -147,10 +147,10 @@ class LivePipeline(Pipeline):
                 self._journal.undo_try(last_step)
                 self._undone = last_step
 
-    def newest_cut(self, step: int) -> StepCut | None:
-        return self._journal.newest_cut(step)
+    def newest_plan(self, step: int) -> MicroBatchPlan | None:
+        return self._journal.newest_plan(step)
 
-    def end_step(self, step: int, plan: StepCut) -> None:
+    def end_step(self, step: int, plan: MicroBatchPlan) -> None:
         def attempt() -> bool | None:
             try:
                 self._journal.end_step(step, plan)
@@ -176,7 +176,7 @@ class LivePipeline(Pipeline):
             self._retention.prune(
                 oldest_step=kept[0].step,
                 oldest_seq=kept[0].state["journal_seq"],
-                replayable={group_id for state in states for group_id, *_ in state["replay"]},
+                replayable={lease_id for state in states for lease_id, *_ in state["replay"]},
                 keep_bytes=self.settings.keep_bytes if self._disk.has_room else 0,
                 keep_age_s=self.settings.keep_age_s,
             )

@@ -25,8 +25,8 @@ from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
 from replay.groups import GroupShape
-from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
+from replay.staleness import StalenessBudget
 
 
 class RunStart(NamedTuple):

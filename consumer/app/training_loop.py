@@ -36,9 +36,9 @@ from protocol.runtime import logs
 from protocol.runtime.files import staged
 from protocol.runtime.health import Health
 from protocol.runtime.json_lines import encode_page
-from replay.batches.cutting import CutBatch
-from replay.journal.tables import StepCut
-from replay.prompts.staleness import StalenessBudget
+from replay.batch_selection import TrainingBatch
+from replay.journal.schema import MicroBatchPlan
+from replay.staleness import StalenessBudget
 
 _MOST_LOGS = 100  # that transformers keeps and writes into checkpoints; steps.jsonl has all of them
 
@@ -98,7 +98,7 @@ class RunControl(TrainerCallback):
         self._save_due &= not control.should_save
 
     @property
-    def _batch(self) -> CutBatch:
+    def _batch(self) -> TrainingBatch:
         """The batch that is trained."""
         batch = self.connections.feed.last
         assert batch is not None
@@ -120,7 +120,7 @@ class RunControl(TrainerCallback):
         num_tokens = sum(int(group.sampled_lengths.sum()) for group in batch.groups)
         self.connections.report.step(StepRecord(step, numbers, wait_s, step_s, num_tokens))
 
-    def _plan(self) -> StepCut:
+    def _plan(self) -> MicroBatchPlan:
         """Return how the last step was split into passes, with its advantages."""
         trained = self.trainer.last
         assert trained is not None

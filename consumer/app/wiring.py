@@ -55,16 +55,16 @@ from protocol.runtime import logs
 from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import shared_memory
 from protocol.wire.handshake import TrainerNeeds
-from replay.batches.cutting import BatchCutter
-from replay.batches.replay_table import ReplayTable
-from replay.batches.signal_watch import SignalWatch
+from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
-from replay.journal.disk import DiskGuard
+from replay.evaluation_leases import Metric
+from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
-from replay.prompts.evaluation_leases import Metric
-from replay.prompts.failure_budgets import FailureClass, FailureWatch, RetryBudget
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollRules
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import FailureClass, FailureWatch, RetryBudget
+from replay.replay_table import ReplayTable
+from replay.rerolls import RerollRules
+from replay.rewards import SignalWatch
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         session=session,
         rerolls=reroll,
     )
-    cutter = BatchCutter(
+    selector = BatchSelector(
         components.budget,
         journal,
         signal=components.rewards.signal,
@@ -268,7 +268,7 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
     )
     return RolloutBuffer(
         ledger,
-        cutter,
+        selector,
         journal,
         RerollRules(reroll, config.reward_names.index(reroll.reward) if reroll.reward else 0),
         components.rewards.mean_reward,
@@ -367,7 +367,7 @@ def training_loop(
     if ranks.world > 1:
         folder = start.checkpoint.folder if start.checkpoint else None
         begin(ranks, len(components.prompts), components.shape.vocab_size, start.step, folder)
-    trainer = _trainer(components, connections.feed, checkpoints, start, ranks, connections.pipeline.newest_cut)
+    trainer = _trainer(components, connections.feed, checkpoints, start, ranks, connections.pipeline.newest_plan)
     control = RunControl(
         trainer,
         connections,
@@ -428,4 +428,4 @@ def retraining(
     heartbeat = Heartbeat(watch.health, components.stop, ThreadErrors())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     feed = RecordedFeed(recorded, components.shape, heartbeat.check, start.step, counts)
-    return start, Connections(feed, Pipeline(recorded.newest_cut), report, waits), heartbeat, counts
+    return start, Connections(feed, Pipeline(recorded.newest_plan), report, waits), heartbeat, counts

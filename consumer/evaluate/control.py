@@ -19,7 +19,7 @@ from consumer.waiting import Limit, WaitPolicy
 from protocol.config.data import EvaluationSection
 from protocol.errors import StalledError
 from protocol.runtime.files import out_of_space
-from replay.prompts.evaluation_leases import summary
+from replay.evaluation_leases import summary
 
 logger = logging.getLogger(__name__)
 

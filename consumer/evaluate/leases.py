@@ -22,9 +22,9 @@ from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Sampling
+from replay.evaluation_leases import Answer, Evaluation, Metric
 from replay.groups import GroupShape, InvalidGroupError
-from replay.prompts.evaluation_leases import Answer, Evaluation, Metric
-from replay.prompts.failure_budgets import FailureClass, RetryBudget
+from replay.prompt_table import FailureClass, RetryBudget
 
 
 class Progress(NamedTuple):
@@ -113,7 +113,7 @@ class EvaluationLeases:
             for _, session in able:
                 session.evaluations.discard(record.lease_id)
         lost = list[bytes]()
-        if running.next_work(now) is not None:
+        if running.next_task(now) is not None:
             queue = RoomQueue(self._room)
             queue.refill(able)
             lost = give_leases(self.channel, queue, functools.partial(self._give, running, now), self.clock)
@@ -162,13 +162,13 @@ class EvaluationLeases:
         return leases.intersection(keep)
 
     def _give(self, running: RunningEvaluation, now: float, peer: bytes, session: ProducerSession) -> bool | None:
-        rules, policy, work = self.rules, running.due.policy, running.next_work(now)
+        rules, policy, work = self.rules, running.due.policy, running.next_task(now)
         if work is None:
             return None
         record = running.lease(work, session.name, deadline=now + rules.timeout_s)
         try:
             lease = Lease(
-                record.lease_id, work.key, record.work.attempt, *self.prompts[work.key], rules.sampling, policy.version,
+                record.lease_id, work.key, record.task.attempt, *self.prompts[work.key], rules.sampling, policy.version,
                 rules.timeout_s, policy,
             )  # fmt: skip
             sent = self.channel.send(peer, lease)

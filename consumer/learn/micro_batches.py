@@ -30,7 +30,7 @@ from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from replay.groups import RolloutGroup
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
 from replay.rewards import EPSILON, RewardRecipe
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 131_072  # more makes no pass faster
 _FIXED_POLICIES = ("old_per_token_logps", "ref_per_token_logps")
 
-Recorded = Callable[[int], StepCut | None]
+Recorded = Callable[[int], MicroBatchPlan | None]
 """From a step to the newest recorded split of it or of a step before it."""
 
 MicroBatch = dict[str, torch.Tensor]

@@ -75,9 +75,9 @@ from consumer.learn.statistics import (
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, CHECK_EVERY, Ranks, RankWork, Train, check_agreement, work_of_all
 from protocol.config.run import RunConfig
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
 from replay.rewards import RewardRecipe
 
 _VOCABULARY_CHUNK = 32768  # of TRL's kernel
@@ -100,7 +100,7 @@ class TrainedStep:
         grad_norm: before clipping.
     """
 
-    plan: StepCut
+    plan: MicroBatchPlan
     loss: float
     metrics: dict[str, float]
     grad_norm: float = math.nan
@@ -127,7 +127,7 @@ class SlipstreamTrainer(Trainer):
         options: Any,
         lora: LoraConfig,
         model_folder: Path,
-        batches: Iterable[CutBatch],
+        batches: Iterable[TrainingBatch],
         commit_checkpoint: Callable[[int, Path, Callable[[], None]], None],
         ranks: Ranks = ALONE,
         recorded: Recorded = lambda step: None,
@@ -266,7 +266,7 @@ class SlipstreamTrainer(Trainer):
             step_s, waited_s = time.monotonic() - began, ranks.waited_s - waited_s
             num_tokens = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in inputs)
             self.works[:] = work_of_all(ranks, step_s, waited_s, num_tokens)
-        plan = StepCut(
+        plan = MicroBatchPlan(
             self.state.global_step + 1, splitter.tokens, drawn_from if random_state(device) != drawn_from else None
         )
         metrics |= {"step_time": passes_s, "pipeline/micro_batch_tokens": float(splitter.tokens)}

@@ -18,12 +18,11 @@ from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.runtime.logs import Throttle
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Message, Nack
-from replay.batches.delivery import Delivery
+from replay.batch_selection import OfferedGroup
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, InvalidGroupError
-from replay.journal.database import JournalFullError
-from replay.journal.disk import DiskGuard
-from replay.journal.writer import Journal
+from replay.journal.retention import DiskGuard
+from replay.journal.writer import Journal, JournalFullError
 
 COMMIT_ROWS = 32
 COMMIT_AFTER_S = 0.005
@@ -50,7 +49,7 @@ class CommitQueue:
     shape: GroupShape  # of every group
     warn: Throttle
     clock: Callable[[], float]
-    _unwritten: dict[str, tuple[bytes, Delivery]] = field(
+    _unwritten: dict[str, tuple[bytes, OfferedGroup]] = field(
         default_factory=dict
     )  # by lease, with who waits for the answer
     _oldest_unwritten_at: float = 0.0
@@ -78,7 +77,10 @@ class CommitQueue:
             missing = b""
             if message.missing:
                 missing, frame = msgpack.encode(message.missing), encode(structs.replace(message, missing=()))
-            self._unwritten[group.group_id] = peer, Delivery(group, frame, session.name, missing, session.of_this_run)
+            self._unwritten[group.lease_id] = (
+                peer,
+                OfferedGroup(group, frame, session.name, missing, session.of_this_run),
+            )
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)
@@ -116,11 +118,11 @@ class CommitQueue:
                 arrivals = list(self._unwritten.values())[:COMMIT_ROWS]
                 outcomes = self.storage.buffer.offer([delivery for _, delivery in arrivals])
                 for (peer, (group, *_)), outcome in zip(arrivals, outcomes, strict=True):
-                    del self._unwritten[group.group_id]
+                    del self._unwritten[group.lease_id]
                     if outcome == "unknown_lease":
-                        answer: Message = Nack(group.group_id, "unknown_lease", "not a lease of this run")
+                        answer: Message = Nack(group.lease_id, "unknown_lease", "not a lease of this run")
                     else:
-                        answer = Ack(group.group_id, outcome, self.store.newest)
+                        answer = Ack(group.lease_id, outcome, self.store.newest)
                     self.channel.send(peer, answer)
             self._is_disk_full = False
         except JournalFullError as error:

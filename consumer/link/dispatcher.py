@@ -17,8 +17,8 @@ from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Sampling
 from replay.buffer import RolloutBuffer
-from replay.journal.database import JournalFullError
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
+from replay.journal.writer import JournalFullError
 
 _LOOK_AT_DISK_EVERY_S = 1.0
 _REFILL_EVERY_S = 0.05
@@ -87,7 +87,7 @@ class LeaseDispatcher:
         record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s)
         if record is None:
             return None
-        lease_id, work = record.lease_id, record.work
+        lease_id, work = record.lease_id, record.task
         try:
             lease = Lease(lease_id, work.key.prompt_id, work.attempt, *self.prompts[work.key.prompt_id], self.sampling,
                           record.policy_floor, self.timeout_s)  # fmt: skip

@@ -25,7 +25,7 @@ from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, Reject, 
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
 from replay.lease_ids import Key
-from replay.prompts.leases import LeaseRecord
+from replay.prompt_table import LeaseRecord
 
 logger = logging.getLogger(__name__)
 

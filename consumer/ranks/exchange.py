@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from protocol.errors import RankLostError
 from protocol.runtime.processes import resident_bytes
 from protocol.wire.messages import Group
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.groups import GroupShape, message_of
 
 PIECE_BYTES = 2**26
@@ -47,7 +47,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="piece"
 
 
 class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
-    """Take the steps over this batch. Fields as of `replay.batches.cutting.CutBatch`."""
+    """Take the steps over this batch. Fields as of `replay.batch_selection.TrainingBatch`."""
 
     step: int
     num_iterations: int
@@ -56,13 +56,13 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
     groups: list[Group]
 
     @classmethod
-    def of(cls, batch: CutBatch) -> "Train":
+    def of(cls, batch: TrainingBatch) -> "Train":
         groups = [message_of(group) for group in batch.groups]
         return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, groups)
 
-    def batch(self, shape: GroupShape) -> CutBatch:
+    def batch(self, shape: GroupShape) -> TrainingBatch:
         groups = [shape.parse(message) for message in self.groups]
-        return CutBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
+        return TrainingBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
 
 
 Plan = Begin | Piece | Train

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from protocol.runtime.files import staged, unless_full
 from protocol.runtime.json_lines import encode_page
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
 
 _ARRAYS = ("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "versions")
@@ -27,12 +27,12 @@ _KEPT = 8
 _NAME, _STEP = re.compile(r"step-\d+"), "step.json"
 
 
-def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Path:
+def keep(run_dir: Path, step: int, batch: TrainingBatch, found: dict[str, Any]) -> Path:
     """Writes the folder of optimizer step `step` (from 1), in place of one from an earlier try, and returns it."""
     folder = run_dir / "inspect" / f"step-{step}"
     values = {"step": step} | found | {"groups": [_row(group) for group in batch.groups]}
     arrays = {
-        f"{group.group_id}/{name}": np.ascontiguousarray(getattr(group, name))
+        f"{group.lease_id}/{name}": np.ascontiguousarray(getattr(group, name))
         for group in batch.groups
         for name in _ARRAYS
     }
@@ -52,7 +52,7 @@ def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Pa
 
 def _row(group: RolloutGroup) -> dict[str, Any]:
     return {
-        "group": group.group_id,
+        "group": group.lease_id,
         "policy_version": group.policy_version,
         "num_tokens": group.num_tokens,
         "num_unscored_tokens": int(np.isnan(group.logprobs).sum()),

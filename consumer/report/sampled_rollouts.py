@@ -17,7 +17,7 @@ from consumer.learn.micro_batches import BatchRecipe
 from protocol.config.run import RunConfig
 from protocol.runtime.files import unless_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.rewards import weighted_sums
 
 _MAX_CHARS = 8192  # of a text
@@ -38,7 +38,7 @@ class RolloutLog:
         self._recipe = recipe
         self._decode = decode
 
-    def note(self, step: int, batch: CutBatch, version: int) -> None:
+    def note(self, step: int, batch: TrainingBatch, version: int) -> None:
         """Writes the samples of optimizer step `step`, counted from 1, whose batch policy `version` cut."""
         if not self._num_samples:
             return
@@ -55,12 +55,12 @@ class RolloutLog:
         with unless_full():
             self._file.append("".join(f"{encode_line(line)}\n" for line in lines).encode())
 
-    def _completion(self, batch: CutBatch, row: int, version: int) -> dict[str, Any]:
+    def _completion(self, batch: TrainingBatch, row: int, version: int) -> dict[str, Any]:
         place, number = divmod(row, self._recipe.num_generations)
         group = batch.groups[place]
         tokens = group.last_record(number)
         return {
-            "group": group.group_id,
+            "group": group.lease_id,
             "prompt_id": group.lease.key.prompt_id,
             "policy_version": group.policy_version,
             "staleness": version - group.policy_version,

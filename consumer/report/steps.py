@@ -24,8 +24,7 @@ from tqdm import tqdm
 from protocol.runtime import logs
 from protocol.runtime.files import unless_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
-from replay.batches.cutting import CutBatch
-from replay.batches.delivery import Arrival
+from replay.batch_selection import GroupStats, TrainingBatch
 from replay.rewards import weighted_sums
 
 logger = logging.getLogger(__name__)
@@ -180,14 +179,14 @@ class LearningMetrics:
 _MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
 
 
-def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+def batch_metrics(batch: TrainingBatch, version: int, weights: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
     selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
     that cut them, and of a group that of its oldest token; replayed groups have an age of their own.
     """
-    arrivals = batch.arrivals or [Arrival.of(group) for group in batch.groups]
+    arrivals = batch.arrivals or [GroupStats.of(group) for group in batch.groups]
     rewards = np.concatenate([arrival.rewards for arrival in arrivals])
     total = weighted_sums(rewards, weights)
     total = total[~np.isnan(total)]

@@ -16,8 +16,21 @@ from typing import Any, TypeVar
 import apsw
 
 from protocol.errors import JournalError
-from replay.journal.rows import EVERY_GROUP, DeadLetterRow, GroupFilter, GroupRow, PolicyRow, RefusedFrame, Use
-from replay.journal.tables import FRAME, NEWEST_CUT, SCHEMA, RecordedBatch, StepCut, intact_frame
+from replay.journal.schema import (
+    EVERY_GROUP,
+    FRAME,
+    NEWEST_PLAN,
+    SCHEMA,
+    DeadLetterRow,
+    GroupFilter,
+    GroupRow,
+    MicroBatchPlan,
+    PolicyRow,
+    RecordedBatch,
+    RefusedFrame,
+    Use,
+    intact_frame,
+)
 
 Row = TypeVar("Row", PolicyRow, GroupRow, DeadLetterRow, RefusedFrame)
 _PAGE_ROWS = 1000
@@ -26,7 +39,7 @@ _STATE = """CASE
     WHEN dropped = 'quarantined' THEN 'quarantined' WHEN outcome = 'stale' OR dropped = 'stale' THEN 'stale'
     WHEN dropped IS NOT NULL THEN 'dropped' WHEN outcome = 'no_signal' THEN 'no_signal'
     WHEN last_step IS NULL THEN 'ready' WHEN tries > 0 THEN 'claimed' ELSE 'trained' END"""
-_NUM_REPLAYS = "(SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id)"
+_NUM_REPLAYS = "(SELECT count(*) FROM replays WHERE replays.lease_id = groups.lease_id)"
 _COMPUTED = {
     "num_replays": _NUM_REPLAYS,
     "state": _STATE,
@@ -108,8 +121,8 @@ class JournalReader:
     def count(self, wanted: GroupFilter = EVERY_GROUP) -> int:
         return int(self._query(f"SELECT count(*) FROM groups WHERE {_WANTED}", wanted.bindings())[0][0])
 
-    def row(self, group_id: str) -> GroupRow | None:
-        found = self._query(f"SELECT {_columns(GroupRow)} FROM groups WHERE group_id = ?", (group_id,))
+    def row(self, lease_id: str) -> GroupRow | None:
+        found = self._query(f"SELECT {_columns(GroupRow)} FROM groups WHERE lease_id = ?", (lease_id,))
         return GroupRow(*found[0]) if found else None
 
     def rows_between(self, first_seq: int, last_seq: int) -> Iterator[GroupRow]:
@@ -137,39 +150,39 @@ class JournalReader:
 
     def body(self, row: GroupRow) -> bytes | None:
         """The message of a group; None if the trainer has deleted the group since its row was read. Raises as `intact_frame`."""
-        found = self._query(FRAME, (row.group_id,))
-        return intact_frame(self.path, row.group_id, found) if found else None
+        found = self._query(FRAME, (row.lease_id,))
+        return intact_frame(self.path, row.lease_id, found) if found else None
 
     def missing_rewards(self, row: GroupRow) -> bytes:
         """Return why rewards of a group are missing, encoded; empty if none are."""
         found = self._query("SELECT missing FROM missing_rewards WHERE seq = ?", (row.seq,))
         return bytes(found[0][0]) if found else b""
 
-    def frames(self, group_ids: Iterable[str]) -> list[bytes]:
+    def frames(self, lease_ids: Iterable[str]) -> list[bytes]:
         """The messages of these groups, in the order asked for. Raises as `intact_frame`."""
-        return [intact_frame(self.path, group_id, self._query(FRAME, (group_id,))) for group_id in group_ids]
+        return [intact_frame(self.path, lease_id, self._query(FRAME, (lease_id,))) for lease_id in lease_ids]
 
     def batches(self, from_step: int = 1) -> Iterator[RecordedBatch]:
         """The batches that train optimizer step `from_step` and all later ones, in the order in which they were trained.
-        Steps that a restart cut anew come once, as cut last. The newest may be of a step that has not ended."""
+        Steps that a restart selected anew come once, with their last batch. The newest may be of a step that has not ended."""
         num_iterations = int(self.facts().get("num_iterations", 1))
         while rows := self._query(
-            f"SELECT step, last_step, group_id FROM groups WHERE {_RECORDED} AND last_step ="
+            f"SELECT step, last_step, lease_id FROM groups WHERE {_RECORDED} AND last_step ="
             f" (SELECT min(last_step) FROM groups WHERE last_step >= :from_step AND {_RECORDED}) ORDER BY position",
             {"from_step": from_step, "num_iterations": num_iterations},
         ):
             step, last_step, _ = rows[0]
-            fresh = [group_id for _, _, group_id in rows]
-            again = self._query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (step,))
-            yield RecordedBatch(step, last_step, fresh + [group_id for (group_id,) in again], len(fresh))
+            fresh = [lease_id for _, _, lease_id in rows]
+            again = self._query("SELECT lease_id FROM replays WHERE step = ? ORDER BY position", (step,))
+            yield RecordedBatch(step, last_step, fresh + [lease_id for (lease_id,) in again], len(fresh))
             from_step = last_step + 1
 
     def uses(self, *, of_group: str | None = None, of_step: int | None = None) -> Iterator[Use]:
         """Groups that were replayed, in the order of training: all, those of one group, or those of the batch that begins
         with one step."""
         sql = (
-            "SELECT step, position, last_step, group_id, tries FROM replays"
-            " WHERE (:group IS NULL OR group_id = :group) AND (:only IS NULL OR step = :only)"
+            "SELECT step, position, last_step, lease_id, tries FROM replays"
+            " WHERE (:group IS NULL OR lease_id = :group) AND (:only IS NULL OR step = :only)"
             f" AND (step, position) > (:step, :position) ORDER BY step, position LIMIT {_PAGE_ROWS}"
         )
         wanted = {"group": of_group, "only": of_step}
@@ -178,18 +191,18 @@ class JournalReader:
             yield from (Use(*row) for row in page)
             last = page[-1][:2]
 
-    def newest_cut(self, step: int) -> StepCut | None:
-        """Return what `Journal.newest_cut` returns."""
-        found = self._query(NEWEST_CUT, (step,))
-        return StepCut(*found[0]) if found else None
+    def newest_plan(self, step: int) -> MicroBatchPlan | None:
+        """Return what `Journal.newest_plan` returns."""
+        found = self._query(NEWEST_PLAN, (step,))
+        return MicroBatchPlan(*found[0]) if found else None
 
     def advantages(self, batch: RecordedBatch, step: int) -> dict[str, tuple[float, ...]]:
         """Return the advantages of each group's completions in one step of this batch; empty if they are not known."""
         num_completions = int(self.facts().get("num_generations", 0))
         found = self._query("SELECT advantages FROM advantages WHERE step = ?", (step,))
-        if not found or len(found[0][0]) != 4 * num_completions * len(batch.group_ids):
+        if not found or len(found[0][0]) != 4 * num_completions * len(batch.lease_ids):
             return {}
-        return dict(zip(batch.group_ids, struct.iter_unpack(f"<{num_completions}f", found[0][0]), strict=True))
+        return dict(zip(batch.lease_ids, struct.iter_unpack(f"<{num_completions}f", found[0][0]), strict=True))
 
     def num_deleted(self) -> int:
         """Groups that retention has deleted, of all there ever were."""

@@ -1,10 +1,9 @@
 """What the journal says to a trainer that starts at a checkpoint.
 
 Guarantee: after `recover`, every accepted group is in exactly one place: trained by the steps up to the checkpoint,
-in a recorded batch of a step after it, ready, or dropped with a reason. Steps after the checkpoint are cut again exactly
-as they were, so that the surviving run is the run that would have been; from the first step that cannot be (a group of it
-is quarantined, or the batch has another size or would be too stale now) all later ones are cut anew, in the order in
-which groups arrived.
+in a recorded batch of a step after it, ready, or dropped with a reason. Steps after the checkpoint get the same batches again, so
+that the surviving run is the run that would have been. From the first batch that does not fit any more (a group of it is
+quarantined, it has another size, or it would be too stale now) all later batches are selected anew, in order of arrival.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +11,11 @@ from typing import Literal, NamedTuple
 
 import apsw
 
-from replay.journal.tables import MAX_TRIES, RecordedBatch
+from replay.journal.schema import MAX_TRIES, RecordedBatch
 from replay.journal.writer import Journal
 from replay.lease_ids import Key
-from replay.prompts.staleness import StalenessBudget
+from replay.rerolls import attempt_counts
+from replay.staleness import StalenessBudget
 
 _AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
 _END_BEGUN = f"UPDATE groups SET last_step = :step WHERE {_AVAILABLE} AND step <= :step"
@@ -54,16 +54,16 @@ def recover(
         broken, quarantined = _drop_unusable(db, step, comparable)
         batches = _recorded(db, step, budget, partial, broken)
         _release_the_rest(db, step, batches)
-    recorded = {group_id for batch in batches for group_id in batch.group_ids}
-    ready = journal.query(f"SELECT group_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
-    unfit = journal.query("SELECT group_id FROM groups WHERE NOT replayable OR dropped IS NOT NULL")
+    recorded = {lease_id for batch in batches for lease_id in batch.lease_ids}
+    ready = journal.query(f"SELECT lease_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
+    unfit = journal.query("SELECT lease_id FROM groups WHERE NOT replayable OR dropped IS NOT NULL")
     return Recovery(
         batches=batches,
-        ready=[group_id for (group_id,) in ready if group_id not in recorded],
+        ready=[lease_id for (lease_id,) in ready if lease_id not in recorded],
         prompts=_prompts(journal, step, since_seq),
         counts=_counts(journal, since_seq),
         quarantined=quarantined,
-        not_replayable={group_id for (group_id,) in unfit},
+        not_replayable={lease_id for (lease_id,) in unfit},
     )
 
 
@@ -78,8 +78,8 @@ def _drop_unusable(db: apsw.Connection, step: int, comparable: bool) -> tuple[se
     )
     quarantined = int(db.changes())
     db.execute(
-        "UPDATE groups SET replayable = 0 WHERE group_id IN"
-        " (SELECT group_id FROM replays WHERE last_step > :step AND tries >= :tries)",
+        "UPDATE groups SET replayable = 0 WHERE lease_id IN"
+        " (SELECT lease_id FROM replays WHERE last_step > :step AND tries >= :tries)",
         bindings,
     )
     if not comparable:
@@ -91,21 +91,21 @@ def _drop_unusable(db: apsw.Connection, step: int, comparable: bool) -> tuple[se
 def _recorded(
     db: apsw.Connection, step: int, budget: StalenessBudget, partial: bool, broken: set[int]
 ) -> list[RecordedBatch]:
-    """The batches after `step` that can be cut again as they were, up to the first that cannot."""
+    """Return the batches after `step` that can be trained again unchanged, up to the first that cannot."""
     claimed: dict[tuple[int, int], list[str]] = {}
     oldest: dict[tuple[int, int], int] = {}
-    for group_id, first, last, version in db.execute(
-        f"SELECT group_id, step, last_step, policy_version FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
+    for lease_id, first, last, version in db.execute(
+        f"SELECT lease_id, step, last_step, policy_version FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
         " ORDER BY step, position",
         {"step": step},
     ):
-        claimed.setdefault((first, last), []).append(group_id)
+        claimed.setdefault((first, last), []).append(lease_id)
         oldest[first, last] = min(version, oldest.get((first, last), version))
     result: list[RecordedBatch] = []
     expected = step + 1
     for (first, last), fresh in claimed.items():
         begun = first <= step  # some iterations over this batch are in the checkpoint
-        again = [g for (g,) in db.execute("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (first,))]
+        again = [g for (g,) in db.execute("SELECT lease_id FROM replays WHERE step = ? ORDER BY position", (first,))]
         size = len(fresh) + len(again)
         fits = (
             first not in broken
@@ -121,7 +121,7 @@ def _recorded(
 
 
 def _release_the_rest(db: apsw.Connection, step: int, batches: list[RecordedBatch]) -> None:
-    """Takes back the claims of steps that will be cut anew."""
+    """Take back the claims of steps whose batches will be selected anew."""
     from_step = batches[-1].last_step + 1 if batches else step + 1
     if not any(batch.step <= step for batch in batches):
         db.execute(_END_BEGUN, {"step": step})
@@ -161,8 +161,3 @@ def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
     ):
         result |= zip(attempt_counts(reroll), numbers, strict=True)
     return result
-
-
-def attempt_counts(reroll: int) -> tuple[str, str, str]:
-    """The names of the totals of groups, scored completions and successes of prompts that have returned so many times."""
-    return (f"attempt_{reroll + 1}_groups", f"attempt_{reroll + 1}_scored", f"attempt_{reroll + 1}_successes")

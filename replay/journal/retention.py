@@ -1,16 +1,72 @@
-"""How much of the past the journal keeps.
+"""How much of the past the journal keeps, and how much of the disk a run may fill.
 
-Guarantee: a row goes only when no checkpoint that can be resumed from needs it; of the others the newest stay, up to so
-many bytes and so long. Of the policies those stay that steps of these rows began with or made. The file gives freed pages back to
-the disk. What it costs follows from what has arrived and what is deleted since the time before, not from how much is kept.
+Guarantee: a row goes only when no checkpoint that can be resumed from needs it; of the others the newest stay, within a number of
+bytes and an age. Policies stay that steps of these rows began with or made. The file gives freed pages back to the disk. The cost
+follows from the rows that arrived and are deleted since the time before, not from the rows that are kept. `DiskGuard.has_room` is
+False while the disk is fuller than allowed, and recovers by itself; a reserve file stands by so that, on a full disk, task in
+progress can finish and old rows can be deleted.
 """
 
+import logging
+import os
+import shutil
 import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from replay.journal.writer import Journal
+
+logger = logging.getLogger(__name__)
+
+RESERVE_BYTES = 4 * 2**20
+
+
+class DiskGuard:
+    """See the module's guarantee. `folder` is any folder of the disk, `max_used` a share of it, 0 to 1."""
+
+    def __init__(self, folder: Path, max_used: float) -> None:
+        self._folder = folder
+        self.max_used = max_used
+        self._reserve = folder / "journal.reserve"
+        self.has_room = True
+        self.look()
+
+    @property
+    def used(self) -> float:
+        """The share of the disk that cannot be written to any more, as `df` counts it."""
+        usage = shutil.disk_usage(self._folder)
+        return 1.0 - usage.free / max(1, usage.used + usage.free)
+
+    def complaint(self) -> str | None:
+        """What is wrong, in words, if anything is."""
+        if self.has_room:
+            return None
+        return f"{self.used:.0%} full, no leases are given above {self.max_used:.0%} (replay.max_disk_used)"
+
+    def look(self) -> None:
+        """Looks at the disk, and says so when the answer changed."""
+        had_room, self.has_room = self.has_room, self.used <= self.max_used
+        if self.has_room and not had_room:
+            logger.info("the disk of run_dir is %.0f%% full: leases are given again", 100 * self.used)
+        elif had_room and not self.has_room:
+            text = "the disk of run_dir is %.0f%% full: no leases until there is room (replay.max_disk_used)"
+            logger.warning(text, 100 * self.used)
+        if self.has_room and not self._reserve.exists():
+            self._keep_reserve()
+
+    def spend_reserve(self) -> None:
+        """The disk is full: gives the reserve to whoever must finish something."""
+        self._reserve.unlink(missing_ok=True)
+
+    def _keep_reserve(self) -> None:
+        try:
+            with self._reserve.open("wb") as stream:
+                os.posix_fallocate(stream.fileno(), 0, RESERVE_BYTES)
+        except OSError:  # less room than we thought: the next look tries again
+            self._reserve.unlink(missing_ok=True)
+
 
 _ROWS_PER_TRANSACTION = 256  # so that an acknowledgement never waits long for a deletion
 _ROWS_PER_COUNT = 1024  # nor for a count
@@ -27,10 +83,10 @@ _OLDEST_STEP = """min(
 )"""  # that a group or a replay is of, or a checkpoint goes on with
 _OLDEST = {
     "policies": f"SELECT version FROM policies WHERE step < {_OLDEST_STEP} ORDER BY step DESC, version DESC LIMIT 1",
-    "cuts": f"SELECT step FROM cuts WHERE step <= {_OLDEST_STEP} ORDER BY step DESC LIMIT 1",
+    "plans": f"SELECT step FROM plans WHERE step <= {_OLDEST_STEP} ORDER BY step DESC LIMIT 1",
     "advantages": f"SELECT {_OLDEST_STEP}",
 }
-"""The key of the oldest row that is needed: with which that step began, and how it was cut or the one before it."""
+"""The key of the oldest row that is needed: the policy with which that step began, and its plan or the one before it."""
 
 
 @dataclass(eq=False)
@@ -51,16 +107,16 @@ class Retention:
         excess = self._kept_bytes(needed) - keep_bytes
         doomed: list[tuple[int, int]] = []
         too_old = time.time() - keep_age_s
-        for seq, group_id, num_bytes, accepted_at in self._oldest_first(needed):
+        for seq, lease_id, num_bytes, accepted_at in self._oldest_first(needed):
             if excess <= 0 and accepted_at >= too_old:
                 break
             excess -= num_bytes
-            if group_id not in replayable:
+            if lease_id not in replayable:
                 doomed.append((seq, num_bytes))
         for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
             self._delete(doomed[start : start + _ROWS_PER_TRANSACTION])
         self._delete_older("policies", "version", oldest_step)
-        self._delete_older("cuts", "step", oldest_step)
+        self._delete_older("plans", "step", oldest_step)
         self._delete_older("advantages", "step", oldest_step)
         with journal.transaction() as db:
             newest = "(SELECT max(id) FROM dead_letters)"
@@ -84,7 +140,7 @@ class Retention:
 
     def _oldest_first(self, needed: dict[str, int]) -> Iterator[Any]:
         sql = (
-            f"SELECT seq, group_id, num_bytes, accepted_at FROM groups WHERE seq > :after AND {_SETTLED}"
+            f"SELECT seq, lease_id, num_bytes, accepted_at FROM groups WHERE seq > :after AND {_SETTLED}"
             " ORDER BY seq LIMIT :rows"
         )
         after = 0
@@ -95,7 +151,7 @@ class Retention:
     def _delete(self, rows: list[tuple[int, int]]) -> None:
         seqs = [(seq,) for seq, _ in rows]
         with self.journal.transaction() as db:
-            of_it = "group_id = (SELECT group_id FROM groups WHERE seq = ?)"
+            of_it = "lease_id = (SELECT lease_id FROM groups WHERE seq = ?)"
             db.executemany(f"DELETE FROM replays WHERE {of_it}", seqs)
             for table in ("bodies", "missing_rewards", "groups"):
                 db.executemany(f"DELETE FROM {table} WHERE seq = ?", seqs)

@@ -1,20 +1,122 @@
 """The journal: every answered group is on the disk before its producer may forget it.
 
-Guarantee: what a method wrote is on the disk when it returns, and nothing of it when it raises (`replay.journal.database`). One
-process writes a journal (a lock file says so); any number may read it (`replay.journal.reader`).
+Guarantee: when a method returns, what it wrote survives a crash of the process and of the machine (SQLite, write-ahead log,
+`synchronous=FULL`); when it raises, nothing of it happened. A full disk raises `JournalFullError`, and the same call may be tried
+again. Any other I/O error is final, because a failed fsync leaves unknown what the disk holds: every further call is refused,
+the process ends, and the next one starts from the disk. One process writes a journal (a lock file enforces it); any number may
+read it (`replay.journal.reader`).
 """
 
+import contextlib
+import fcntl
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from replay.journal.database import Database
-from replay.journal.tables import FRAME, NEWEST_CUT, DeadLetter, DropReason, Entry, StepCut, intact_frame
+import apsw
 
-_MAX_FRAMES, _MAX_FRAME_BYTES = 256, 64 * 1024
+from protocol.errors import ExitCode, JournalError
+from protocol.runtime.files import sync
+from replay.journal.schema import (
+    FRAME,
+    NEWEST_PLAN,
+    SCHEMA,
+    TABLES,
+    DeadLetter,
+    DropReason,
+    JournalEntry,
+    MicroBatchPlan,
+    intact_frame,
+)
 
 
-class Journal(Database):
-    """See the module's guarantee."""
+class JournalFullError(JournalError):
+    """The disk is full. Nothing was written; the same call may succeed later."""
+
+
+class JournalInUseError(JournalError):
+    """Another process writes this journal."""
+
+    exit_code = ExitCode.ENDPOINT_IN_USE
+
+
+class Journal:
+    """The journal of the one process that writes it. Creates the file, with its folder, if it is not there.
+
+    Args:
+        observe_commit_s: gets the seconds that each commit took.
+
+    Raises:
+        JournalError: the file is damaged, or of another release.
+        JournalInUseError: another process writes it.
+    """
+
+    def __init__(self, path: Path, observe_commit_s: Callable[[float], None] = lambda _: None) -> None:
+        self.path = path
+        self._observe_commit_s = observe_commit_s
+        self._mutex = threading.Lock()
+        self._failure: str | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file_lock = _lock(path)
+        try:
+            self._db = self._open()
+        except BaseException:
+            self._file_lock.close()
+            raise
+
+    def _open(self) -> apsw.Connection:
+        with self._errors():
+            db = apsw.Connection(str(self.path))
+            db.set_busy_timeout(10_000)
+            version = db.pragma("user_version")
+            if version not in (0, SCHEMA):
+                raise JournalError(
+                    f"{self.path} has journal schema {version}, this release writes {SCHEMA}; use its release"
+                )
+            if version == 0:
+                db.pragma("auto_vacuum", "incremental")
+            db.pragma("journal_mode", "wal")
+            db.pragma("synchronous", "full")
+            for statement in filter(str.strip, TABLES.split(";")):
+                db.execute(statement)
+            if version == 0:
+                db.pragma("user_version", SCHEMA)
+            sync(self.path.parent)
+            return db
+
+    def complaint(self) -> str | None:
+        """Why it refuses every call, if it does."""
+        return self._failure
+
+    def close(self) -> None:
+        with self._mutex:
+            try:
+                if self._failure is not None:  # closing would copy the log into the file, and delete the log
+                    self._db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+                self._db.close()
+            finally:
+                self._file_lock.close()
+
+    def query(self, sql: str, bindings: tuple[Any, ...] | dict[str, Any] = ()) -> list[Any]:
+        with self._mutex, self._errors():
+            return self._db.execute(sql, bindings).fetchall()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[apsw.Connection]:
+        """Commits what the block did, or nothing of it."""
+        with self._mutex, self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                started = time.monotonic()
+                self._db.execute("COMMIT")
+                self._observe_commit_s(time.monotonic() - started)
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
 
     # What the run is
 
@@ -33,20 +135,20 @@ class Journal(Database):
         found = self.query("SELECT seq FROM sqlite_sequence WHERE name = 'groups'")
         return int(found[0][0]) if found else 0
 
-    def known(self, group_ids: Iterable[str]) -> set[str]:
-        """Those of `group_ids` that have a row."""
-        return {g for g in group_ids if self.query("SELECT 1 FROM groups WHERE group_id = ?", (g,))}
+    def known(self, lease_ids: Iterable[str]) -> set[str]:
+        """Those of `lease_ids` that have a row."""
+        return {g for g in lease_ids if self.query("SELECT 1 FROM groups WHERE lease_id = ?", (g,))}
 
-    def append(self, entries: Iterable[Entry]) -> None:
+    def append(self, entries: Iterable[JournalEntry]) -> None:
         """Writes rows in this order."""
         now = time.time()
         with self.transaction() as db:
             for entry in entries:
                 db.execute(
-                    "INSERT INTO groups(group_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome,"
+                    "INSERT INTO groups(lease_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome,"
                     " reward, verdict, num_scored, num_successes, num_tokens, num_bytes, accepted_at, crc)"
                     " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (entry.group_id, *entry.lease.key, entry.lease.attempt, entry.producer, entry.policy_version,
+                    (entry.lease_id, *entry.lease.key, entry.lease.attempt, entry.producer, entry.policy_version,
                      entry.outcome, entry.reward, *entry.grade, entry.num_tokens, len(entry.frame), now, entry.crc()),
                 )  # fmt: skip
                 seq = db.last_insert_rowid()
@@ -54,41 +156,41 @@ class Journal(Database):
                 if entry.missing:
                     db.execute("INSERT INTO missing_rewards VALUES(?, ?)", (seq, entry.missing))
 
-    def frames(self, group_ids: Iterable[str]) -> list[bytes]:
+    def frames(self, lease_ids: Iterable[str]) -> list[bytes]:
         """The messages of these groups, in the order asked for. Raises as `intact_frame`."""
-        return [intact_frame(self.path, group_id, self.query(FRAME, (group_id,))) for group_id in group_ids]
+        return [intact_frame(self.path, lease_id, self.query(FRAME, (lease_id,))) for lease_id in lease_ids]
 
     # Steps
 
-    def claim(self, step: int, last_step: int, group_ids: Sequence[str], num_fresh: int) -> None:
+    def claim(self, step: int, last_step: int, lease_ids: Sequence[str], num_fresh: int) -> None:
         """These groups, in this order, are what optimizer steps `step` to `last_step` train; after the first `num_fresh`
         come those that are replayed. The journal is told before the first step begins."""
-        fresh, again = group_ids[:num_fresh], group_ids[num_fresh:]
+        fresh, again = lease_ids[:num_fresh], lease_ids[num_fresh:]
         with self.transaction() as db:
             db.executemany(
-                "UPDATE groups SET step = ?, last_step = ?, position = ?, tries = tries + 1 WHERE group_id = ?",
-                [(step, last_step, position, group_id) for position, group_id in enumerate(fresh)],
+                "UPDATE groups SET step = ?, last_step = ?, position = ?, tries = tries + 1 WHERE lease_id = ?",
+                [(step, last_step, position, lease_id) for position, lease_id in enumerate(fresh)],
             )
             db.executemany(
-                "INSERT INTO replays(step, position, last_step, group_id, tries) VALUES(?, ?, ?, ?, 1)"
+                "INSERT INTO replays(step, position, last_step, lease_id, tries) VALUES(?, ?, ?, ?, 1)"
                 " ON CONFLICT DO UPDATE SET tries = tries + 1",
-                [(step, num_fresh + index, last_step, group_id) for index, group_id in enumerate(again)],
+                [(step, num_fresh + index, last_step, lease_id) for index, lease_id in enumerate(again)],
             )
 
-    def end_step(self, step: int, cut: StepCut | None = None) -> None:
-        """The step ended, which was cut into passes like this."""
+    def end_step(self, step: int, plan: MicroBatchPlan | None = None) -> None:
+        """Note that the step ended, and how it was split into passes."""
         with self.transaction() as db:
-            if cut is not None:
-                db.execute("INSERT OR REPLACE INTO cuts VALUES(?, ?, ?)", cut[:3])
-                if cut.advantages:
-                    db.execute("INSERT OR REPLACE INTO advantages VALUES(?, ?)", (cut.step, cut.advantages))
+            if plan is not None:
+                db.execute("INSERT OR REPLACE INTO plans VALUES(?, ?, ?)", plan[:3])
+                if plan.advantages:
+                    db.execute("INSERT OR REPLACE INTO advantages VALUES(?, ?)", (plan.step, plan.advantages))
             db.execute("UPDATE groups SET tries = 0 WHERE last_step = ? AND tries > 0 AND dropped IS NULL", (step,))
             db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
 
-    def newest_cut(self, step: int) -> StepCut | None:
+    def newest_plan(self, step: int) -> MicroBatchPlan | None:
         """Of this step, or of the newest one before it that is known."""
-        found = self.query(NEWEST_CUT, (step,))
-        return StepCut(*found[0]) if found else None
+        found = self.query(NEWEST_PLAN, (step,))
+        return MicroBatchPlan(*found[0]) if found else None
 
     def undo_try(self, last_step: int) -> None:
         """Do not count this try of the batch that ends with step `last_step`: it was not why the trainer stops."""
@@ -102,10 +204,10 @@ class Journal(Database):
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO policies VALUES(?, ?, ?, ?)", (version, step, digest, time.time()))
 
-    def drop(self, group_ids: Iterable[str], reason: DropReason) -> None:
+    def drop(self, lease_ids: Iterable[str], reason: DropReason) -> None:
         """These groups will not be trained."""
         with self.transaction() as db:
-            db.executemany("UPDATE groups SET dropped = ? WHERE group_id = ?", [(reason, g) for g in group_ids])
+            db.executemany("UPDATE groups SET dropped = ? WHERE lease_id = ?", [(reason, g) for g in lease_ids])
 
     @property
     def newest_version(self) -> int:
@@ -114,10 +216,10 @@ class Journal(Database):
 
     # What went wrong
 
-    def bury(self, letter: DeadLetter) -> None:
+    def add_dead_letter(self, letter: DeadLetter) -> None:
         with self.transaction() as db:
             db.execute(
-                "INSERT INTO dead_letters(epoch, prompt_id, reroll, attempts, failure, reason, detail, buried_at)"
+                "INSERT INTO dead_letters(epoch, prompt_id, reroll, attempts, failure, reason, detail, failed_at)"
                 " VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
                 (letter.epoch, letter.prompt_id, letter.reroll, letter.attempts, letter.failure, letter.reason,
                  letter.detail[:4096], time.time()),
@@ -131,3 +233,38 @@ class Journal(Database):
                 [(time.time(), reason[:4096], len(frame), bytes(frame[:_MAX_FRAME_BYTES])) for reason, frame in frames],
             )
             db.execute("DELETE FROM frames WHERE id <= (SELECT max(id) FROM frames) - ?", (_MAX_FRAMES,))
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise JournalError(self._failure)
+        try:
+            yield
+        except apsw.FullError as error:
+            raise JournalFullError(
+                f"the disk of {self.path} is full; make room, or move run_dir to a larger one"
+            ) from error
+        except (apsw.CorruptError, apsw.NotADBError) as error:
+            self._failure = (
+                f"{self.path} is damaged ({error}); see slipstream journal verify, or restore a copy of run_dir"
+            )
+            raise JournalError(self._failure) from error
+        except apsw.Error as error:
+            self._failure = f"{self.path} cannot be written or read ({error}); look at the disk, then start again"
+            raise JournalError(self._failure) from error
+
+
+def _lock(path: Path) -> BinaryIO:
+    """Locks the journal until the file returned is closed, or the process ends."""
+    stream = Path(f"{path}.lock").open("ab")  # noqa: SIM115  open as long as the journal is
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise JournalInUseError(
+            f"another rl-trainer is at task in {path.parent}; stop it, or choose another run_dir"
+        ) from None
+    return stream
+
+
+_MAX_FRAMES, _MAX_FRAME_BYTES = 256, 64 * 1024

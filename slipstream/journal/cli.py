@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import ExitCode
-from replay.journal.rows import STATES, GroupFilter
+from replay.journal.schema import STATES, GroupFilter
 from slipstream.options import LARGEST, Function, Group, Range, json_option, named_run, run_option
 
 if TYPE_CHECKING:
     from replay.journal.reader import JournalReader
 
-VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.prompts.rerolls, which this command need not import
+VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.rerolls, which this command need not import
 _WHOLE = click.IntRange(0, LARGEST)
 _FILTERS = (
     ("--version", "versions", Range(_WHOLE), "policy version that generated the group"),

@@ -18,7 +18,7 @@ from protocol.wire.messages import Group, MissingReward
 from protocol.wire.model_folder import tokenizer_digest
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupRow
+from replay.journal.schema import GroupRow
 
 _LARGEST = 2**31 - 1
 
@@ -50,8 +50,8 @@ class ContentReader:
         try:
             content = content_of(frame, self._names)
             group = content.group
-            if (group.group_id, group.policy_version) != (row.group_id, row.policy_version):
-                raise InvalidGroupError(f"the body is of group {group.group_id}, policy version {group.policy_version}")
+            if (group.lease_id, group.policy_version) != (row.lease_id, row.policy_version):
+                raise InvalidGroupError(f"the body is of group {group.lease_id}, policy version {group.policy_version}")
             if (group.num_tokens, len(frame)) != (row.num_tokens, row.num_bytes):
                 raise InvalidGroupError(
                     f"the body has {group.num_tokens} tokens and {len(frame)} bytes, the row says {row.num_tokens} and "
@@ -59,7 +59,7 @@ class ContentReader:
                 )
         except (CodecError, InvalidGroupError) as error:
             raise JournalError(
-                f"{self._reader.path}: group {row.group_id} cannot be read: {error}; restore a copy of run_dir, or use "
+                f"{self._reader.path}: group {row.lease_id} cannot be read: {error}; restore a copy of run_dir, or use "
                 "the release that wrote it"
             ) from error
         return content

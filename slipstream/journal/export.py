@@ -14,7 +14,7 @@ from protocol.errors import JournalError
 from protocol.runtime.files import staged
 from protocol.runtime.json_lines import encode_line
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupFilter, GroupRow
+from replay.journal.schema import GroupFilter, GroupRow
 from slipstream.journal.content import Content, ContentReader
 from slipstream.journal.views import as_dict
 from slipstream.run_reader import is_name_of_a_run

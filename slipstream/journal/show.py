@@ -14,22 +14,21 @@ from protocol.errors import JournalError
 from protocol.wire.messages import MissingReward
 from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupRow
-from replay.journal.tables import MAX_TRIES
+from replay.journal.schema import MAX_TRIES, GroupRow
 from slipstream.journal.content import Content, ContentReader, load_tokenizer
 from slipstream.tables import clock, number, printable, say, say_table, span, span_of_steps
 
 Span = NDArray[Any]
 
 
-def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
+def show(reader: JournalReader, lease_id: str, *, every_token: bool) -> None:
     """`JournalError` if the group is not there, or damaged."""
-    row = reader.row(group_id)
+    row = reader.row(lease_id)
     contents = ContentReader(reader)
     content = contents.read(row) if row is not None else None
     if row is None or content is None:
-        raise JournalError(f"{reader.path} holds no group {group_id}; `slipstream journal list` shows what it holds")
-    _head(row, content, [span_of_steps(use.step, use.last_step) for use in reader.uses(of_group=group_id)])
+        raise JournalError(f"{reader.path} holds no group {lease_id}; `slipstream journal list` shows what it holds")
+    _head(row, content, [span_of_steps(use.step, use.last_step) for use in reader.uses(of_group=lease_id)])
     try:
         tokenizer = load_tokenizer(reader.facts())
     except JournalError as error:
@@ -50,7 +49,7 @@ def _head(row: GroupRow, content: Content, replayed: list[str]) -> None:
     if row.step is not None and row.last_step is not None:
         state += f", {span_of_steps(row.step, row.last_step)}, position {row.position}"
     for name, value in {
-        "group": row.group_id,
+        "group": row.lease_id,
         "state": state + (f", try {row.tries} of {MAX_TRIES}" if row.tries else ""),
         "replayed": ", ".join(replayed) or "never",
         "outcome": row.outcome,

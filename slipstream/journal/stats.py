@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupFilter
+from replay.journal.schema import GroupFilter
 from slipstream.tables import clock, number, say, say_json, say_table, size, span
 
 _MEANING = {
@@ -132,7 +132,7 @@ def _replays(reader: JournalReader) -> dict[str, Any]:
         if use.step != step:
             policy = reader.policy_at(use.step - 1)
             step, version = use.step, None if policy is None else policy.version
-        row = reader.row(use.group_id)
+        row = reader.row(use.lease_id)
         if row is not None and version is not None:
             num_aged += 1
             age += version - row.policy_version

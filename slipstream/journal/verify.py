@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from protocol.errors import ExitCode, JournalError
 from replay.journal.reader import JournalReader
-from replay.journal.tables import RecordedBatch
+from replay.journal.schema import RecordedBatch
 from slipstream.journal.content import ContentReader
 from slipstream.tables import say, size, span_of_steps, with_progress
 
@@ -90,18 +90,18 @@ def _replays(reader: JournalReader) -> Iterator[str]:
             if last_step is None and not may_be_deleted:
                 yield f"{where}: groups are replayed, and none is trained for the first time"
         if use.last_step != (last_step or use.last_step):
-            yield f"{where}: group {use.group_id} is replayed up to step {use.last_step}, expected {last_step}"
-        if use.group_id in seen:
-            yield f"{where}: group {use.group_id} is replayed twice"
-        seen.add(use.group_id)
-        row = reader.row(use.group_id)
+            yield f"{where}: group {use.lease_id} is replayed up to step {use.last_step}, expected {last_step}"
+        if use.lease_id in seen:
+            yield f"{where}: group {use.lease_id} is replayed twice"
+        seen.add(use.lease_id)
+        row = reader.row(use.lease_id)
         if row is None:
-            yield f"{where}: group {use.group_id} is replayed and is not there"
+            yield f"{where}: group {use.lease_id} is replayed and is not there"
         elif row.last_step is None or row.last_step >= use.step:
-            yield f"{where}: group {use.group_id} is replayed and was not trained before"
+            yield f"{where}: group {use.lease_id} is replayed and was not trained before"
 
 
 def _positions(reader: JournalReader, batch: RecordedBatch) -> list[int | None]:
-    fresh = map(reader.row, batch.group_ids[: batch.num_fresh])
+    fresh = map(reader.row, batch.lease_ids[: batch.num_fresh])
     positions = [row.position for row in fresh if row is not None]
     return positions + [use.position for use in reader.uses(of_step=batch.step)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupFilter, GroupRow
+from replay.journal.schema import GroupFilter, GroupRow
 from slipstream.tables import clock, number, say, say_json, say_table, size, span, span_of_steps
 
 
@@ -25,7 +25,7 @@ def list_groups(rows: Iterator[GroupRow], *, as_json: bool) -> None:
     )  # fmt: skip
     table = (
         (
-            row.group_id, row.state, span(row.step, row.last_step), str(row.policy_version), number(row.reward),
+            row.lease_id, row.state, span(row.step, row.last_step), str(row.policy_version), number(row.reward),
             verdict(row), str(row.num_tokens), str(row.prompt_id), str(row.reroll), str(row.num_replays), row.producer,
             clock(row.accepted_at),
         )
@@ -45,7 +45,7 @@ def quarantine(reader: JournalReader, *, as_json: bool) -> None:
             say_json({"kind": "dead_letter"} | asdict(letter))
         return
     found = (
-        (row.group_id, span(row.step, row.last_step), str(row.prompt_id), str(row.policy_version), row.producer,
+        (row.lease_id, span(row.step, row.last_step), str(row.prompt_id), str(row.policy_version), row.producer,
          clock(row.accepted_at))
         for row in groups
     )  # fmt: skip
@@ -60,7 +60,7 @@ def quarantine(reader: JournalReader, *, as_json: bool) -> None:
     )
     _section("frames that were refused", ("received", "size", "first bytes", "reason"), frames)
     letters = (
-        (clock(letter.buried_at), str(letter.epoch), str(letter.prompt_id), str(letter.reroll), str(letter.attempts),
+        (clock(letter.failed_at), str(letter.epoch), str(letter.prompt_id), str(letter.reroll), str(letter.attempts),
          letter.failure, letter.reason, letter.detail)
         for letter in reader.dead_letters()
     )  # fmt: skip
@@ -79,8 +79,8 @@ def lineage(reader: JournalReader, step: int) -> None:
             f"{reader.path} holds no groups of step {step}; `slipstream journal stats` says which steps it holds"
         )
     started_from = reader.policy_at(batch.step - 1)
-    fresh = [row for group_id in batch.group_ids[: batch.num_fresh] if (row := reader.row(group_id)) is not None]
-    again = [(use, row) for use in reader.uses(of_step=batch.step) if (row := reader.row(use.group_id)) is not None]
+    fresh = [row for lease_id in batch.lease_ids[: batch.num_fresh] if (row := reader.row(lease_id)) is not None]
+    again = [(use, row) for use in reader.uses(of_step=batch.step) if (row := reader.row(use.lease_id)) is not None]
     replayed = f", {len(again)} of them replayed" if again else ""
     iterations = "" if batch.step == batch.last_step else f", as all of {span_of_steps(batch.step, batch.last_step)}"
     open_end = "; it has not ended" if any(row.state == "claimed" for row in fresh) else ""
@@ -90,7 +90,7 @@ def lineage(reader: JournalReader, step: int) -> None:
     trained = [(row.position, "first", row) for row in fresh] + [(use.position, "replayed", row) for use, row in again]
     rows = (
         (
-            str(position), use, row.group_id, str(row.prompt_id), str(row.policy_version),
+            str(position), use, row.lease_id, str(row.prompt_id), str(row.policy_version),
             str(started_from.version - row.policy_version) if started_from else "-", number(row.reward), verdict(row),
             str(row.num_tokens), row.producer,
         )

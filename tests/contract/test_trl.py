@@ -24,7 +24,7 @@ from transformers.training_args import OptimizerNames
 from consumer.learn.options import CHOICES, GRPOConfig, build_arguments, build_lora, former_names
 from consumer.learn.trainer import ChunkedLogProbFunction, SlipstreamTrainer, add_fused_lm_head
 from protocol.config import trainer_keys
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import GRPOTrainer
@@ -228,10 +228,10 @@ class Trainings:
         weights = sorted((name, value) for name, value in trainer.model.named_parameters() if value.requires_grad)
         return torch.cat([value.detach().flatten() for _, value in weights])
 
-    def batches(self, first: int, last: int) -> Iterator[CutBatch]:
+    def batches(self, first: int, last: int) -> Iterator[TrainingBatch]:
         for number in range(first, last):
             groups = [rollout_group([[3 + number], [4, 5], [6], [7, number]]) for _ in range(2)]
-            yield CutBatch(number, 1, number + 1, groups, len(groups))
+            yield TrainingBatch(number, 1, number + 1, groups, len(groups))
         raise Interrupted
 
     def keep(self, step: int, staged: Path, write: Callable[[], None]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import apsw
 
 from consumer.learn import checkpoints as checkpoints
-from replay.journal.tables import Entry
+from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.rerolls import Grade
+from replay.rerolls import Grade
 
 PAYLOAD = "payload.bin"
 _FRAME_BYTES = 6000
@@ -37,10 +37,10 @@ class NormalJournal(Journal):
 KINDS = {"full": Journal, "normal": NormalJournal}
 
 
-def made_up_entry(number: int, rng: random.Random, session: str = "w") -> Entry:
+def made_up_entry(number: int, rng: random.Random, session: str = "w") -> JournalEntry:
     frame = rng.randbytes(rng.randint(_FRAME_BYTES // 10, _FRAME_BYTES))
     grade = Grade("mixed", 2, 1)
-    return Entry(LeaseId(Key(0, number), 1, session), "writer", 0, "accepted", 0.5, grade, 10, frame)
+    return JournalEntry(LeaseId(Key(0, number), 1, session), "writer", 0, "accepted", 0.5, grade, 10, frame)
 
 
 def _say(*lines: str) -> None:
@@ -64,7 +64,7 @@ def main(folder: Path, mode: str, seed: int) -> None:
         entries = [made_up_entry(number + i, rng) for i in range(rng.choice((1, 2, 4, 8)))]
         number += len(entries)
         journal.append(entries)
-        _say(*(f"group {entry.group_id}" for entry in entries))
+        _say(*(f"group {entry.lease_id}" for entry in entries))
         if append % _CHECKPOINT_EVERY == 0:
             step = append // _CHECKPOINT_EVERY
             _commit_checkpoint(folder / "checkpoints", step, rng)

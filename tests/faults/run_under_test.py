@@ -25,7 +25,7 @@ _ANSWERED = {"accepted", "no_signal", "duplicate"}
 
 class Acknowledged(NamedTuple):
     at: float  # Unix time
-    group_id: str
+    lease_id: str
     outcome: str
 
 
@@ -112,8 +112,8 @@ class Run:
         """Soon after `since` (Unix time) a group is acknowledged that was leased after it, too."""
 
         def recovered_at() -> float | None:
-            fresh = {one.group_id for one in self._news() if one.outcome == "leased" and one.at > since}
-            return next((ack.at for ack in self.acks if ack.group_id in fresh), None)
+            fresh = {one.lease_id for one in self._news() if one.outcome == "leased" and one.at > since}
+            return next((ack.at for ack in self.acks if ack.lease_id in fresh), None)
 
         eventually(recovered_at, RECOVERY_S + 5)
         took = (recovered_at() or math.inf) - since
@@ -124,7 +124,7 @@ class Run:
         """Nothing that was acknowledged is missing, and every step trained other groups than all the others."""
         with closing(JournalReader(self.config.journal_file)) as journal:
             assert journal.database_problems() == []
-            rows = {row.group_id: row for row in journal.rows()}
+            rows = {row.lease_id: row for row in journal.rows()}
             assert len(journal.frames(rows)) == len(rows)
             batches = list(journal.batches())
         acks = self.acks
@@ -133,11 +133,11 @@ class Run:
         accepted = {keys[g] for g in rows if rows[g].outcome == "accepted"}
         for ack in acks:
             if ack.outcome != "duplicate":
-                assert ack.group_id in rows, f"{ack.group_id} was acknowledged and is lost"
-                assert rows[ack.group_id].outcome == ack.outcome
+                assert ack.lease_id in rows, f"{ack.lease_id} was acknowledged and is lost"
+                assert rows[ack.lease_id].outcome == ack.outcome
         assert [batch.step for batch in batches[:trained_steps]] == list(range(1, trained_steps + 1))
-        trained = [group_id for batch in batches for group_id in batch.group_ids]
-        assert all(len(batch.group_ids) == self.config.pipeline.groups_per_step for batch in batches)
+        trained = [lease_id for batch in batches for lease_id in batch.lease_ids]
+        assert all(len(batch.lease_ids) == self.config.pipeline.groups_per_step for batch in batches)
         assert len(trained) == len(set(trained))
         trained_prompts = Counter(keys[g] for g in trained)
         assert max(trained_prompts.values()) == 1, "a prompt was trained twice in an epoch"

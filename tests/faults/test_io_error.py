@@ -50,8 +50,8 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(tmp_path: Path, make
     assert "look at the disk, then start again" in last_words
 
     with closing(JournalReader(run.config.journal_file)) as journal:
-        written = {row.group_id for row in journal.rows()}
-    acknowledged = {ack.group_id for ack in run.acks}
+        written = {row.lease_id for row in journal.rows()}
+    acknowledged = {ack.lease_id for ack in run.acks}
     assert acknowledged
     assert acknowledged <= written
     failing.unlink()

@@ -108,8 +108,8 @@ def found_group_ids(journal_file: Path) -> set[str]:
     with closing(JournalReader(journal_file)) as reader:
         assert reader.database_problems() == []
         rows = list(reader.rows())
-        assert len(reader.frames([row.group_id for row in rows])) == len(rows)
-        return {row.group_id for row in rows}
+        assert len(reader.frames([row.lease_id for row in rows])) == len(rows)
+        return {row.lease_id for row in rows}
 
 
 def committed_steps(folder: Path) -> set[int]:
@@ -174,7 +174,7 @@ def append_for_ever(journal: Journal, rng: random.Random, acknowledged: set[str]
     for number in itertools.count(step=8):
         entries = [made_up_entry(number + i, rng) for i in range(rng.choice((1, 2, 4, 8)))]
         journal.append(entries)
-        acknowledged |= {entry.group_id for entry in entries}
+        acknowledged |= {entry.lease_id for entry in entries}
 
 
 def cut_in_memory(folder: Path, mode: str, seed: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.device_moves import DeviceMoves
 from consumer.link.snapshots import AdapterSnapshots, Probe
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu
 from tests.gpu.trainers import trainer
@@ -36,7 +36,7 @@ class Turns:
         self._batches = made._batches
         made._batches = self._in_turns()
 
-    def _in_turns(self) -> Iterator[CutBatch]:
+    def _in_turns(self) -> Iterator[TrainingBatch]:
         for number, batch in enumerate(self._batches):
             if number:
                 self.publish(number)

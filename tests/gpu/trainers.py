@@ -6,7 +6,7 @@ from typing import Any
 
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from tests.unit.consumer.builders import rollout_group, run_config
 
 COMPLETIONS = ([3, 9], [4, 5], [6], [7, 8])
@@ -47,13 +47,13 @@ def trainer(
 
     iterations = sections["trainer"].get("num_iterations", 1)
 
-    def batches() -> Iterator[CutBatch]:
+    def batches() -> Iterator[TrainingBatch]:
         for number in range(-(-steps // iterations)):
             groups = [
-                rollout_group(list(completions), group_id=f"s-{number}-{i}", prompt=prompt, sampled=in_loss)
+                rollout_group(list(completions), lease_id=f"s-{number}-{i}", prompt=prompt, sampled=in_loss)
                 for i in range(2)
             ]
-            yield CutBatch(number, iterations, (number + 1) * iterations, groups, len(groups))
+            yield TrainingBatch(number, iterations, (number + 1) * iterations, groups, len(groups))
 
     return SlipstreamTrainer(
         config,

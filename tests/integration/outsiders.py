@@ -52,7 +52,7 @@ class Outsider(threading.Thread):
 def steps_of_groups(run_dir: Path) -> dict[str, int | None]:
     """The step that trained each group, by its id."""
     with contextlib.closing(sqlite3.connect(f"file:{run_dir}/journal.sqlite?mode=ro", uri=True)) as connection:
-        return dict(connection.execute("SELECT group_id, step FROM groups").fetchall())
+        return dict(connection.execute("SELECT lease_id, step FROM groups").fetchall())
 
 
 def run_through_the_death_of_a_producer(

@@ -89,7 +89,7 @@ def test_turns_outlive_kills_of_either_side_in_either_turn(
     assert sorted(set(run.column("step"))) == list(range(1, STEPS + 1))
     assert slipstream(["journal", "--run", run.config.run_dir, "verify"]) == 0
     with closing(JournalReader(run.config.journal_file)) as reader:
-        trained = [group_id for batch in reader.batches() for group_id in batch.group_ids]
+        trained = [lease_id for batch in reader.batches() for lease_id in batch.lease_ids]
     assert len(trained) == len(set(trained)) == 2 * STEPS
     evaluated = {line["version"] for line in rotated_lines.read(Path(run.config.run_dir) / "evaluations.jsonl")}
     assert evaluated >= {0, STEPS}, "the last one after the trainer had left the GPU"

@@ -76,10 +76,10 @@ def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
     assert len(set(killed.values())) == len(killed) - 1, "only the last checkpoint and the final adapter are the same"
 
     reader = JournalReader(run.config.journal_file)
-    trained = [group_id for batch in reader.batches() for group_id in batch.group_ids]
+    trained = [lease_id for batch in reader.batches() for lease_id in batch.lease_ids]
     reader.close()
     assert len(trained) == len(set(trained)) == STEPS // num_iterations * 2
-    keys = [tuple(group_id.split("-")[:2]) for group_id in trained]
+    keys = [tuple(lease_id.split("-")[:2]) for lease_id in trained]
     assert len(set(keys)) == len(keys), "no prompt is trained twice in an epoch"
 
 
@@ -100,15 +100,15 @@ def test_a_run_with_stand_ins_and_rerolls_ends_as_one_that_never_was_killed(star
 
     with closing(JournalReader(run.config.journal_file)) as reader:
         batches = list(reader.batches())
-        rows = {row.group_id: row for row in reader.rows()}
-    assert [len(batch.group_ids) for batch in batches] == [2] * STEPS
-    fresh = [group_id for batch in batches for group_id in batch.group_ids[: batch.num_fresh]]
-    uses = Counter(group_id for batch in batches for group_id in batch.group_ids[batch.num_fresh :])
+        rows = {row.lease_id: row for row in reader.rows()}
+    assert [len(batch.lease_ids) for batch in batches] == [2] * STEPS
+    fresh = [lease_id for batch in batches for lease_id in batch.lease_ids[: batch.num_fresh]]
+    uses = Counter(lease_id for batch in batches for lease_id in batch.lease_ids[batch.num_fresh :])
     assert len(fresh) == len(set(fresh))
     assert uses, "some groups stood in"
     assert set(uses) <= set(fresh)
     assert max(uses.values()) <= 2, "max_times_sampled counts the first training"
-    assert {group_id: rows[group_id].num_replays for group_id in uses} == uses
+    assert {lease_id: rows[lease_id].num_replays for lease_id in uses} == uses
     assert run.steps[-1]["counts"]["trained"] == len(fresh)
     assert run.steps[-1]["counts"]["replayed"] == uses.total()
 
@@ -138,7 +138,7 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     producer.stop()
     acked = {ack.lease_id for ack in producer.acks if ack.outcome == "accepted"}
     reader = JournalReader(run.config.journal_file)
-    assert acked <= {row.group_id for row in reader.rows()}, "every acknowledged group is in the journal"
+    assert acked <= {row.lease_id for row in reader.rows()}, "every acknowledged group is in the journal"
     reader.close()
 
     assert slipstream(["journal", "--run", str(copy), "verify"]) == 0

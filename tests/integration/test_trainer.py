@@ -189,7 +189,7 @@ def test_partial_batches_train_where_full_ones_are_long_in_coming(start: Callabl
     assert run.trainer().end() == 0
     assert run.column("step") == [1, 2, 3, 4]
     with closing(JournalReader(run.config.journal_file)) as reader:
-        sizes = [len(batch.group_ids) for batch in reader.batches()]
+        sizes = [len(batch.lease_ids) for batch in reader.batches()]
     assert len(sizes) == 4
     assert all(1 <= size <= 4 for size in sizes)
     assert min(sizes) < 4, "no batch was partial"

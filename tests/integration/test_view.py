@@ -126,10 +126,10 @@ def test_a_hostile_completion_is_a_text(driver: Any, base: str) -> None:
     assert console(driver) == []
 
 
-def expected_spans(run: Path, group_id: str, completion: int) -> list[tuple[str, str]]:
+def expected_spans(run: Path, lease_id: str, completion: int) -> list[tuple[str, str]]:
     """Class and hover text of each token, worked out from the journal's numbers."""
     with closing(RunReader(run).journal()) as reader:
-        row = reader.row(group_id)
+        row = reader.row(lease_id)
         assert row is not None
         content = ContentReader(reader).read(row)
     assert content is not None
@@ -164,8 +164,8 @@ def test_the_colours_of_tokens_are_those_of_the_journal(driver: Any, base: str, 
 
 def test_keys_page_search_and_open(driver: Any, base: str, run: Path) -> None:
     with closing(apsw.Connection(str(run / "journal.sqlite"), flags=apsw.SQLITE_OPEN_READONLY)) as db:
-        every = [group for (group,) in db.execute("SELECT group_id FROM groups ORDER BY seq DESC").fetchall()]
-        sql = "SELECT group_id FROM groups WHERE prompt_id % 10 = 1 ORDER BY seq DESC"
+        every = [group for (group,) in db.execute("SELECT lease_id FROM groups ORDER BY seq DESC").fetchall()]
+        sql = "SELECT lease_id FROM groups WHERE prompt_id % 10 = 1 ORDER BY seq DESC"
         pears = [group for (group,) in db.execute(sql).fetchall()]  # their words are those of the prompt
     driver.get(f"{base}/groups")
     ids = "table.groups td:first-child"

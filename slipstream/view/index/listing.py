@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import apsw
 
-from replay.journal.rows import STATES
+from replay.journal.schema import STATES
 from slipstream.view.index.cache import answer
 from slipstream.view.index.rows import UNSCORED, VERDICTS
 from slipstream.view.index.texts import words

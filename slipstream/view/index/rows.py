@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import apsw
 
 from replay.journal.reader import JournalReader
-from replay.journal.rows import STATES, GroupRow
+from replay.journal.schema import STATES, GroupRow
 from slipstream.view.index.cache import answer
 
 VERDICTS = ("failed", "solved", "mixed", "unscored")

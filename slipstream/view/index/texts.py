@@ -12,7 +12,7 @@ import apsw
 
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupRow
+from replay.journal.schema import GroupRow
 from slipstream.journal.content import Content, ContentReader
 from slipstream.view.index.cache import answer
 from slipstream.view.index.decoder import Decoder

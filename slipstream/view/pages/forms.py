@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlencode
 
-from replay.journal.rows import STATES
+from replay.journal.schema import STATES
 from slipstream.view.index.listing import SORTS, Cursor, Sort, Wanted
 from slipstream.view.index.rows import VERDICTS
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from replay.journal.rows import PolicyRow
+from replay.journal.schema import PolicyRow
 from slipstream.view.pages.forms import FormError
 
 _RATIO = "sampling/importance_sampling_ratio"

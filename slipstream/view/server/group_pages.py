@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replay.journal.reader import JournalReader
-from replay.journal.rows import STATES
+from replay.journal.schema import STATES
 from slipstream.journal.content import ContentReader
 from slipstream.view.index.listing import MOST_FOUND, SORTS, Cursor, Page, Wanted, neighbours
 from slipstream.view.index.listing import page as page_of
@@ -71,13 +71,13 @@ class GroupPages:
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
             missing = ContentReader(reader).missing(row)
             shown = group_page(content, facts, decoder, colour, raw=raw, first=first, missing=missing)
-            here = fields | {"id": row.group_id, "colour": colour} | ({"raw": "1"} if raw else {})
+            here = fields | {"id": row.lease_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
                 request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,
                 colours={name: urlencode(here | {"colour": name}) for name in COLOURS},
                 next_colour=urlencode(here | {"colour": COLOURS[(COLOURS.index(colour) + 1) % len(COLOURS)]}),
                 raw_link=urlencode({**here, "raw": "0" if raw else "1"}),
-                uses=list(reader.uses(of_group=row.group_id)), per_page=COMPLETIONS,
+                uses=list(reader.uses(of_group=row.lease_id)), per_page=COMPLETIONS,
                 pages={start: urlencode(here | {"first": start}) for start in range(0, shown.num_completions, COMPLETIONS)},
                 before=before and urlencode(here | {"id": before}), after=after and urlencode(here | {"id": after}),
             )  # fmt: skip
@@ -92,7 +92,7 @@ class GroupPages:
             with self._viewer.index() as db:
                 seqs = list(neighbours(db, wanted, seq)) if db else [None, None]
         rows = [reader.rows_of([seq]) if seq is not None else [] for seq in seqs]
-        before, after = (found[0].group_id if found else None for found in rows)
+        before, after = (found[0].lease_id if found else None for found in rows)
         return before, after
 
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from protocol.errors import JournalError
-from replay.journal.rows import GroupRow, PolicyRow
+from replay.journal.schema import GroupRow, PolicyRow
 from slipstream.run_reader import EVALUATIONS, Line
 from slipstream.status.render import render
 from slipstream.status.warnings import warnings
@@ -107,13 +107,13 @@ class RunPages:
             began = reader.policy_at(batch.step - 1)
             made = reader.policy_at(step)
             advantages = reader.advantages(batch, step)
-            rows = [row for group_id in batch.group_ids if (row := reader.row(group_id)) is not None]
+            rows = [row for lease_id in batch.lease_ids if (row := reader.row(lease_id)) is not None]
         with self._viewer.index() as db:
             line = {"step": step} | (line_of(db, step) if db else {})
         return page(
             request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
             made=made if made and made.step == step else None, line=line,
-            rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows],
+            rows=[(row, _staleness(row, began), advantages.get(row.lease_id)) for row in rows],
         )  # fmt: skip
 
     def policies(self, request: Request) -> Response:

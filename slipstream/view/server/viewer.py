@@ -17,7 +17,7 @@ from protocol.wire.codec import CodecError
 from protocol.wire.messages import MissingReward
 from replay.groups import InvalidGroupError
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupRow
+from replay.journal.schema import GroupRow
 from slipstream.journal.content import Content, ContentReader, content_of, reward_names
 from slipstream.run_reader import JOURNAL, RunReader
 from slipstream.status.reading import View

@@ -99,7 +99,7 @@ def test_log_probs_are_those_of_the_policy_that_the_staleness_names(
 
 def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., RunComponents], blobs: list[bytes]) -> None:
     def prompts(batches: list[list[RolloutGroup]]) -> list[list[str]]:
-        return [[group.group_id for group in batch] for batch in batches]
+        return [[group.lease_id for group in batch] for batch in batches]
 
     rewards_of_nothing = {"reward": "nothing"}  # every group fills, so the batch is the first round
     stale, fresh = (run(setup(**rewards_of_nothing), blobs, staleness) for staleness in (STALENESS, 0))

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from consumer.report.steps import LearningMetrics
 from protocol.config.run import RunConfig
 from protocol.wire.codec import encode
-from replay.batches.delivery import Delivery
+from replay.batch_selection import OfferedGroup
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, RolloutGroup, message_of
 from replay.journal.writer import Journal
@@ -44,7 +44,7 @@ def rollout_group(
     rewards: list[list[float]] | list[float] | None = None,
     logprobs: list[list[float]] | None = None,
     truncated: list[bool] | None = None,
-    group_id: str = "s-1",
+    lease_id: str = "s-1",
     version: int = 0,
     token_versions: list[int] | None = None,
     sampled: list[list[bool]] | None = None,
@@ -60,7 +60,7 @@ def rollout_group(
         flat = np.where(mask, flat, 0.0).tolist()
     values = np.array(rewards if rewards is not None else range(count), np.float32)
     return RolloutGroup(
-        group_id=group_id,
+        lease_id=lease_id,
         policy_version=version,
         prompt_ids=np.array(prompt or [3, 4], np.int32),
         completion_lengths=lengths,
@@ -74,8 +74,8 @@ def rollout_group(
     )
 
 
-def delivery(group: RolloutGroup, producer: str = "p") -> Delivery:
-    return Delivery(group, encode(message_of(group)), producer)
+def delivery(group: RolloutGroup, producer: str = "p") -> OfferedGroup:
+    return OfferedGroup(group, encode(message_of(group)), producer)
 
 
 def live_buffer(journal: Journal, **arguments: Any) -> RolloutBuffer:
@@ -92,7 +92,7 @@ def fill(replay: RolloutBuffer, count: int = 2, *, dull: int = 0) -> list[str]:
         lease_ids.append(record.lease_id)
     rewards = [[0.0, 1.0, 2.0, 3.0]] * count + [[0.0] * 4] * dull
     groups = [
-        rollout_group([[3], [4], [5], [6]], rewards=values, group_id=lease_id)
+        rollout_group([[3], [4], [5], [6]], rewards=values, lease_id=lease_id)
         for lease_id, values in zip(lease_ids, rewards, strict=True)
     ]
     assert replay.offer([delivery(group) for group in groups]) == outcomes

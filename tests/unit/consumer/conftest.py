@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from consumer import waiting as waiting_module
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
 from tests.unit.consumer.builders import Clock
 from tests.unit.replay.builders import FillableJournal
 

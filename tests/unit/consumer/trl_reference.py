@@ -23,7 +23,7 @@ from consumer.ranks.exchange import ALONE, Ranks
 from protocol.config.run import RunConfig
 from protocol.runtime.processes import hidden
 from replay.groups import RolloutGroup
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
 
 with hidden("vllm"):
     from trl import GRPOTrainer
@@ -110,7 +110,7 @@ def loss_and_gradients(trainer: GRPOTrainer, batch: Any) -> tuple[float, torch.T
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     if isinstance(trainer, SlipstreamTrainer):
-        trainer.last = TrainedStep(StepCut(0, 0, None), loss.item(), trainer.end_passes())
+        trainer.last = TrainedStep(MicroBatchPlan(0, 0, None), loss.item(), trainer.end_passes())
     return loss.item(), torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
 
 

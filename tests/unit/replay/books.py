@@ -1,8 +1,8 @@
 """What the tests of the ledger do again and again."""
 
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.leases import Held, LeaseRecord, Work
-from replay.prompts.ledger import PromptLedger
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import Held, LeaseRecord, PromptTask
 
 FAR = 1e9
 HELD = Held("mixed", 0)
@@ -13,7 +13,7 @@ def lease(book: PromptLedger, producer: str = "p", *, now: float = 0.0, deadline
 
 
 def prompts_of(book: PromptLedger, count: int, now: float = 0.0) -> list[int]:
-    return [lease(book, now=now).work.key.prompt_id for _ in range(count)]
+    return [lease(book, now=now).task.key.prompt_id for _ in range(count)]
 
 
 def find(book: PromptLedger, lease_id: str) -> Key | None:
@@ -24,15 +24,15 @@ def adopt(book: PromptLedger, lease_id: str, producer: str, *, deadline: float) 
     return book.adopt(LeaseId.parse(lease_id), producer, deadline=deadline)
 
 
-def hold(book: PromptLedger, lease_id: str) -> Work[Key]:
-    return book.hold(LeaseId.parse(lease_id), HELD)
+def hold(book: PromptLedger, lease_id: str) -> PromptTask[Key]:
+    return book.mark_answered(LeaseId.parse(lease_id), HELD)
 
 
 def recall(book: PromptLedger, key: tuple[int, int, int], *, is_new: bool) -> bool:
-    return book.recall(Key(*key), HELD, is_new=is_new)
+    return book.restore_prompt(Key(*key), HELD, is_new=is_new)
 
 
-def answer(book: PromptLedger, lease_id: str) -> Work[Key] | None:
+def answer(book: PromptLedger, lease_id: str) -> PromptTask[Key] | None:
     """A group arrived; the first one for its prompt is held."""
     return None if find(book, lease_id) is None else hold(book, lease_id)
 

@@ -14,20 +14,18 @@ import numpy as np
 from protocol.config.learning import ReplaySection, RerollSection
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group
-from replay.batches.cutting import BatchCutter, CutBatch
-from replay.batches.delivery import Delivery
-from replay.batches.replay_table import ReplayTable
-from replay.batches.signal_watch import SignalWatch
-from replay.buffer import RolloutBuffer
+from replay.batch_selection import BatchSelector, OfferedGroup, TrainingBatch
+from replay.buffer import Answer, RolloutBuffer
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.tables import Entry
+from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.lifecycle import Answer
-from replay.prompts.failure_budgets import FailureWatch, RetryBudget
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import Grade, RerollRules
-from replay.prompts.staleness import StalenessBudget
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import FailureWatch, RetryBudget
+from replay.replay_table import ReplayTable
+from replay.rerolls import Grade, RerollRules
+from replay.rewards import SignalWatch
+from replay.staleness import StalenessBudget
 
 
 class FillableJournal(Journal):
@@ -41,7 +39,7 @@ class FillableJournal(Journal):
         super().__init__(path)
         self.commits: list[int] = []
 
-    def append(self, entries: Iterable[Entry]) -> None:
+    def append(self, entries: Iterable[JournalEntry]) -> None:
         entries = list(entries)
         super().append(entries)
         self.commits.append(len(entries))
@@ -82,11 +80,11 @@ def delivery(
     signal: bool = True,
     rewards: tuple[float, float] | None = None,
     producer: str = "p",
-) -> Delivery:
+) -> OfferedGroup:
     """With the rewards given, or 0 and 1, or without signal 0 and 0."""
     rewards = rewards or (0.0, float(signal))
     message = group_message(lease_id, version, rewards=np.array(rewards, "<f4").tobytes())
-    return Delivery(SHAPE.parse(message), encode(message), producer)
+    return OfferedGroup(SHAPE.parse(message), encode(message), producer)
 
 
 def group(lease_id: str, version: int = 0, *, signal: bool = True) -> RolloutGroup:
@@ -149,7 +147,7 @@ def unpublished_buffer(
 ) -> RolloutBuffer:
     return RolloutBuffer(
         ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session),
-        BatchCutter(
+        BatchSelector(
             StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
             journal,
             signal=spread,
@@ -207,17 +205,17 @@ def fill(replay: RolloutBuffer, version: int = 0, count: int = 2) -> list[str]:
     return lease_ids
 
 
-def cut(replay: RolloutBuffer) -> CutBatch:
+def cut(replay: RolloutBuffer) -> TrainingBatch:
     batch = replay.next_batch(0.0)
     assert batch is not None
     return batch
 
 
 def names(groups: list[RolloutGroup]) -> list[str]:
-    return [g.group_id for g in groups]
+    return [g.lease_id for g in groups]
 
 
-def entry(prompt_id: int, **changes: Any) -> Entry:
+def entry(prompt_id: int, **changes: Any) -> JournalEntry:
     """The accepted first group of a prompt in epoch 0."""
     values = {
         "lease": LeaseId(
@@ -231,19 +229,19 @@ def entry(prompt_id: int, **changes: Any) -> Entry:
         "num_tokens": 4,
         "frame": f"frame of prompt {prompt_id}".encode(),
     } | changes
-    return Entry(**values)
+    return JournalEntry(**values)
 
 
-def group_ids(*prompt_ids: int) -> list[str]:
-    return [entry(prompt_id).group_id for prompt_id in prompt_ids]
+def lease_ids(*prompt_ids: int) -> list[str]:
+    return [entry(prompt_id).lease_id for prompt_id in prompt_ids]
 
 
 def claim(journal: Journal, step: int, last_step: int, *prompt_ids: int, again: tuple[int, ...] = ()) -> None:
     """The first groups of these prompts are trained, and those of `again` are replayed."""
-    journal.claim(step, last_step, group_ids(*prompt_ids, *again), len(prompt_ids))
+    journal.claim(step, last_step, lease_ids(*prompt_ids, *again), len(prompt_ids))
 
 
-def rows(journal: Journal, columns: str = "group_id, outcome, dropped, step, last_step") -> list[tuple]:
+def rows(journal: Journal, columns: str = "lease_id, outcome, dropped, step, last_step") -> list[tuple]:
     return journal.query(f"SELECT {columns} FROM groups ORDER BY seq")
 
 

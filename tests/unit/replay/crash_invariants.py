@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis.stateful import invariant
 
-from replay.batches.cutting import BatchCutter
+from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from tests.unit.replay.builders import FillableJournal
 from tests.unit.replay.crash_model import Model
@@ -17,7 +17,7 @@ class Invariants(Model):
     """Of the run against the model, and of the model alone."""
 
     replay: RolloutBuffer
-    cutter: BatchCutter
+    selector: BatchSelector
     journal: FillableJournal
     tally: Counter[str]
     counted: Counter[str]
@@ -29,14 +29,14 @@ class Invariants(Model):
 
     @invariant()
     def the_journal_says_what_became_of_every_group(self) -> None:
-        columns = "group_id, policy_version, outcome, verdict, step, last_step, position, tries, dropped"
+        columns = "lease_id, policy_version, outcome, verdict, step, last_step, position, tries, dropped"
         expected = [
-            (row.group_id, row.version, row.outcome, row.verdict, *(row.claim or (None,) * 3), row.tries, row.dropped)
+            (row.lease_id, row.version, row.outcome, row.verdict, *(row.claim or (None,) * 3), row.tries, row.dropped)
             for row in self.rows.values()
         ]
         assert self.journal.query(f"SELECT {columns} FROM groups ORDER BY seq") == expected
-        assert self.journal.query("SELECT step, position, last_step, group_id, tries FROM replays") == [
-            (*place, replay_of_it.last, replay_of_it.group_id, replay_of_it.tries)
+        assert self.journal.query("SELECT step, position, last_step, lease_id, tries FROM replays") == [
+            (*place, replay_of_it.last, replay_of_it.lease_id, replay_of_it.tries)
             for place, replay_of_it in sorted(self.replayed.items())
         ]
         letters = self.journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
@@ -44,36 +44,36 @@ class Invariants(Model):
 
     @invariant()
     def every_accepted_group_is_in_one_place(self) -> None:
-        fresh = list(self.cutter._fresh)
-        recorded = [(batch.group_ids, batch.num_fresh) for batch in self.cutter._recorded]
+        fresh = list(self.selector._fresh)
+        recorded = [(batch.lease_ids, batch.num_fresh) for batch in self.selector._recorded]
         assert fresh == self.ready
         assert recorded == [(cut.ids, cut.num_fresh) for cut in self.recorded]
-        again = [group_id for cut in self.recorded for group_id in cut.fresh]
+        again = [lease_id for cut in self.recorded for lease_id in cut.fresh]
         in_step = [] if self.current is None else self.current.fresh
         trained = [
-            row.group_id for row in self.rows.values() if row.claim and row.claim[1] <= self.step and not row.dropped
+            row.lease_id for row in self.rows.values() if row.claim and row.claim[1] <= self.step and not row.dropped
         ]
-        dropped = [row.group_id for row in self.rows.values() if row.dropped]
+        dropped = [row.lease_id for row in self.rows.values() if row.dropped]
         places = Counter([*fresh, *again, *in_step, *trained, *dropped])
-        assert places == Counter(row.group_id for row in self.rows.values() if row.outcome == "accepted")
+        assert places == Counter(row.lease_id for row in self.rows.values() if row.outcome == "accepted")
 
     @invariant()
     def nothing_is_trained_for_the_first_time_twice(self) -> None:
         assert [step for step, _ in self.log] == list(range(1, self.step + 1))
         steps: dict[str, list[int]] = {}
         for step, cut in self.log:
-            for group_id in cut.fresh:
-                steps.setdefault(group_id, []).append(step)
-        for group_id, trained in steps.items():
-            claim = self.rows[group_id].claim
+            for lease_id in cut.fresh:
+                steps.setdefault(lease_id, []).append(step)
+        for lease_id, trained in steps.items():
+            claim = self.rows[lease_id].claim
             assert claim is not None
             assert trained == list(range(claim[0], min(claim[1], self.step) + 1))
-        keys = [key_of(group_id) for group_id in steps]
-        assert len(keys) == len(set(keys)), "two groups of one piece of work were trained"
+        keys = [key_of(lease_id) for lease_id in steps]
+        assert len(keys) == len(set(keys)), "two groups of one piece of task were trained"
 
     @invariant()
     def replays_are_trained_before_young_and_seldom(self) -> None:
-        assert [row[:2] for row in self.cutter.state()] == [[*item] for item in self.table.items()]
+        assert [row[:2] for row in self.selector.state()] == [[*item] for item in self.table.items()]
         uses: Counter[str] = Counter()
         first_trained: dict[str, int] = {}
         for cut in {id(cut): cut for _, cut in self.log}.values():
@@ -105,10 +105,10 @@ class Invariants(Model):
         assert not set(leased) & set(self.again)
         waiting = self.ready + [i for cut in self.recorded if cut.first > self.step for i in cut.fresh]
         assert Counter(map(key_of, waiting)) == Counter(prompts.held)
-        reasons = {key_of(group_id) for _, cut in self.log for group_id in cut.fresh} | set(self.dead)
-        reasons |= {key_of(group_id) for group_id in (self.current.fresh if self.current else [])}
+        reasons = {key_of(lease_id) for _, cut in self.log for lease_id in cut.fresh} | set(self.dead)
+        reasons |= {key_of(lease_id) for lease_id in (self.current.fresh if self.current else [])}
         reasons |= {
-            key_of(row.group_id)
+            key_of(row.lease_id)
             for row in self.rows.values()
             if row.outcome == "no_signal" or row.dropped == "quarantined"
         }
@@ -124,7 +124,7 @@ class Invariants(Model):
         everywhere = prompts.open | prompts.held | prompts.settled
         assert not everywhere & set(prompts.deferred)
         for row in self.rows.values():
-            epoch, prompt_id, reroll = key = key_of(row.group_id)
+            epoch, prompt_id, reroll = key = key_of(row.lease_id)
             is_last = row.outcome != "stale" and row.dropped not in ("stale", "configuration")
             if (
                 is_last

@@ -1,4 +1,4 @@
-"""A run as lists and sets: what test_crashes.py expects of ledger, cutter, journal and buffer together."""
+"""A run as lists and sets: what test_crashes.py expects of ledger, selector, journal and buffer together."""
 
 import copy
 import math
@@ -7,17 +7,17 @@ from typing import Any
 
 from protocol.config.learning import ReplaySection
 from replay.lease_ids import Key
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollRules
-from replay.prompts.staleness import StalenessBudget
+from replay.prompt_ledger import PromptLedger
+from replay.rerolls import RerollRules
+from replay.staleness import StalenessBudget
 from tests.unit.replay.builders import ledger
 from tests.unit.replay.crash_records import (
     ATTEMPTS,
     BURST,
     REWARDS,
-    Arrival,
     Checkpoint,
     Cut,
+    GroupStats,
     Prompts,
     ReplayRow,
     Row,
@@ -71,7 +71,7 @@ class Model:
     def key_at(self, index: int) -> Key:
         while len(self.sequence) <= index:
             record = self.reference.lease("p", version=0, policy_floor=0, now=0.0, deadline=1e9)
-            self.sequence.append(record.work.key)
+            self.sequence.append(record.task.key)
         return self.sequence[index]
 
     def is_fresh(self, key: Key) -> bool:
@@ -161,7 +161,7 @@ class Model:
 
     # Groups
 
-    def judge(self, arriving: Iterable[Arrival]) -> list[str]:
+    def judge(self, arriving: Iterable[GroupStats]) -> list[str]:
         expected: list[str] = []
         answered: set[Key] = set()
         seen: set[str] = set(self.rows)
@@ -180,7 +180,7 @@ class Model:
                 answered.add(key)
         return expected
 
-    def admit(self, arrival: Arrival, outcome: str) -> None:
+    def admit(self, arrival: GroupStats, outcome: str) -> None:
         lease_id, version, rewards = arrival
         key, verdict = key_of(lease_id), REWARDS[rewards][1]
         self.rows[lease_id] = Row(lease_id, version, outcome, verdict)
@@ -214,11 +214,11 @@ class Model:
 
     def next_cut(self, partial: bool) -> Cut | None:
         oldest_usable = self.budget.oldest_usable(self.next_step)
-        for group_id in [group_id for group_id in self.ready if self.rows[group_id].version < oldest_usable]:
-            self.rows[group_id].dropped = "stale"
-            self.ready.remove(group_id)
-            self.prompts.held.remove(key_of(group_id))
-            self.goes_out_again(key_of(group_id))
+        for lease_id in [lease_id for lease_id in self.ready if self.rows[lease_id].version < oldest_usable]:
+            self.rows[lease_id].dropped = "stale"
+            self.ready.remove(lease_id)
+            self.prompts.held.remove(key_of(lease_id))
+            self.goes_out_again(key_of(lease_id))
         if self.recorded:
             return self.recorded.pop(0)
         size = self.budget.groups_per_step
@@ -239,7 +239,7 @@ class Model:
         inserts = sum(row.outcome != "stale" for row in self.rows.values())
         samples = self.num_trained + self.budget.groups_per_step - missing
         forgotten = max(self.forgotten, inserts - (samples + self.budget.groups_per_step) / rate)
-        usable = [group_id for group_id in self.table if self.age(group_id, self.next_step) <= self.max_age]
+        usable = [lease_id for lease_id in self.table if self.age(lease_id, self.next_step) <= self.max_age]
         if len(usable) < self.replaying.min_size:
             return [], forgotten
         allowed = int(max(0.0, rate * (inserts - forgotten) - samples))
@@ -249,28 +249,28 @@ class Model:
     def max_age(self) -> int:
         return self.replaying.max_age_versions if self.replaying else 0
 
-    def age(self, group_id: str, step: int) -> int:
-        return self.budget.version_at(step) - self.rows[group_id].version
+    def age(self, lease_id: str, step: int) -> int:
+        return self.budget.version_at(step) - self.rows[lease_id].version
 
     def was_cut(self, cut: Cut) -> None:
         self.cuts[cut.first] = self.current = cut
         self.next_step = cut.last
         self.num_trained += len(cut.ids)
-        for position, group_id in enumerate(cut.fresh):
-            row = self.rows[group_id]
+        for position, lease_id in enumerate(cut.fresh):
+            row = self.rows[lease_id]
             row.claim, row.tries = (cut.first, cut.last, position), row.tries + 1
-            if key_of(group_id) in self.prompts.held:
-                self.settle(key_of(group_id), row.verdict, row.version)
-        for position, group_id in enumerate(cut.again, start=cut.num_fresh):
-            self.replayed.setdefault((cut.first, position), ReplayRow(cut.last, group_id)).tries += 1
+            if key_of(lease_id) in self.prompts.held:
+                self.settle(key_of(lease_id), row.verdict, row.version)
+        for position, lease_id in enumerate(cut.again, start=cut.num_fresh):
+            self.replayed.setdefault((cut.first, position), ReplayRow(cut.last, lease_id)).tries += 1
         if self.replaying is None or self.step >= cut.first:
             return
-        for group_id in set(cut.again) & set(self.table):
-            self.table[group_id] += 1
-            if self.table[group_id] == self.replaying.max_times_sampled:
-                del self.table[group_id]
-        for group_id in cut.fresh:
-            self.table[group_id] = 1
+        for lease_id in set(cut.again) & set(self.table):
+            self.table[lease_id] += 1
+            if self.table[lease_id] == self.replaying.max_times_sampled:
+                del self.table[lease_id]
+        for lease_id in cut.fresh:
+            self.table[lease_id] = 1
             if len(self.table) > self.replaying.max_size:
                 del self.table[next(iter(self.table))]
         self.table = {g: times for g, times in self.table.items() if self.age(g, cut.last) <= self.max_age}
@@ -304,16 +304,16 @@ class Model:
                 row.dropped = "quarantined"
             elif self.is_available(row) and not self.comparable and not (row.claim and row.claim[0] <= self.step):
                 row.dropped = "configuration"
-        self.not_replayable |= {s.group_id for s in self.replayed.values() if s.last > self.step and s.tries >= 2}
+        self.not_replayable |= {s.lease_id for s in self.replayed.values() if s.last > self.step and s.tries >= 2}
         self.recorded = self.recut()
-        recorded = {group_id for cut in self.recorded for group_id in cut.ids}
-        self.ready = [row.group_id for row in self.rows.values() if self.is_available(row)]
-        self.ready = [group_id for group_id in self.ready if group_id not in recorded]
+        recorded = {lease_id for cut in self.recorded for lease_id in cut.ids}
+        self.ready = [row.lease_id for row in self.rows.values() if self.is_available(row)]
+        self.ready = [lease_id for lease_id in self.ready if lease_id not in recorded]
         self.next_step = self.recorded[0].first - 1 if self.recorded else self.step
         self.table = {
-            group_id: times
-            for group_id, times in (checkpoint.table if self.comparable else {}).items()
-            if group_id not in self.not_replayable and not self.rows[group_id].dropped
+            lease_id: times
+            for lease_id, times in (checkpoint.table if self.comparable else {}).items()
+            if lease_id not in self.not_replayable and not self.rows[lease_id].dropped
         }
         for index, row in enumerate(self.rows.values()):
             self.take_to_its_place(row, is_new=index >= checkpoint.num_rows)
@@ -336,7 +336,7 @@ class Model:
             missing = self.budget.groups_per_step - len(cut.ids)
             fits = missing == 0 or (self.partial and missing > 0)
             fits = fits and cut.last - first + 1 == self.budget.num_iterations
-            usable = self.comparable and not any(self.rows[group_id].dropped for group_id in cut.fresh)
+            usable = self.comparable and not any(self.rows[lease_id].dropped for lease_id in cut.fresh)
             broken = broken or not fits or not usable
             if broken:
                 self.undo(cut)
@@ -347,7 +347,7 @@ class Model:
     def undo(self, cut: Cut) -> None:
         """What a checkpoint has of it stays trained."""
         begun = cut.first <= self.step
-        for position, row in enumerate(self.rows[group_id] for group_id in cut.fresh):
+        for position, row in enumerate(self.rows[lease_id] for lease_id in cut.fresh):
             if begun:
                 row.claim = (cut.first, self.step, position)
             elif not row.dropped:
@@ -372,7 +372,7 @@ class Model:
         return key in self.prompts.open
 
     def take_to_its_place(self, row: Row, *, is_new: bool) -> None:
-        key, goes_again = key_of(row.group_id), row.outcome == "stale" or row.dropped in ("stale", "configuration")
+        key, goes_again = key_of(row.lease_id), row.outcome == "stale" or row.dropped in ("stale", "configuration")
         if not (is_new or self.is_available(row) or row.dropped == "quarantined"):
             return
         if not self.recall(key, is_new=is_new and not goes_again) or goes_again:

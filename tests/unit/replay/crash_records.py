@@ -15,7 +15,7 @@ REWARDS = {  # of two completions: the outcome of a group that is not stale, and
     (0.0, 0.0): ("no_signal", "failed"),
     (1.0, 1.0): ("no_signal", "solved"),
 }
-Arrival = tuple[str, int, tuple[float, float]]  # lease, version, rewards
+GroupStats = tuple[str, int, tuple[float, float]]  # lease, version, rewards
 
 
 def key_of(lease_id: str) -> Key:
@@ -26,7 +26,7 @@ def key_of(lease_id: str) -> Key:
 class Row:
     """What the journal must say of a group."""
 
-    group_id: str
+    lease_id: str
     version: int
     outcome: str
     verdict: str
@@ -38,7 +38,7 @@ class Row:
 @dataclass
 class ReplayRow:
     last: int
-    group_id: str
+    lease_id: str
     tries: int = 0
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import apsw
 
-from replay.journal.tables import DeadLetter
+from replay.journal.schema import DeadLetter
 from replay.journal.writer import Journal
-from tests.unit.replay.builders import claim, entry, group_ids
+from tests.unit.replay.builders import claim, entry, lease_ids
 
 COLUMNS = (
-    "seq, group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes,"
+    "seq, lease_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes,"
     " step, last_step, position, tries, dropped"
 )
 
@@ -36,6 +36,6 @@ def fill(journal: Journal) -> None:
     claim(journal, 1, 2, 3, 0)
     journal.end_step(1)
     journal.note_policy(1, 1, "digest of 1")
-    journal.drop(group_ids(0), "quarantined")
-    journal.bury(DeadLetter(0, 7, 1, 3, "data", "reward_failed", "boom"))
+    journal.drop(lease_ids(0), "quarantined")
+    journal.add_dead_letter(DeadLetter(0, 7, 1, 3, "data", "reward_failed", "boom"))
     journal.quarantine_frames([("not a frame", b"\0\1\2")])

@@ -11,10 +11,10 @@ import pytest
 
 from protocol.errors import DataFailuresError
 from protocol.wire.codec import encode
-from replay.batches.delivery import Delivery
+from replay.batch_selection import OfferedGroup
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
-from replay.prompts.failure_budgets import FAILURE_WINDOW
+from replay.prompt_table import FAILURE_WINDOW
 from tests.unit.replay.builders import (
     FillableJournal,
     buffer,
@@ -139,7 +139,7 @@ def test_groups_that_arrive_together_are_judged_together_and_in_order(journal: J
     dull = lease(replay)
     arriving = [delivery(i) for i in (again, late, again, "other-1")] + [delivery(dull, signal=False)]
     assert replay.offer(arriving) == ["accepted", "duplicate", "duplicate", "unknown_lease", "no_signal"]
-    assert rows(journal, "group_id, outcome") == [(again, "accepted"), (dull, "no_signal")]
+    assert rows(journal, "lease_id, outcome") == [(again, "accepted"), (dull, "no_signal")]
     assert replay.offer([]) == []
     assert {n: replay.totals[n] for n in ("accepted", "no_signal", "duplicate", "unknown_lease", "stale")} == {
         "accepted": 1, "no_signal": 1, "duplicate": 2, "unknown_lease": 1, "stale": 0,
@@ -151,8 +151,8 @@ def test_a_group_is_in_the_journal_when_its_outcome_is_known(journal: Journal) -
     lease_id = lease(replay)
     message = group_message(lease_id)
     frame = encode(message)
-    assert replay.offer([Delivery(group(lease_id), frame, "gpu-3")]) == ["accepted"]
-    columns = "group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes"
+    assert replay.offer([OfferedGroup(group(lease_id), frame, "gpu-3")]) == ["accepted"]
+    columns = "lease_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes"
     assert rows(journal, columns) == [(lease_id, 0, 0, 1, "gpu-3", 0, "accepted", 0.5, 4, len(frame))]
     assert journal.frames([lease_id]) == [frame]
 
@@ -167,7 +167,7 @@ def test_a_group_that_is_too_old_on_arrival_sends_its_prompt_out_again(journal: 
     assert offer(replay, slow, 0) == "stale"
     assert offer(replay, slow, 0) == "duplicate"
     record = replay.lease("p", now=0.0, timeout_s=1.0)
-    assert (record.work.key.prompt_id, record.work.attempt, record.policy_floor) == (0, 2, 1)
+    assert (record.task.key.prompt_id, record.task.attempt, record.policy_floor) == (0, 2, 1)
     assert replay.totals["stale"] == 1
     assert rows(journal)[-1] == (slow, "stale", None, None, None)
 
@@ -198,7 +198,7 @@ def test_a_group_that_grows_too_old_in_the_table_is_dropped_and_its_prompt_goes_
     assert rows(journal) == [(prompt_1, "accepted", None, 1, 1), (late, "accepted", "stale", None, None)]
     record = replay.lease("p", now=0.0, timeout_s=1.0)
     assert record is not None
-    assert (record.work.key.prompt_id, record.work.attempt) == (0, 2)
+    assert (record.task.key.prompt_id, record.task.attempt) == (0, 2)
 
 
 # Failures.
@@ -319,6 +319,6 @@ def check_two_threads(journal: Journal) -> None:
     assert epoch * 40 + position == settled + len(unsettled), "a prompt was lost or settled twice"
     for outcome in ("accepted", "no_signal", "stale"):
         assert journal.query("SELECT count(*) FROM groups WHERE outcome = ?", (outcome,)) == [(counts[outcome],)]
-    assert journal.query("SELECT group_id FROM groups WHERE step IS NOT NULL ORDER BY step, position") == [
-        (group_id,) for group_id in trained
+    assert journal.query("SELECT lease_id FROM groups WHERE step IS NOT NULL ORDER BY step, position") == [
+        (lease_id,) for lease_id in trained
     ]

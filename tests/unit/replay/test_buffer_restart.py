@@ -2,8 +2,7 @@
 
 import pytest
 
-from replay.journal.database import JournalFullError
-from replay.journal.writer import Journal
+from replay.journal.writer import Journal, JournalFullError
 from tests.unit.replay.builders import (
     FillableJournal,
     buffer,

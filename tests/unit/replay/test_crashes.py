@@ -1,4 +1,4 @@
-"""Ledger, journal, cutter and buffer together, through any order of events and crashes, against lists and sets.
+"""Ledger, journal, selector and buffer together, through any order of events and crashes, against lists and sets.
 
 What must hold after every event: each accepted group is in exactly one place, none is trained for the first time twice, no
 prompt and no return is lost, and what a crash sets back is done again as it was done before.
@@ -21,13 +21,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from replay.batches.cutting import BatchCutter
-from replay.batches.replay_table import ReplayTable
-from replay.batches.signal_watch import SignalWatch
+from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
-from replay.journal.database import JournalFullError
-from replay.prompts.failure_budgets import FailureWatch
-from replay.prompts.staleness import StalenessBudget
+from replay.journal.writer import JournalFullError
+from replay.prompt_table import FailureWatch
+from replay.replay_table import ReplayTable
+from replay.rewards import SignalWatch
+from replay.staleness import StalenessBudget
 from tests.unit.replay.builders import (
     SHAPE,
     FillableJournal,
@@ -40,7 +40,7 @@ from tests.unit.replay.builders import (
     spread,
 )
 from tests.unit.replay.crash_invariants import Invariants
-from tests.unit.replay.crash_records import ATTEMPTS, REWARDS, Arrival, Checkpoint, key_of
+from tests.unit.replay.crash_records import ATTEMPTS, REWARDS, Checkpoint, GroupStats, key_of
 
 PATIENCE_S = 3.0
 
@@ -107,7 +107,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         checkpoint = self.checkpoints[-1]
         self.sessions += 1
         self.recover(checkpoint)
-        self.cutter = BatchCutter(
+        self.selector = BatchSelector(
             self.budget,
             self.journal,
             signal=spread,
@@ -116,7 +116,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             partial=self.partial,
         )
         book, watches = self.new_ledger(f"s{self.sessions}"), (FailureWatch(1.0), SignalWatch(None))
-        self.replay = RolloutBuffer(book, self.cutter, self.journal, self.rules, mean_reward, *watches)
+        self.replay = RolloutBuffer(book, self.selector, self.journal, self.rules, mean_reward, *watches)
         self.replay.restore(checkpoint.state, step=self.step, shape=SHAPE, comparable=self.comparable)
         assert self.replay.newest_version == self.newest_version
         self.publish()
@@ -144,7 +144,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         assert (record is None) == (floor > self.version)
         if record is None:
             return None
-        key = record.work.key
+        key = record.task.key
         self.was_leased(key)
         assert record.lease_id not in self.given
         assert key_of(record.lease_id) == key
@@ -175,7 +175,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
     def producers_answer_promptly(self, count: int, rewards: tuple[float, float]) -> None:
         self.offer([(lease_id, self.version, rewards) for lease_id in list(self.live)[:count]])
 
-    def offer(self, arriving: list[Arrival]) -> None:
+    def offer(self, arriving: list[GroupStats]) -> None:
         expected = self.judge(arriving)
         deliveries = [delivery(lease_id, version, rewards=rewards) for lease_id, version, rewards in arriving]
         if self.journal.full and any(outcome in ("accepted", "no_signal", "stale") for outcome in expected):

@@ -21,7 +21,7 @@ def floats(*values: float) -> bytes:
 
 def test_a_valid_message_comes_out_as_it_went_in() -> None:
     group = SHAPE.parse(group_message("s-7", 3))
-    assert (group.group_id, group.policy_version) == ("s-7", 3)
+    assert (group.lease_id, group.policy_version) == ("s-7", 3)
     assert group.prompt_ids.tolist() == [1, 2]
     assert group.completion_lengths.tolist() == [3, 1]
     assert group.completion_ids.tolist() == [3, 4, 5, 6]

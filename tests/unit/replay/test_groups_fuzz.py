@@ -95,7 +95,7 @@ def check(shape: GroupShape, group: RolloutGroup, message: Group) -> None:
     assert group.rewards.tobytes() == message.rewards
     assert not any(math.isinf(reward) for row in group.rewards.tolist() for reward in row)
     assert group.truncated.tolist() == [bool(byte) for byte in message.truncated]
-    assert (group.group_id, group.policy_version) == (message.lease_id, message.policy_version)
+    assert (group.lease_id, group.policy_version) == (message.lease_id, message.policy_version)
 
 
 def parse(shape: GroupShape, message: Group) -> RolloutGroup | InvalidGroupError:

@@ -19,7 +19,7 @@ def scored(rewards: list[list[float]], lengths: list[int] | None = None) -> Roll
     completion_lengths = np.array(lengths or [1] * len(values), np.int32)
     tokens = np.zeros(int(completion_lengths.sum()), np.int32)
     return RolloutGroup(
-        group_id="s-1",
+        lease_id="s-1",
         policy_version=0,
         prompt_ids=np.array([1], np.int32),
         completion_lengths=completion_lengths,

@@ -27,9 +27,9 @@ from consumer.report.sampled_rollouts import RolloutLog
 from consumer.report.steps import StepReport
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.runtime import json_lines as rotated_lines
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
-from replay.prompts.staleness import StalenessBudget
+from replay.staleness import StalenessBudget
 from tests.unit.consumer.builders import (
     SHAPE,
     delivery,
@@ -129,11 +129,11 @@ class Run:
     def produce(self) -> None:
         self.pipeline.flush()
         while (record := self.replay.lease("p", now=0.0, timeout_s=1e9)) is not None:
-            number = record.work.key.prompt_id
+            number = record.task.key.prompt_id
             group = rollout_group(
                 [[3 + number % 7] * (1 + number % 3), [4], [5, 6], [7]],
                 rewards=[0.0, 1.0, 1.0, float(number % 2)],
-                group_id=record.lease_id,
+                lease_id=record.lease_id,
                 version=max(record.policy_floor, self.published[-1][0] - self.behind),
             )
             self.replay.offer([delivery(group)])

@@ -59,9 +59,9 @@ def test_batches_come_in_order_and_the_intake_is_told_of_the_room(journal: Journ
     replay, intake = live_buffer(journal, max_staleness=1), FakeIntake()
     lease_ids = fill(replay, 4)
     batches = iter(feed(replay, intake))
-    assert [g.group_id for g in next(batches).groups] == lease_ids[:2]
+    assert [g.lease_id for g in next(batches).groups] == lease_ids[:2]
     assert intake.wakes == 1
-    assert [g.group_id for g in next(batches).groups] == lease_ids[2:]
+    assert [g.lease_id for g in next(batches).groups] == lease_ids[2:]
     assert intake.wakes == 2
 
 
@@ -86,10 +86,10 @@ def test_a_partial_batch_will_do_after_a_while(journal: Journal, clock: Clock) -
     replay = live_buffer(journal, max_staleness=1, partial=True)
     lease_ids = fill(replay, 3)
     batches = iter(feed(replay, partial_after_s=5.0))
-    assert [g.group_id for g in next(batches).groups] == lease_ids[:2]
+    assert [g.lease_id for g in next(batches).groups] == lease_ids[:2]
     assert clock.now < 1001, "a full one is there"
     begun = clock.now
-    assert [g.group_id for g in next(batches).groups] == lease_ids[2:]
+    assert [g.lease_id for g in next(batches).groups] == lease_ids[2:]
     assert clock.now - begun == pytest.approx(5.25)
 
 
@@ -245,6 +245,6 @@ def test_a_batch_that_the_full_disk_cannot_note_is_cut_when_there_is_room(
         journal.full = clock.now < 1002
 
     batch = next(iter(feed(replay, check=check)))
-    assert [g.group_id for g in batch.groups] == lease_ids
+    assert [g.lease_id for g in batch.groups] == lease_ids
     assert clock.now == pytest.approx(1002.25)
-    assert journal.query("SELECT group_id, step FROM groups ORDER BY position") == [(lease, 1) for lease in lease_ids]
+    assert journal.query("SELECT lease_id, step FROM groups ORDER BY position") == [(lease, 1) for lease in lease_ids]

@@ -45,7 +45,7 @@ def record(journal: Journal, num_batches: int, *, num_iterations: int = 1) -> li
             journal.end_step(step)
             journal.note_policy(step, step, f"digest {step}")
         replay.published(number + 1)
-        result.append([group.group_id for group in batch.groups])
+        result.append([group.lease_id for group in batch.groups])
     fill(replay, 1)
     return result
 
@@ -59,7 +59,7 @@ def recorded(tmp_path: Path, journal: Journal) -> Iterator[RecordedRun]:
 
 def batches(recorded: RecordedRun, from_step: int = 1) -> list[tuple[int, int, int, list[str]]]:
     return [
-        (batch.step, batch.num_iterations, batch.last_step, [group.group_id for group in batch.groups])
+        (batch.step, batch.num_iterations, batch.last_step, [group.lease_id for group in batch.groups])
         for batch in recorded.batches(from_step, SHAPE)
     ]
 
@@ -147,7 +147,7 @@ def test_a_gap_in_the_middle_is_found_after_what_comes_before_it(journal: Journa
         db.execute("DELETE FROM bodies WHERE seq IN (SELECT seq FROM groups WHERE step = 2)")
         db.execute("DELETE FROM groups WHERE step = 2")
     found = recorded.batches(1, SHAPE)
-    assert [group.group_id for group in next(found).groups] == made[0]
+    assert [group.lease_id for group in next(found).groups] == made[0]
     with pytest.raises(JournalError, match="the groups of step 2 are not in the journal"):
         next(found)
 
@@ -200,7 +200,7 @@ def consumed(recorded_feed: RecordedFeed, counts: Counter[str]) -> list[list[str
     try:
         for batch in recorded_feed:
             assert recorded_feed.last is batch
-            seen.append([group.group_id for group in batch.groups])
+            seen.append([group.lease_id for group in batch.groups])
             assert counts["trained"] == 2 * len(seen)
     except StopRequested:
         return seen

@@ -9,8 +9,8 @@ import pytest
 from consumer.app.wiring import rollout_buffer
 from protocol.errors import ConfigError
 from replay.buffer import RolloutBuffer
-from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
+from replay.staleness import StalenessBudget
 from tests.unit.consumer.builders import delivery, rollout_group, run_config
 from tests.unit.replay.builders import FillableJournal
 
@@ -36,7 +36,7 @@ def answer(buffer: RolloutBuffer, rewards: list[list[float]], version: int = 0) 
     """Leases a prompt and answers it. Returns the start of the lease id (epoch, prompt, return) and the outcome."""
     record = buffer.lease("p", now=0.0, timeout_s=60.0)
     assert record is not None
-    group = rollout_group([[3], [4], [5], [6]], rewards=rewards, group_id=record.lease_id, version=version)
+    group = rollout_group([[3], [4], [5], [6]], rewards=rewards, lease_id=record.lease_id, version=version)
     (outcome,) = buffer.offer([delivery(group)])
     return "-".join(record.lease_id.split("-")[:3]), outcome
 
@@ -87,7 +87,7 @@ def test_groups_are_replayed_for_those_without_signal_within_their_share(
     second = buffer.next_batch(0.0)
     assert second is not None
     assert (len(second.groups), second.num_fresh) == (2, 1)
-    assert second.groups[1].group_id in {group.group_id for group in first.groups}
+    assert second.groups[1].lease_id in {group.lease_id for group in first.groups}
     answer(buffer, SOME)
     assert buffer.next_batch(0.0) is None, "one group had no signal, and one was replayed for it"
 
@@ -105,7 +105,7 @@ def test_a_penalty_for_length_is_a_signal(tmp_path: Path, journal: FillableJourn
     buffer = buffer_of(tmp_path, journal, advantage={"overlong_buffer_tokens": 2})
     record = buffer.lease("p", now=0.0, timeout_s=60.0)
     assert record is not None
-    group = rollout_group([[3], [4], [5], [6] * 6], rewards=ALL, group_id=record.lease_id)
+    group = rollout_group([[3], [4], [5], [6] * 6], rewards=ALL, lease_id=record.lease_id)
     assert buffer.offer([delivery(group)]) == ["accepted"]
 
 

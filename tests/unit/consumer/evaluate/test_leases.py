@@ -35,9 +35,9 @@ from protocol.wire.messages import (
     PolicyRequest,
     Sampling,
 )
+from replay.evaluation_leases import Metric
 from replay.groups import GroupShape
-from replay.prompts.evaluation_leases import Metric
-from replay.prompts.failure_budgets import RetryBudget
+from replay.prompt_table import RetryBudget
 from tests.scripted import made_up_group
 from tests.unit.consumer.evaluate.test_results import blob, section
 from tests.unit.replay.builders import memory_folder

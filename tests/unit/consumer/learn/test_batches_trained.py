@@ -15,7 +15,7 @@ from consumer.learn.importance import PRESETS
 from consumer.learn.micro_batches import MicroBatch
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.waiting import ThreadErrors
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import loss_and_gradients, metrics_of, perturb, slipstream_trainer
@@ -125,8 +125,8 @@ def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) ->
     options = {"beta": 0.1, "max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
     trainer = new_trainer(tmp_path, one_layer_model, **options)
     trainer._batches = [
-        CutBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
-        CutBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
+        TrainingBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
+        TrainingBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
     ]
     beats: list[str] = []
     health: Any = SimpleNamespace(beat=beats.append)

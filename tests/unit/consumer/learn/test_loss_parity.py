@@ -53,7 +53,7 @@ def some_groups(num_groups: int = 2, *, seed: int = 0) -> list[RolloutGroup]:
             prompt=draw.integers(3, 40, 2 + 3 * index).tolist(),
             rewards=draw.normal(size=4).round(2).tolist(),
             truncated=[False, True, False, False],
-            group_id=f"s-{index}",
+            lease_id=f"s-{index}",
         )
         groups.append(dataclasses.replace(group, rewards=group.rewards.astype(np.float64)))  # and so the advantages
     return groups

@@ -15,8 +15,8 @@ from consumer.learn.memory import OutOfMemory, PassMemory, allocatable_bytes, oo
 from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
 from protocol.errors import DeviceError, ExitCode
-from replay.batches.cutting import CutBatch
-from replay.journal.tables import StepCut
+from replay.batch_selection import TrainingBatch
+from replay.journal.schema import MicroBatchPlan
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
 from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slipstream_trainer
@@ -24,15 +24,15 @@ from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slips
 OPTIONS = {"num_iterations": 2, "beta": 0.1, "max_steps": 4, "save_strategy": "no", "max_grad_norm": 1.0}
 
 
-def batches() -> list[CutBatch]:
+def batches() -> list[TrainingBatch]:
     groups = [
         rollout_group([[3, 4, 5, 6], [7, 8], [9], [5, 5, 5]], prompt=[3] * 4, rewards=[0.0, 1.0, 2.0, 4.0]),
         rollout_group([[6, 4, 5, 6], [7, 9], [8], [5, 6, 5]], prompt=[4] * 3, rewards=[3.0, 1.0, 2.0, 0.0]),
     ]
-    return [CutBatch(0, 2, 2, groups, 2), CutBatch(2, 2, 4, groups[::-1], 2)]
+    return [TrainingBatch(0, 2, 2, groups, 2), TrainingBatch(2, 2, 4, groups[::-1], 2)]
 
 
-def trainer_of(folder: Path, model: Path, cuts: dict[int, StepCut], **options: Any) -> SlipstreamTrainer:
+def trainer_of(folder: Path, model: Path, cuts: dict[int, MicroBatchPlan], **options: Any) -> SlipstreamTrainer:
     """With dropout, so that random numbers matter.
 
     Args:
@@ -120,7 +120,7 @@ def refuse(trainer: SlipstreamTrainer, steps: set[int], most_rows: int) -> None:
     trainer.accelerator.backward = refusing
 
 
-def taken(trainer: SlipstreamTrainer) -> tuple[dict[int, StepCut], list[list[float]], torch.Tensor]:
+def taken(trainer: SlipstreamTrainer) -> tuple[dict[int, MicroBatchPlan], list[list[float]], torch.Tensor]:
     """How the steps were cut, their metrics, and the weights after them."""
     cuts, metrics = {}, []
     step = trainer.training_step
@@ -165,7 +165,7 @@ def test_without_dropout_no_random_state_is_kept(tmp_path: Path, one_layer_model
     config = run_config(tmp_path, one_layer_model, trainer=OPTIONS | {"max_steps": 1})
     trainer = slipstream_trainer(config, one_layer_model)
     trainer._batches = batches()
-    assert taken(trainer)[0] == {1: StepCut(1, step_cuts.FIRST_TOKENS, None)}
+    assert taken(trainer)[0] == {1: MicroBatchPlan(1, step_cuts.FIRST_TOKENS, None)}
 
 
 def test_a_step_of_single_rows_that_is_refused_ends_the_run(tmp_path: Path, one_layer_model: Path) -> None:

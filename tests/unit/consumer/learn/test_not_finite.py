@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from consumer.learn.loss import NotFiniteStep
 from consumer.report.inspection import keep, not_finite
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from tests.unit.consumer.app.test_callbacks import Run, column
 from tests.unit.consumer.builders import rollout_group
 
@@ -31,7 +31,7 @@ class Poison(TrainerCallback):
             self._hook.remove()
             self._hook = None
         groups = self._run.feed.last.groups
-        if any(group.group_id.split("-")[1] == self._run.poisoned for group in groups):
+        if any(group.lease_id.split("-")[1] == self._run.poisoned for group in groups):
             weight = next(weight for weight in self._run.trainer.model.parameters() if weight.requires_grad)
             self._hook = weight.register_hook(lambda gradient: gradient * torch.nan)
             self._run.before = [tensor.clone() for tensor in self._run.learned()]
@@ -72,10 +72,10 @@ def test_what_is_kept(tmp_path: Path) -> None:
         [[5, 6], [7]],
         rewards=[1.0, float("nan")],
         logprobs=[[-0.5, float("nan")], [-0.25]],
-        group_id="0-7-0-1-s",
+        lease_id="0-7-0-1-s",
         version=3,
     )
-    batch = CutBatch(4, 1, 5, [group], 1)
+    batch = TrainingBatch(4, 1, 5, [group], 1)
     for loss in (1.0, float("nan")):  # a second try replaces what the first left
         folder = keep(tmp_path, 5, batch, {"loss": loss, "grad_norm": float("inf")})
     assert folder == tmp_path / "inspect" / "step-5"
@@ -114,7 +114,7 @@ def test_a_full_disk_costs_the_batch_and_nothing_else(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    keep(tmp_path, 1, CutBatch(0, 1, 1, [rollout_group([[3], [4]])], 1), {})
+    keep(tmp_path, 1, TrainingBatch(0, 1, 1, [rollout_group([[3], [4]])], 1), {})
     assert list((tmp_path / "inspect").iterdir()) == []
 
 
@@ -124,7 +124,7 @@ def test_of_a_run_that_is_started_again_and_again_the_newest_batches_are_kept(tm
         folder.mkdir(parents=True)
     (mine[0] / "step.json").write_text("{}")
     (tmp_path / "inspect" / "step-notes").write_text("mine")
-    batch = CutBatch(0, 1, 1, [rollout_group([[3], [4]])], 1)
+    batch = TrainingBatch(0, 1, 1, [rollout_group([[3], [4]])], 1)
     for number, step in enumerate((90, *range(1, 12))):  # step 90 was undone
         folder = keep(tmp_path, step, batch, {})
         os.utime(folder, (1e9 + number, 1e9 + number))

@@ -9,7 +9,7 @@ from consumer.learn.micro_batches import StepSplitter, carry_over
 from consumer.ranks.exchange import ALONE
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
 from tests.unit.consumer.builders import rollout_group
 from tests.unit.consumer.learn.test_batches import RECIPE
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
@@ -17,7 +17,7 @@ from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
 GROUP = rollout_group([[1, 2, 3, 4], [5, 6]], prompt=[7, 8], rewards=[0.0, 1.0])  # rows of 6 and 4 tokens
 
 
-def none_recorded(step: int) -> StepCut | None:
+def none_recorded(step: int) -> MicroBatchPlan | None:
     return None
 
 
@@ -28,15 +28,15 @@ def begun(splitter: StepSplitter, step: int = 1) -> int:
 
 
 def test_a_run_goes_on_with_what_it_had_come_to_and_cuts_recorded_steps_as_they_were() -> None:
-    rows = [StepCut(3, 12, None), StepCut(5, 6, b"state")]
+    rows = [MicroBatchPlan(3, 12, None), MicroBatchPlan(5, 6, b"state")]
 
-    def recorded(step: int) -> StepCut | None:
+    def recorded(step: int) -> MicroBatchPlan | None:
         return max((row for row in rows if row.step <= step), default=None, key=lambda row: row.step)
 
     splitter = StepSplitter("auto", ALONE, recorded)
     found = [(begun(splitter, step), splitter.tokens, splitter.random_state) for step in (4, 5, 6)]
     assert found == [(1, 12, None), (2, 6, b"state"), (2, 6, None)]
-    rows.append(StepCut(7, 12, None))
+    rows.append(MicroBatchPlan(7, 12, None))
     assert (begun(splitter, 7), splitter.tokens) == (1, 12)
     splitter.measured(9)
     assert splitter.tokens == 12, "a run that has come to something else measures no more"
@@ -52,7 +52,7 @@ def test_a_run_begins_with_the_default_and_measures_once() -> None:
 
 
 def test_a_fixed_number_is_neither_recorded_nor_measured_nor_halved() -> None:
-    splitter = StepSplitter(12, ALONE, lambda step: StepCut(step, 6, b"state"))
+    splitter = StepSplitter(12, ALONE, lambda step: MicroBatchPlan(step, 6, b"state"))
     assert (begun(splitter), splitter.tokens, splitter.random_state) == (1, 12, None)
     splitter.measured(6)
     assert splitter.tokens == 12
@@ -99,7 +99,7 @@ def test_a_first_step_over_a_batch_keeps_nothing_when_it_is_cut_again() -> None:
 
 def test_all_ranks_cut_alike() -> None:
     def work(ranks: ThreadRanks) -> Any:
-        recorded = StepCut(1, 12, b"state") if ranks.rank == 0 else StepCut(1, 3, b"other")
+        recorded = MicroBatchPlan(1, 12, b"state") if ranks.rank == 0 else MicroBatchPlan(1, 3, b"other")
         splitter = StepSplitter("auto", ranks, lambda step: recorded)
         splitter.tokens = FIRST_TOKENS
         splitter.begin(RECIPE, [GROUP])

@@ -20,7 +20,7 @@ from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Group, Heartbeat, Hello, Lease, Sampling
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
 from tests.loopback import LoopbackClient, LoopbackServer
 from tests.scripted import facts, made_up_group
 from tests.unit.consumer.builders import live_buffer

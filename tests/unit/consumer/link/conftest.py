@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consumer.link import sessions
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
 from tests.unit.consumer.link.builders import Start, Trainer
 from tests.unit.replay.builders import FillableJournal, memory_folder
 

@@ -7,7 +7,7 @@ from consumer.link.sessions import ProducerSession
 from protocol.wire.codec import encode
 from protocol.wire.messages import Lease
 from replay.buffer import RolloutBuffer
-from replay.journal.disk import DiskGuard
+from replay.journal.retention import DiskGuard
 from tests.unit.consumer.builders import fill, live_buffer
 from tests.unit.consumer.link.builders import SAMPLING, Prompts
 from tests.unit.replay.builders import FillableJournal, reroll_rules

@@ -29,7 +29,7 @@ def test_leases_of_an_older_process_are_adopted_and_their_groups_accepted(
     assert trainer.replay.leased_to("p") == {"0-0-0-1-s", "0-1-0-1-s", "0-2-0-1-t"}
     ack = only(producer.say(answer(leases[0])), Ack)
     assert (ack.lease_id, ack.outcome) == ("0-0-0-1-s", "accepted")
-    assert journal.query("SELECT group_id FROM groups") == [("0-0-0-1-s",)]
+    assert journal.query("SELECT lease_id FROM groups") == [("0-0-0-1-s",)]
     assert producer.leases[-1].lease_id == "0-3-0-1-t", "its room is free again"
 
 

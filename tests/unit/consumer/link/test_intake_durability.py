@@ -12,8 +12,8 @@ import pytest
 from consumer.link.commit_queue import COMMIT_ROWS
 from protocol.errors import JournalError
 from protocol.wire.messages import Ack, Bye, Nack, PolicyInfo
-from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
+from replay.journal.retention import DiskGuard
 from tests.unit.consumer.link.builders import DIGEST, Start, Trainer, answer, only
 from tests.unit.replay.builders import FillableJournal
 

@@ -17,10 +17,10 @@ def test_every_placeholder_can_be_leased(tmp_path):
     assert columns == {}
     book = ledger(len(prompts), shuffle=True, backoff_s=0.0)
     leases = [book.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0) for _ in range(100)]
-    assert len({record.work.key.prompt_id for record in leases}) == 100
+    assert len({record.task.key.prompt_id for record in leases}) == 100
     book.leases.give_back(leases[7].lease_id)
     again = book.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0)
-    assert (again.work.key, again.work.data_failures, again.work.infra_failures) == (leases[7].work.key, 0, 0)
+    assert (again.task.key, again.task.data_failures, again.task.infra_failures) == (leases[7].task.key, 0, 0)
 
 
 def test_the_probe_of_a_swap_has_tokens():

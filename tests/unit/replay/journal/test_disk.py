@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from replay.journal.disk import RESERVE_BYTES, DiskGuard
+from replay.journal.retention import RESERVE_BYTES, DiskGuard
 
 
 @pytest.fixture

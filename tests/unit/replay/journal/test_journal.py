@@ -11,9 +11,9 @@ import pytest
 
 from protocol.errors import ExitCode, JournalError
 from replay.journal.reader import JournalReader
-from replay.journal.tables import DeadLetter, StepCut
+from replay.journal.schema import DeadLetter, MicroBatchPlan
 from replay.journal.writer import Journal
-from tests.unit.replay.builders import claim, entry, group_ids
+from tests.unit.replay.builders import claim, entry, lease_ids
 from tests.unit.replay.journals import alter, everything, fill, rows
 
 # What is written.
@@ -40,7 +40,7 @@ def test_rows_come_in_the_order_they_were_appended(journal: Journal) -> None:
 
 def test_known_names_those_that_have_a_row(journal: Journal) -> None:
     journal.append([entry(0), entry(1, outcome="stale")])
-    assert journal.known(group_ids(0, 1, 2)) == set(group_ids(0, 1))
+    assert journal.known(lease_ids(0, 1, 2)) == set(lease_ids(0, 1))
     assert journal.known([]) == set()
 
 
@@ -77,8 +77,8 @@ def test_replays_have_rows_of_their_own_with_tries_that_end_with_the_last_step(j
     claim(journal, 3, 4, 2, again=(1, 0))
     claim(journal, 3, 4, 2, again=(1, 0))
     claim(journal, 5, 6, 3, again=(1,))
-    uses = "SELECT step, position, last_step, group_id, tries FROM replays ORDER BY step, position"
-    one, zero = group_ids(1, 0)
+    uses = "SELECT step, position, last_step, lease_id, tries FROM replays ORDER BY step, position"
+    one, zero = lease_ids(1, 0)
     assert journal.query(uses) == [(3, 1, 4, one, 2), (3, 2, 4, zero, 2), (5, 1, 6, one, 1)]
     assert rows(journal, "step, tries")[:2] == [(1, 1), (1, 1)], "their first training stays what it was"
     journal.end_step(3)
@@ -91,7 +91,7 @@ def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal:
     journal.append([entry(0), entry(1)])
     claim(journal, 1, 1, 0)
     claim(journal, 1, 1, 0)
-    journal.drop(group_ids(0), "quarantined")
+    journal.drop(lease_ids(0), "quarantined")
     claim(journal, 1, 1, 1)
     journal.end_step(1)
     assert rows(journal, "tries, dropped") == [(2, "quarantined"), (0, None)]
@@ -102,7 +102,7 @@ def test_a_try_that_is_taken_back_does_not_count_and_those_before_it_do(journal:
     for _ in range(2):
         claim(journal, 1, 2, 0, 1)
     claim(journal, 3, 4, 2, again=(0,))
-    journal.drop(group_ids(1), "quarantined")
+    journal.drop(lease_ids(1), "quarantined")
     journal.undo_try(2)
     assert rows(journal, "tries") == [(1,), (2,), (1,), (0,)]
     journal.undo_try(4)
@@ -111,13 +111,18 @@ def test_a_try_that_is_taken_back_does_not_count_and_those_before_it_do(journal:
 
 
 def test_how_steps_were_cut_is_kept_and_a_step_taken_again_replaces_it(journal: Journal) -> None:
-    journal.end_step(2, StepCut(2, 64, b"state"))
-    journal.end_step(5, StepCut(5, 32, None))
-    journal.end_step(2, StepCut(2, 16, b"again"))
-    found = [journal.newest_cut(step) for step in (1, 2, 4, 9)]
-    assert found == [None, StepCut(2, 16, b"again"), StepCut(2, 16, b"again"), StepCut(5, 32, None)]
+    journal.end_step(2, MicroBatchPlan(2, 64, b"state"))
+    journal.end_step(5, MicroBatchPlan(5, 32, None))
+    journal.end_step(2, MicroBatchPlan(2, 16, b"again"))
+    found = [journal.newest_plan(step) for step in (1, 2, 4, 9)]
+    assert found == [
+        None,
+        MicroBatchPlan(2, 16, b"again"),
+        MicroBatchPlan(2, 16, b"again"),
+        MicroBatchPlan(5, 32, None),
+    ]
     with contextlib.closing(JournalReader(journal.path)) as reader:
-        assert [reader.newest_cut(step) for step in (1, 2, 4, 9)] == found
+        assert [reader.newest_plan(step) for step in (1, 2, 4, 9)] == found
 
 
 def test_advantages_and_missing_rewards_are_read_back(journal: Journal) -> None:
@@ -126,12 +131,12 @@ def test_advantages_and_missing_rewards_are_read_back(journal: Journal) -> None:
     claim(journal, 1, 2, 0, 1)
     values = np.array([1, -1, 0.5, -0.5], "<f4").tobytes()
     for step in (1, 2):
-        journal.end_step(step, StepCut(step, 64, None, values if step == 2 else b""))
+        journal.end_step(step, MicroBatchPlan(step, 64, None, values if step == 2 else b""))
     with contextlib.closing(JournalReader(journal.path)) as reader:
         assert [reader.missing_rewards(row) for row in reader.rows()] == [b"", b"why"]
         (batch,) = reader.batches()
-        assert reader.advantages(batch, 2) == dict(zip(batch.group_ids, [(1.0, -1.0), (0.5, -0.5)], strict=True))
-        assert reader.advantages(batch, 1) == reader.advantages(batch._replace(group_ids=batch.group_ids[:1]), 2) == {}
+        assert reader.advantages(batch, 2) == dict(zip(batch.lease_ids, [(1.0, -1.0), (0.5, -0.5)], strict=True))
+        assert reader.advantages(batch, 1) == reader.advantages(batch._replace(lease_ids=batch.lease_ids[:1]), 2) == {}
 
 
 def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journal) -> None:
@@ -149,7 +154,7 @@ def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journa
 
 
 def test_dead_letters_are_kept_with_the_beginning_of_a_long_story(journal: Journal) -> None:
-    journal.bury(DeadLetter(1, 7, 1, 3, "data", "reward_failed", "x" * 5000))
+    journal.add_dead_letter(DeadLetter(1, 7, 1, 3, "data", "reward_failed", "x" * 5000))
     found = journal.query("SELECT epoch, prompt_id, reroll, attempts, failure, reason, detail FROM dead_letters")
     assert found == [(1, 7, 1, 3, "data", "reward_failed", "x" * 4096)]
 
@@ -188,13 +193,13 @@ def test_everything_is_there_after_an_end_at_any_moment(tmp_path: Path, journal:
 # What is refused.
 
 
-@pytest.mark.parametrize("column", ["group_id", "epoch", "prompt_id", "reroll", "attempt", "policy_version", "outcome"])
+@pytest.mark.parametrize("column", ["lease_id", "epoch", "prompt_id", "reroll", "attempt", "policy_version", "outcome"])
 def test_a_changed_row_is_noticed_by_its_checksum(journal: Journal, column: str) -> None:
     journal.append([entry(0)])
-    value = "0-0-0-2-s" if column == "group_id" else "stale" if column == "outcome" else 3
+    value = "0-0-0-2-s" if column == "lease_id" else "stale" if column == "outcome" else 3
     alter(journal.path, f"UPDATE groups SET {column} = ?", value)
     with pytest.raises(JournalError, match="is damaged "):
-        journal.frames(["0-0-0-2-s" if column == "group_id" else "0-0-0-1-s"])
+        journal.frames(["0-0-0-2-s" if column == "lease_id" else "0-0-0-1-s"])
 
 
 def test_the_checksum_is_the_crc32_of_the_row_and_its_frame() -> None:
@@ -224,7 +229,7 @@ def test_a_second_writer_is_refused_until_the_first_one_ends(tmp_path: Path) -> 
     for _ in range(2):
         with pytest.raises(JournalError) as caught:
             Journal(tmp_path / "journal.sqlite")
-        assert str(caught.value) == (f"another rl-trainer is at work in {tmp_path}; stop it, or choose another run_dir")
+        assert str(caught.value) == (f"another rl-trainer is at task in {tmp_path}; stop it, or choose another run_dir")
     first.close()
     Journal(tmp_path / "journal.sqlite").close()
 
@@ -244,4 +249,4 @@ def test_a_group_appended_twice_is_a_bug_that_ends_the_journal_and_leaves_the_fi
     with pytest.raises(JournalError, match="UNIQUE"):
         journal.append([entry(1), entry(0)])
     with contextlib.closing(apsw.Connection(str(journal.path))) as reader:
-        assert reader.execute("SELECT group_id FROM groups").fetchall() == [("0-0-0-1-s",)]
+        assert reader.execute("SELECT lease_id FROM groups").fetchall() == [("0-0-0-1-s",)]

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import JournalError
-from replay.journal import database as journal_module
-from replay.journal.database import JournalFullError
-from replay.journal.tables import TABLES
-from replay.journal.writer import Journal
-from tests.unit.replay.builders import claim, entry, group_ids
+from replay.journal import writer as journal_module
+from replay.journal.schema import TABLES
+from replay.journal.writer import Journal, JournalFullError
+from tests.unit.replay.builders import claim, entry, lease_ids
 from tests.unit.replay.journals import everything, fill, rows
 
 # A disk that is full, and one that fails.
@@ -134,9 +133,9 @@ def test_two_threads_do_not_disturb_each_other(journal: Journal) -> None:
     done = threading.Event()
     seen = []
 
-    def run(work) -> None:
+    def run(task) -> None:
         try:
-            work()
+            task()
         except BaseException as error:
             errors.append(error)
 
@@ -152,12 +151,12 @@ def test_two_threads_do_not_disturb_each_other(journal: Journal) -> None:
             newest = journal.query("SELECT count(*), max(prompt_id) FROM groups")[0]
             seen.append(newest)
             if newest[0]:
-                assert journal.frames(group_ids(newest[1])) == [f"frame of prompt {newest[1]}".encode()]
+                assert journal.frames(lease_ids(newest[1])) == [f"frame of prompt {newest[1]}".encode()]
                 claim(journal, newest[0], newest[0], newest[1])
                 journal.end_step(newest[0])
                 journal.note_policy(newest[0], newest[0], "digest")
 
-    threads = [threading.Thread(target=run, args=(work,)) for work in (write, train)]
+    threads = [threading.Thread(target=run, args=(task,)) for task in (write, train)]
     for thread in threads:
         thread.start()
     for thread in threads:

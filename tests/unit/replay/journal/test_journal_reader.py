@@ -13,16 +13,15 @@ from protocol.errors import JournalError
 from protocol.wire.codec import decode, encode
 from replay.journal.reader import JournalReader
 from replay.journal.recovery import recover
-from replay.journal.rows import STATES, GroupFilter, GroupRow
-from replay.journal.tables import DeadLetter, Entry, RecordedBatch
+from replay.journal.schema import STATES, DeadLetter, GroupFilter, GroupRow, JournalEntry, RecordedBatch
 from replay.journal.writer import Journal
-from replay.prompts.staleness import StalenessBudget
+from replay.staleness import StalenessBudget
 from tests.unit.replay.builders import entry as an_entry
 from tests.unit.replay.builders import group_message
 from tests.unit.replay.journals import alter
 
 
-def entry(number: int, version: int = 0, reroll: int = 0, **changes: Any) -> Entry:
+def entry(number: int, version: int = 0, reroll: int = 0, **changes: Any) -> JournalEntry:
     """Group `0-NUMBER-REROLL-1-s` of two completions: [3, 4, 5] and [6], rewards 0 and 1."""
     frame = encode(group_message(f"0-{number}-{reroll}-1-s", version))
     return an_entry(number, **({"reroll": reroll, "policy_version": version, "frame": frame} | changes))
@@ -80,7 +79,7 @@ def test_a_row_has_every_column(reader: JournalReader) -> None:
     assert row is not None
     expected = entry(4, 1, reward=-0.25)
     assert row == GroupRow(
-        seq=5, group_id="0-4-0-1-s", epoch=0, prompt_id=4, reroll=0, attempt=1, producer="p", policy_version=1,
+        seq=5, lease_id="0-4-0-1-s", epoch=0, prompt_id=4, reroll=0, attempt=1, producer="p", policy_version=1,
         outcome="accepted", reward=-0.25, verdict="mixed", num_scored=2, num_successes=1, num_tokens=4,
         num_bytes=len(expected.frame), accepted_at=row.accepted_at, crc=expected.crc(), step=2, last_step=2, position=1,
         tries=0, dropped=None, num_replays=0, state="trained",
@@ -127,11 +126,11 @@ def test_filters(reader: JournalReader, wanted: GroupFilter, expected: list[int]
 def test_facts_policies_and_what_went_wrong(reader: JournalReader, journal: Journal) -> None:
     assert reader.facts() == {"groups_per_step": "2", "num_iterations": "1", "reward_names": '["correct"]'}
     assert [(p.version, p.step, p.digest) for p in reader.policies()] == [(0, 0, "d0"), (1, 1, "d1"), (2, 2, "d2")]
-    journal.bury(DeadLetter(0, 12, 0, 3, "data", "reward_failed", "it raised"))
+    journal.add_dead_letter(DeadLetter(0, 12, 0, 3, "data", "reward_failed", "it raised"))
     journal.quarantine_frames([("checksum mismatch", b"SL" + b"x" * 98)])
     (letter,) = reader.dead_letters()
     assert (letter.epoch, letter.prompt_id, letter.attempts, letter.failure) == (0, 12, 3, "data")
-    assert (letter.reason, letter.detail, letter.buried_at > 0) == ("reward_failed", "it raised", True)
+    assert (letter.reason, letter.detail, letter.failed_at > 0) == ("reward_failed", "it raised", True)
     (frame,) = reader.refused_frames()
     assert (frame.reason, frame.num_bytes, frame.head) == ("checksum mismatch", 100, b"SL" + b"x" * 62)
 

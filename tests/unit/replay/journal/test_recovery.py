@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from replay.journal.database import JournalFullError
 from replay.journal.recovery import Recovery, recover
-from replay.journal.tables import DeadLetter, RecordedBatch
-from replay.journal.writer import Journal
-from replay.prompts.rerolls import Grade
-from replay.prompts.staleness import StalenessBudget
-from tests.unit.replay.builders import FillableJournal, claim, entry, full_disk, group_ids
+from replay.journal.schema import DeadLetter, RecordedBatch
+from replay.journal.writer import Journal, JournalFullError
+from replay.rerolls import Grade
+from replay.staleness import StalenessBudget
+from tests.unit.replay.builders import FillableJournal, claim, entry, full_disk, lease_ids
 
 
 def recovered(
@@ -41,7 +40,7 @@ def train(journal: Journal, step: int, *prompt_ids: int, num_iterations: int = 1
 
 
 def batch(step: int, *prompt_ids: int, last_step: int | None = None) -> RecordedBatch:
-    return RecordedBatch(step, last_step or step, group_ids(*prompt_ids), len(prompt_ids))
+    return RecordedBatch(step, last_step or step, lease_ids(*prompt_ids), len(prompt_ids))
 
 
 def claims(journal: Journal) -> dict[int, tuple]:
@@ -70,7 +69,7 @@ def test_groups_consumed_before_the_checkpoint_are_gone_and_those_after_it_are_c
     claim(journal, 4, 4, 5, 8)  # the trainer died in this one
     found = recovered(journal, 1, since_seq=5)
     assert found.batches == [batch(2, 3, 2), batch(3, 4, 6), batch(4, 5, 8)]
-    assert found.ready == group_ids(7)
+    assert found.ready == lease_ids(7)
     assert statuses(found) == [(prompt_id, "held") for prompt_id in range(2, 9)]
     assert found.quarantined == 0
 
@@ -91,7 +90,7 @@ def test_steps_that_would_be_too_stale_now_are_cut_anew(journal: Journal) -> Non
         train(journal, step, prompt_id)
     assert recovered(journal, 0, groups_per_step=1, max_staleness=2).batches == [batch(1, 0), batch(2, 1), batch(3, 2)]
     found = recovered(journal, 0, groups_per_step=1, max_staleness=1)
-    assert (found.batches, found.ready) == ([batch(1, 0), batch(2, 1)], group_ids(2))
+    assert (found.batches, found.ready) == ([batch(1, 0), batch(2, 1)], lease_ids(2))
 
 
 def test_outcomes_since_the_checkpoint_are_counted(journal: Journal) -> None:
@@ -124,7 +123,7 @@ def test_a_begun_batch_that_cannot_go_on_stays_trained_as_far_as_it_was(journal:
     train(journal, 1, 0, 1, num_iterations=2)
     claim(journal, 3, 4, 2, 3)
     found = recovered(journal, 1, num_iterations=1)
-    assert (found.batches, found.ready) == ([], group_ids(2, 3, 4))
+    assert (found.batches, found.ready) == ([], lease_ids(2, 3, 4))
     assert claims(journal) == {0: [1, 1, None], 1: [1, 1, None]} | {i: [None, None, None] for i in (2, 3, 4)}
     assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "held", 3: "held", 4: "held"}
 
@@ -140,12 +139,12 @@ def test_batches_of_another_size_are_cut_anew_in_the_order_of_arrival(
     train(journal, 1, 0, 1)
     train(journal, 2, 3, 2)
     found = recovered(journal, 1, groups_per_step=groups_per_step, num_iterations=num_iterations)
-    assert (found.batches, found.ready) == ([], group_ids(4, 3, 2))
+    assert (found.batches, found.ready) == ([], lease_ids(4, 3, 2))
     assert claims(journal) == {
         0: [1, 1, None], 1: [1, 1, None], 4: [None] * 3, 3: [None] * 3, 2: [None] * 3,
     }  # fmt: skip
     later = recovered(journal, 1)  # the size is back, the claims are not
-    assert (later.batches, later.ready) == ([], group_ids(4, 3, 2))
+    assert (later.batches, later.ready) == ([], lease_ids(4, 3, 2))
 
 
 def test_groups_that_cannot_be_used_any_more_are_dropped_and_their_prompts_go_out_again(journal: Journal) -> None:
@@ -183,7 +182,7 @@ def test_a_batch_that_killed_the_trainer_twice_is_quarantined_and_later_ones_are
     train(journal, 3, 4, 5)  # recorded in a later life of the run
     found = recovered(journal, 1)
     assert found.quarantined == 2
-    assert (found.batches, found.ready) == ([], group_ids(5, 4))
+    assert (found.batches, found.ready) == ([], lease_ids(5, 4))
     assert claims(journal)[2] == claims(journal)[3] == [2, 2, "quarantined"]
     assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "settled", 3: "settled", 4: "held", 5: "held"}
 
@@ -194,7 +193,7 @@ def test_one_group_of_a_batch_in_quarantine_takes_the_others_out_of_it(journal: 
     claim(journal, 1, 1, 0, 1)
     claim(journal, 2, 2, 2, 3)
     found = recovered(journal, 0)
-    assert (found.batches, found.ready, found.quarantined) == ([], group_ids(1, 2, 3, 4), 1)
+    assert (found.batches, found.ready, found.quarantined) == ([], lease_ids(1, 2, 3, 4), 1)
 
 
 def test_a_step_that_ended_between_two_deaths_proves_the_groups_harmless(journal: Journal) -> None:
@@ -217,7 +216,7 @@ def test_a_begun_batch_with_a_group_in_quarantine_is_not_gone_on_with(journal: J
         recovered(journal, 1, num_iterations=2)
         claim(journal, 1, 2, 0, 1)
     found = recovered(journal, 1, num_iterations=2)
-    assert (found.batches, found.ready, found.quarantined) == ([], group_ids(2, 3), 2)
+    assert (found.batches, found.ready, found.quarantined) == ([], lease_ids(2, 3), 2)
     assert claims(journal)[0] == claims(journal)[1] == [1, 1, "quarantined"]
 
 
@@ -260,10 +259,10 @@ def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
     accept(journal, 0, outcome="stale")
     accept(journal, 0, attempt=2)
     accept(journal, 1)
-    journal.drop(group_ids(1), "stale")
+    journal.drop(lease_ids(1), "stale")
     accept(journal, 1, attempt=2, outcome="no_signal")
     accept(journal, 2)
-    journal.drop(group_ids(2), "stale")
+    journal.drop(lease_ids(2), "stale")
     found = recovered(journal, 0)
     assert statuses(found) == [(0, "again"), (0, "held"), (1, "again"), (1, "settled"), (2, "again")]
     assert found.ready == ["0-0-0-2-s"]
@@ -271,8 +270,8 @@ def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
 
 def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -> None:
     accept(journal, 3, outcome="stale")
-    journal.bury(DeadLetter(0, 3, 0, 2, "data", "reward_failed", ""))
-    journal.bury(DeadLetter(1, 4, 1, 2, "infra", "expired", ""))
+    journal.add_dead_letter(DeadLetter(0, 3, 0, 2, "data", "reward_failed", ""))
+    journal.add_dead_letter(DeadLetter(1, 4, 1, 2, "infra", "expired", ""))
     assert recovered(journal, 0).prompts == [
         ((0, 3, 0), "again", "mixed", 0, True),
         ((0, 3, 0), "settled", "unscored", 0, True),
@@ -304,8 +303,8 @@ def test_a_batch_with_replays_is_cut_again_as_it_was(journal: Journal) -> None:
     train(journal, 1, 0, 1)
     claim(journal, 2, 2, 2, again=(1,))
     found = recovered(journal, 1)
-    assert found.batches == [RecordedBatch(2, 2, group_ids(2, 1), 1)]
-    assert (found.ready, found.not_replayable) == (group_ids(3), set())
+    assert found.batches == [RecordedBatch(2, 2, lease_ids(2, 1), 1)]
+    assert (found.ready, found.not_replayable) == (lease_ids(3), set())
 
 
 def test_a_replayed_group_is_not_taken_for_stale(journal: Journal) -> None:
@@ -314,7 +313,7 @@ def test_a_replayed_group_is_not_taken_for_stale(journal: Journal) -> None:
     accept(journal, 2, policy_version=1)
     train(journal, 1, 0, 1)
     claim(journal, 2, 2, 2, again=(0,))
-    assert recovered(journal, 1, max_staleness=0).batches == [RecordedBatch(2, 2, group_ids(2, 0), 1)]
+    assert recovered(journal, 1, max_staleness=0).batches == [RecordedBatch(2, 2, lease_ids(2, 0), 1)]
 
 
 def test_a_begun_batch_that_cannot_go_on_leaves_the_uses_that_the_checkpoint_knows(journal: Journal) -> None:
@@ -323,7 +322,7 @@ def test_a_begun_batch_that_cannot_go_on_leaves_the_uses_that_the_checkpoint_kno
     claim(journal, 3, 4, 2, again=(0,))
     claim(journal, 5, 6, 3, again=(1,))
     recovered(journal, 3, num_iterations=1)
-    assert journal.query("SELECT step, last_step, group_id FROM replays") == [(3, 3, group_ids(0)[0])]
+    assert journal.query("SELECT step, last_step, lease_id FROM replays") == [(3, 3, lease_ids(0)[0])]
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -10,11 +10,11 @@ import pytest
 from replay.journal import retention
 from replay.journal.recovery import recover
 from replay.journal.retention import Retention
-from replay.journal.tables import DeadLetter, StepCut
+from replay.journal.schema import DeadLetter, MicroBatchPlan
 from replay.journal.writer import Journal
-from replay.prompts.rerolls import Grade
-from replay.prompts.staleness import StalenessBudget
-from tests.unit.replay.builders import claim, entry, group_ids
+from replay.rerolls import Grade
+from replay.staleness import StalenessBudget
+from tests.unit.replay.builders import claim, entry, lease_ids
 
 YEAR_S = 365 * 86_400.0
 
@@ -43,8 +43,8 @@ def pruned(
 
 
 def backdate(journal: Journal, seconds: float, *prompt_ids: int) -> None:
-    for group_id in group_ids(*prompt_ids):
-        journal.query("UPDATE groups SET accepted_at = accepted_at - ? WHERE group_id = ?", (seconds, group_id))
+    for lease_id in lease_ids(*prompt_ids):
+        journal.query("UPDATE groups SET accepted_at = accepted_at - ? WHERE lease_id = ?", (seconds, lease_id))
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def history(journal: Journal) -> Journal:
     journal.append([entry(i, outcome=outcome, frame=b"%0100d" % i) for i, outcome in enumerate(outcomes)])
     claim(journal, 1, 1, 0)
     claim(journal, 2, 3, 1)
-    journal.drop(group_ids(4), "stale")
-    journal.drop(group_ids(5), "configuration")
+    journal.drop(lease_ids(4), "stale")
+    journal.drop(lease_ids(5), "configuration")
     return journal
 
 
@@ -110,9 +110,9 @@ def test_cuts_stay_of_steps_that_can_be_taken_again_and_one_to_go_on_with(
     journal.append([entry(i) for i in range(4)])
     for number in range(4):
         claim(journal, number + 1, number + 1, number)
-        journal.end_step(number + 1, StepCut(number + 1, 64, None, b"advantages"))
+        journal.end_step(number + 1, MicroBatchPlan(number + 1, 64, None, b"advantages"))
     pruned(journal, step, 4, keep_bytes=keep_bytes)
-    assert [found for (found,) in journal.query("SELECT step FROM cuts ORDER BY step")] == kept
+    assert [found for (found,) in journal.query("SELECT step FROM plans ORDER BY step")] == kept
     of_groups = [number for number in kept if number > step or keep_bytes]
     assert [found for (found,) in journal.query("SELECT step FROM advantages ORDER BY step")] == of_groups
 
@@ -123,7 +123,7 @@ def test_the_policy_that_a_kept_replay_began_with_stays(journal: Journal) -> Non
         journal.note_policy(version, version, "0" * 64)
     claim(journal, 1, 1, 0)
     claim(journal, 3, 3, 1, again=(0,))
-    pruned(journal, 4, 2, replayable=group_ids(0))
+    pruned(journal, 4, 2, replayable=lease_ids(0))
     assert journal.query("SELECT version FROM policies ORDER BY version") == [(0,), (1,), (2,), (3,), (4,)]
     pruned(journal, 4, 2)
     assert journal.query("SELECT version FROM policies ORDER BY version") == [(4,)]
@@ -156,7 +156,7 @@ def test_what_nobody_needs_goes_after_so_long_and_what_somebody_needs_stays(hist
 def test_a_quarantined_group_stays_until_no_checkpoint_would_send_its_prompt_out_again(journal: Journal) -> None:
     journal.append([entry(0), entry(1), entry(2)])
     claim(journal, 2, 3, 0)
-    journal.drop(group_ids(0), "quarantined")
+    journal.drop(lease_ids(0), "quarantined")
     assert pruned(journal, 1, 3) == (0, [0, 1, 2])
     budget = StalenessBudget(1, 9, num_iterations=2)
     assert recover(journal, 1, 3, budget, partial=False, comparable=True).prompts == [
@@ -171,7 +171,7 @@ def test_a_quarantined_group_stays_until_no_checkpoint_would_send_its_prompt_out
 def test_of_dead_letters_the_newest_stay(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_MAX_DEAD_LETTERS", 2)
     for prompt_id in range(5):
-        journal.bury(DeadLetter(0, prompt_id, 0, 1, "data", "bad_prompt", ""))
+        journal.add_dead_letter(DeadLetter(0, prompt_id, 0, 1, "data", "bad_prompt", ""))
     pruned(journal, 0, 0)
     assert journal.query("SELECT prompt_id FROM dead_letters ORDER BY id") == [(3,), (4,)]
 
@@ -210,8 +210,8 @@ def test_what_may_be_replayed_after_a_resume_stays_and_uses_go_with_their_group(
     claim(journal, 1, 1, 0, 1)
     claim(journal, 2, 2, 2, again=(0, 1))
     claim(journal, 3, 3, 3, again=(0,))
-    assert pruned(journal, 3, 5, replayable=group_ids(1, 3)) == (2, [1, 3, 4])
-    assert journal.query("SELECT step, group_id FROM replays ORDER BY step, position") == [(2, group_ids(1)[0])]
+    assert pruned(journal, 3, 5, replayable=lease_ids(1, 3)) == (2, [1, 3, 4])
+    assert journal.query("SELECT step, lease_id FROM replays ORDER BY step, position") == [(2, lease_ids(1)[0])]
     assert pruned(journal, 3, 5) == (2, [4])
     assert journal.query("SELECT * FROM replays") == []
 
@@ -238,11 +238,11 @@ def test_one_that_goes_on_keeps_as_much_as_one_that_begins_anew(
         one.prune(
             oldest_step=step - 1,
             oldest_seq=settled_seq,
-            replayable={group_ids(first)[0], group_ids(0)[0]},
+            replayable={lease_ids(first)[0], lease_ids(0)[0]},
             keep_bytes=keep,
             keep_age_s=YEAR_S,
         )
-        assert pruned(journal, step - 1, settled_seq, keep_bytes=keep, replayable=group_ids(first, 0))[0] == 0
+        assert pruned(journal, step - 1, settled_seq, keep_bytes=keep, replayable=lease_ids(first, 0))[0] == 0
         kept = journal.query("SELECT count(*) FROM groups WHERE seq <= ? AND seq > 1", (settled_seq,))[0][0]
         assert kept == min(max(0, settled_seq - 1), keep // 100)
 

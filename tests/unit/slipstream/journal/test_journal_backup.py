@@ -14,7 +14,7 @@ from consumer.learn import checkpoints as checkpoints
 from protocol.errors import ExitCode, JournalError
 from protocol.runtime.files import aside
 from replay.journal.reader import JournalReader
-from replay.journal.rows import EVERY_GROUP
+from replay.journal.schema import EVERY_GROUP
 from replay.journal.writer import Journal
 from slipstream.journal import backup as journal_backup
 from tests.unit.consumer.evaluate.test_leases import Process

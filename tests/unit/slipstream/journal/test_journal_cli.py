@@ -12,7 +12,7 @@ import pytest
 
 from protocol.errors import ExitCode
 from replay.journal.writer import Journal
-from replay.prompts.rerolls import Verdict
+from replay.rerolls import Verdict
 from slipstream.cli import run
 from slipstream.journal.cli import VERDICTS
 from tests.unit.protocol.config.files import MINIMAL

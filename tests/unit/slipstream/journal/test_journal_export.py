@@ -28,7 +28,7 @@ def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path
     to = tmp_path / "groups.jsonl"
     assert command("export", "--to", str(to), "--state", "ready") == f"2 groups in {to}\n"
     first, record = map(json.loads, to.read_text().splitlines())
-    assert first["group_id"] == "0-10-0-1-s"
+    assert first["lease_id"] == "0-10-0-1-s"
     assert {name: record[name] for name in list(record)[-9:]} == {
         "prompt_ids": [1, 2],
         "completion_ids": [[3, 4, 5], [6]],
@@ -40,7 +40,7 @@ def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path
         "reward_names": ["correct"],
         "rewards": [[None], [1.0]],
     }
-    assert (record["group_id"], record["state"], record["step"], record["reward"]) == ("0-11-0-1-s", "ready", None, 0.5)
+    assert (record["lease_id"], record["state"], record["step"], record["reward"]) == ("0-11-0-1-s", "ready", None, 0.5)
     command("export", "--to", f"{tmp_path}/no/x.jsonl", code=ExitCode.JOURNAL)
     assert command.err.endswith("no/x.jsonl: cannot be written: No such file or directory; choose another place\n")
 

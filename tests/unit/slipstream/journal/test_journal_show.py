@@ -10,7 +10,7 @@ import pytest
 from protocol.wire.codec import encode
 from protocol.wire.messages import MissingReward
 from replay.journal.writer import Journal
-from replay.prompts.rerolls import Grade
+from replay.rerolls import Grade
 from tests.unit.replay.builders import group_message
 from tests.unit.replay.journal.test_journal_reader import claim, entry
 from tests.unit.slipstream.journal.command import TIME, Command

@@ -3,17 +3,17 @@
 import re
 import time
 
-from replay.journal.tables import DeadLetter
+from replay.journal.schema import DeadLetter
 from replay.journal.writer import Journal
-from replay.prompts.rerolls import Grade
+from replay.rerolls import Grade
 from tests.unit.replay.journal.test_journal_reader import claim, contents, entry, ids
 from tests.unit.slipstream.journal.command import TIME, Command
 
 
 def test_stats_for_programs(journal: Journal, command: Command) -> None:
-    journal.bury(DeadLetter(0, 20, 0, 3, "data", "reward_failed", ""))
-    journal.bury(DeadLetter(0, 21, 0, 3, "data", "reward_failed", ""))
-    journal.bury(DeadLetter(0, 22, 0, 3, "infra", "expired", ""))
+    journal.add_dead_letter(DeadLetter(0, 20, 0, 3, "data", "reward_failed", ""))
+    journal.add_dead_letter(DeadLetter(0, 21, 0, 3, "data", "reward_failed", ""))
+    journal.add_dead_letter(DeadLetter(0, 22, 0, 3, "infra", "expired", ""))
     journal.quarantine_frames([("checksum mismatch", b"SL")])
     journal.note_facts({"run_id": "abc"})
     (found,) = command.json("stats")
@@ -45,7 +45,7 @@ def test_stats_for_programs(journal: Journal, command: Command) -> None:
 
 def test_stats_for_people(journal: Journal, command: Command) -> None:
     journal.drop(ids([10]), "quarantined")
-    journal.bury(DeadLetter(0, 20, 0, 3, "data", "reward_failed", ""))
+    journal.add_dead_letter(DeadLetter(0, 20, 0, 3, "data", "reward_failed", ""))
     lines = command.lines("stats")
     assert re.fullmatch(rf"journal       {journal.path}, \d+\.\d KiB, run unknown", lines[0])
     assert re.fullmatch(r"groups        11 with 44 tokens in \d\.\d KiB; 0 older ones deleted", lines[1])

@@ -70,7 +70,7 @@ def steps(path: Path, *batches: tuple[int, int, list[int]]) -> None:
             journal.append(entry(number + place) for place in range(len(positions)))
             for place, position in enumerate(positions):
                 journal.query(
-                    "UPDATE groups SET step = ?, last_step = ?, position = ? WHERE group_id = ?",
+                    "UPDATE groups SET step = ?, last_step = ?, position = ? WHERE lease_id = ?",
                     (step, last_step, position, f"0-{number + place}-0-1-s"),
                 )
             number += len(positions)
@@ -125,12 +125,12 @@ def test_verify_looks_again_at_steps_that_retention_deletes_meanwhile(
 ) -> None:
     row = JournalReader.row
 
-    def row_after_a_deletion(reader: JournalReader, group_id: str) -> Any:
-        if group_id == "0-4-0-1-s":  # the last of step 2: delete steps 1 and 2
+    def row_after_a_deletion(reader: JournalReader, lease_id: str) -> Any:
+        if lease_id == "0-4-0-1-s":  # the last of step 2: delete steps 1 and 2
             with journal.transaction() as db:
                 for table in ("bodies", "groups"):
                     db.execute(f"DELETE FROM {table} WHERE seq <= 5")
-        return row(reader, group_id)
+        return row(reader, lease_id)
 
     monkeypatch.setattr(JournalReader, "row", row_after_a_deletion)
     lines = command.lines("verify")
@@ -183,19 +183,19 @@ def with_replays(journal: Journal) -> None:
             ["step 4: positions 0, 1, 4, expected 0 to 2"],
         ),
         (
-            "UPDATE replays SET group_id = '0-99-0-1-s' WHERE step = 4 AND position = 1",
+            "UPDATE replays SET lease_id = '0-99-0-1-s' WHERE step = 4 AND position = 1",
             ["step 4: group 0-99-0-1-s is replayed and is not there"],
         ),
         (
-            "UPDATE replays SET group_id = '0-10-0-1-s' WHERE step = 4 AND position = 1",
+            "UPDATE replays SET lease_id = '0-10-0-1-s' WHERE step = 4 AND position = 1",
             ["step 4: group 0-10-0-1-s is replayed and was not trained before"],
         ),
         (
-            "UPDATE replays SET group_id = '0-1-0-1-s' WHERE step = 4 AND position = 1",  # it has no signal
+            "UPDATE replays SET lease_id = '0-1-0-1-s' WHERE step = 4 AND position = 1",  # it has no signal
             ["step 4: group 0-1-0-1-s is replayed and was not trained before"],
         ),
         (
-            "UPDATE replays SET group_id = '0-2-0-1-s' WHERE step = 4 AND position = 2",
+            "UPDATE replays SET lease_id = '0-2-0-1-s' WHERE step = 4 AND position = 2",
             ["step 4: group 0-2-0-1-s is replayed twice"],
         ),
         (

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from protocol.errors import ExitCode
-from replay.journal.tables import DeadLetter
+from replay.journal.schema import DeadLetter
 from replay.journal.writer import Journal
-from replay.prompts.rerolls import Grade
+from replay.rerolls import Grade
 from slipstream.tables import printable
 from tests.unit.replay.journal.test_journal_reader import claim, entry, ids
 from tests.unit.slipstream.journal.command import TIME, Command, damage
@@ -84,7 +84,7 @@ def test_quarantine(journal: Journal, command: Command) -> None:
     ]  # fmt: skip
     journal.drop(ids([6, 7]), "quarantined")
     journal.quarantine_frames([("checksum mismatch", b"SL\x01\x00" + b"x" * 2044)])
-    journal.bury(DeadLetter(2, 12, 0, 3, "data", "reward_failed", "correct: it\nraised"))
+    journal.add_dead_letter(DeadLetter(2, 12, 0, 3, "data", "reward_failed", "correct: it\nraised"))
     lines = command.lines("quarantine")
     assert [re.sub(rf" +{TIME}$|^{TIME}  ", "", line) for line in lines] == [
         "groups in whose step the trainer died too often:",
@@ -103,7 +103,7 @@ def test_quarantine(journal: Journal, command: Command) -> None:
     ]
     found = command.json("quarantine")
     assert [line["kind"] for line in found] == ["group", "group", "frame", "dead_letter"]
-    assert (found[0]["group_id"], found[0]["step"], found[0]["dropped"]) == ("0-6-0-1-s", 3, "quarantined")
+    assert (found[0]["lease_id"], found[0]["step"], found[0]["dropped"]) == ("0-6-0-1-s", 3, "quarantined")
     assert (found[2]["num_bytes"], found[2]["head"]) == (2048, "534c0100" + "78" * 60)
     assert (found[3]["epoch"], found[3]["detail"]) == (2, "correct: it\nraised")
 

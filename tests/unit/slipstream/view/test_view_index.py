@@ -48,7 +48,7 @@ def test_steps_that_the_trainer_takes_are_followed(run: Path, tmp_path: Path) ->
     ((last, ready),) = look(place, "SELECT max(step), sum(state = 0) FROM groups")
     with closing(Journal(run / "journal.sqlite")) as journal:
         waiting = [
-            group for (group,) in journal.query("SELECT group_id FROM groups WHERE step IS NULL AND reward > 0 LIMIT 4")
+            group for (group,) in journal.query("SELECT lease_id FROM groups WHERE step IS NULL AND reward > 0 LIMIT 4")
         ]
         take_step(journal, run, last + 1, waiting)
     index_whole(RunReader(run), place)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.journal.rows import STATES, GroupRow
+from replay.journal.schema import STATES, GroupRow
 from slipstream.run_reader import RunReader
 from slipstream.view.index.cache import opened
 from slipstream.view.index.listing import SORTS, Cursor, Wanted, neighbours, page

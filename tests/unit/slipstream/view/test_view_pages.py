@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.rows import PolicyRow
+from replay.journal.schema import PolicyRow
 from slipstream.journal.content import ContentReader
 from slipstream.run_reader import RunReader
 from slipstream.view.index.decoder import find_decoder
@@ -65,9 +65,9 @@ def test_a_text_without_marks_is_one_turn() -> None:
     assert turns([Span(" \n")]) == []
 
 
-def page_of(run: Path, group_id: str, **options: bool) -> GroupPage:
+def page_of(run: Path, lease_id: str, **options: bool) -> GroupPage:
     with closing(RunReader(run).journal()) as reader:
-        row = reader.row(group_id)
+        row = reader.row(lease_id)
         assert row is not None
         content = ContentReader(reader).read(row)
         assert content is not None

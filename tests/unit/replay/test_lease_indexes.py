@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.prompts.failure_budgets import RetryBudget
-from replay.prompts.leases import Deferred, LeaseRecord, PromptTable, Waiting, Work
+from replay.prompt_table import Deferred, LeaseRecord, PromptTable, PromptTask, RetryBudget, Waiting
 
 PRODUCERS = ("a", "b", "c")
 EVENTS = st.lists(
@@ -26,7 +25,7 @@ def table_of() -> PromptTable[int]:
 
 
 def lease(table: PromptTable[int], key: int, producer: str = "a", deadline: float = 1.0, attempt: int = 1) -> None:
-    table.lease(LeaseRecord(f"{key}/{attempt}", Work(key, attempt=attempt), producer, 0, deadline))
+    table.lease(LeaseRecord(f"{key}/{attempt}", PromptTask(key, attempt=attempt), producer, 0, deadline))
 
 
 @given(EVENTS)
@@ -84,7 +83,7 @@ def test_the_queues_say_what_a_look_at_all_prompts_says(changes: list[tuple[int,
             table.remove(key)
         if change != "remove":
             known[key] = (change, not_before if change == "wait" else 0.0, min_version)
-            table.put(Work(key, min_version), Waiting(not_before) if change == "wait" else Deferred())
+            table.put(PromptTask(key, min_version), Waiting(not_before) if change == "wait" else Deferred())
 
         def first(status: str, now: float = now, version: int = version) -> int | None:
             due = (key for key, (kind, *when) in known.items() if kind == status and when <= [now, version])
@@ -98,7 +97,7 @@ def test_entries_of_prompts_that_left_are_forgotten() -> None:
     table = table_of()
     for number in range(5_000):
         for status in (Waiting(1e9), Deferred()):
-            table.put(Work(number, 1), status)
+            table.put(PromptTask(number, 1), status)
             table.remove(number)
     for queue in table._queues.values():
         assert len(queue._later) + len(queue._unpublished) + len(queue._due) <= 257
@@ -109,7 +108,7 @@ def test_deadlines_of_leases_that_ended_are_forgotten() -> None:
     for number in range(10_000):
         lease(table, number, deadline=1e9)
         table.end_lease(f"{number}/1")
-        table.put(Work(number), Waiting())
+        table.put(PromptTask(number), Waiting())
         table.remove(number)
     assert len(table._deadlines) <= 257
     assert table.leases_of("a") == []

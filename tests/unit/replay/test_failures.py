@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from protocol.wire.messages import FailureReason
-from replay.prompts.failure_budgets import RetryBudget, failure_class, is_hopeless
+from replay.prompt_table import RetryBudget, failure_class, is_hopeless
 
 
 def test_every_reason_has_the_class_it_should() -> None:

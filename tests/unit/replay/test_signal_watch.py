@@ -3,8 +3,8 @@
 import pytest
 
 from protocol.errors import ExitCode, NoSignalError
-from replay.batches.signal_watch import SignalWatch
 from replay.journal.writer import Journal
+from replay.rewards import SignalWatch
 from tests.unit.replay.builders import buffer, group, lease, offer
 
 

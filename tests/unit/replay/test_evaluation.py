@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from replay.evaluation_leases import Answer, Evaluation, Metric, pass_at_k, summary
 from replay.lease_ids import LeaseId, UnknownLeaseError, is_evaluation
-from replay.prompts.evaluation_leases import Answer, Evaluation, Metric, pass_at_k, summary
-from replay.prompts.failure_budgets import RetryBudget
-from replay.prompts.leases import LeaseRecord, Work
+from replay.prompt_table import LeaseRecord, PromptTask, RetryBudget
 
 NAN = float("nan")
 BUDGETS = {"data": RetryBudget(2, 1.0), "infra": RetryBudget(3, 0.5)}
@@ -73,14 +72,14 @@ def test_the_numbers_of_an_evaluation() -> None:
 
 
 def lease(evaluation: Evaluation, now: float, producer: str = "p", deadline: float = 99.0) -> LeaseRecord:
-    work = evaluation.next_work(now)
-    assert work is not None
-    return evaluation.lease(work, producer, deadline=deadline)
+    task = evaluation.next_task(now)
+    assert task is not None
+    return evaluation.lease(task, producer, deadline=deadline)
 
 
 def test_a_lease_id_is_none_of_the_ledger_s() -> None:
     record = lease(Evaluation(4, 2, BUDGETS, "s"), 0.0, deadline=9.0)
-    assert record == LeaseRecord("evaluation-4-0-1-s", Work(0, attempt=1), "p", 4, 9.0)
+    assert record == LeaseRecord("evaluation-4-0-1-s", PromptTask(0, attempt=1), "p", 4, 9.0)
     assert is_evaluation(record.lease_id)
     assert not is_evaluation("0-4-0-1-s")
     with pytest.raises(UnknownLeaseError):
@@ -99,7 +98,7 @@ def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> N
     evaluation = Evaluation(4, 1, BUDGETS, "s")
 
     assert evaluation.fail(lease(evaluation, 0.0).lease_id, "expired", 1.0) is True
-    assert evaluation.next_work(1.4) is None
+    assert evaluation.next_task(1.4) is None
     assert evaluation.fail(lease(evaluation, 1.5).lease_id, "reward_failed", 2.0) is True, (
         "another class, another budget"
     )

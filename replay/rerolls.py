@@ -2,7 +2,7 @@
 
 Guarantee: a prompt returns at most `max_attempts` times in an epoch. Over any stretch of leases at most `max_share` of them,
 and a small burst, are rerolls. What is deferred follows from the groups that were settled, so a checkpoint and the journal
-restore it (`replay.prompts.ledger`).
+restore it (`replay.prompt_ledger`).
 """
 
 from dataclasses import dataclass
@@ -70,3 +70,8 @@ class RerollShare:
     def count_lease(self, is_reroll: bool) -> None:
         """A prompt was leased for the first time."""
         self._credit = min(_BURST, self._credit + self.max_share) - is_reroll
+
+
+def attempt_counts(reroll: int) -> tuple[str, str, str]:
+    """Return the names of the totals of groups, scored completions and successes of prompts that returned `reroll` times."""
+    return (f"attempt_{reroll + 1}_groups", f"attempt_{reroll + 1}_scored", f"attempt_{reroll + 1}_successes")

@@ -1,7 +1,7 @@
 """The staleness budget: which policy a group must come from at least, decided when its prompt is leased.
 
 Guarantee: if groups come back in the order they were leased, none is ever too old when it is trained; the bound is
-enforced once more when the batch is cut, for those that come back late.
+enforced once more when the batch is selected, for those that come back late.
 
 With B groups per step, I iterations per batch and a version published every K steps, the policy at step s has version
 v(s) = floor(s / K). The q-th group that is outstanding or ready (q from 1) will be trained in batch ceil(q / B) from

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from replay.batches.cutting import BatchCutter
-from replay.batches.replay_table import ReplayTable
-from replay.journal.database import JournalFullError
-from replay.journal.writer import Journal
-from replay.prompts.staleness import StalenessBudget
+from replay.batch_selection import BatchSelector
+from replay.journal.writer import Journal, JournalFullError
+from replay.replay_table import ReplayTable
+from replay.staleness import StalenessBudget
 from tests.unit.replay.builders import (
     FillableJournal,
     buffer,
@@ -33,46 +32,46 @@ def table(**settings: Any) -> ReplayTable:
     return replay_table(**({"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4} | settings))
 
 
-def cutter(journal: Journal, *, groups_per_step: int = 4, max_staleness: int = 9, **arguments: Any) -> BatchCutter:
-    return BatchCutter(StalenessBudget(groups_per_step, max_staleness), journal, signal=spread, **arguments)
+def selector(journal: Journal, *, groups_per_step: int = 4, max_staleness: int = 9, **arguments: Any) -> BatchSelector:
+    return BatchSelector(StalenessBudget(groups_per_step, max_staleness), journal, signal=spread, **arguments)
 
 
-def insert(cutting: BatchCutter, journal: Journal, *prompt_ids: int, version: int = 0) -> list[str]:
+def insert(selection: BatchSelector, journal: Journal, *prompt_ids: int, version: int = 0) -> list[str]:
     rows = [entry(prompt_id, policy_version=version) for prompt_id in prompt_ids]
     journal.append(rows)
     for row in rows:
-        cutting.insert(group(row.group_id, version))
-    return [row.group_id for row in rows]
+        selection.insert(group(row.lease_id, version))
+    return [row.lease_id for row in rows]
 
 
 def test_a_batch_is_full_or_nothing(journal: Journal) -> None:
-    cutting = cutter(journal)
-    first = insert(cutting, journal, 0, 1, 2)
-    assert cutting.cut(delivered=3, trained=0, partial=False) is None
-    first += insert(cutting, journal, 3, 4)
-    batch = cutting.cut(delivered=5, trained=0, partial=False)
+    selection = selector(journal)
+    first = insert(selection, journal, 0, 1, 2)
+    assert selection.take(delivered=3, trained=0, partial=False) is None
+    first += insert(selection, journal, 3, 4)
+    batch = selection.take(delivered=5, trained=0, partial=False)
     assert batch is not None
     assert (names(batch.groups), batch.num_fresh, batch.step, batch.last_step) == (first[:4], 4, 0, 1)
-    assert (cutting.num_ready, cutting.next_step, cutting.num_replayable) == (1, 1, 0)
+    assert (selection.num_ready, selection.next_step, selection.num_replayable) == (1, 1, 0)
 
 
 def test_a_partial_batch_takes_what_there_is_and_never_nothing(journal: Journal) -> None:
-    cutting = cutter(journal, partial=True)
-    assert cutting.cut(delivered=0, trained=0, partial=True) is None
-    ids = insert(cutting, journal, 0)
-    batch = cutting.cut(delivered=1, trained=0, partial=True)
+    selection = selector(journal, partial=True)
+    assert selection.take(delivered=0, trained=0, partial=True) is None
+    ids = insert(selection, journal, 0)
+    batch = selection.take(delivered=1, trained=0, partial=True)
     assert batch is not None
     assert (names(batch.groups), batch.num_fresh) == (ids, 1)
 
 
 def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Journal) -> None:
     with pytest.raises(ValueError, match="at least one group that is trained for the first time"):
-        cutter(journal, max_replayed=4)
-    cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1, partial=True)
-    insert(cutting, journal, 0, 1)
-    assert cutting.cut(delivered=PLENTY, trained=0, partial=True)
-    assert cutting.num_replayable == 2
-    assert cutting.cut(delivered=PLENTY, trained=0, partial=True) is None
+        selector(journal, max_replayed=4)
+    selection = selector(journal, groups_per_step=2, replay=table(), max_replayed=1, partial=True)
+    insert(selection, journal, 0, 1)
+    assert selection.take(delivered=PLENTY, trained=0, partial=True)
+    assert selection.num_replayable == 2
+    assert selection.take(delivered=PLENTY, trained=0, partial=True) is None
 
 
 @pytest.mark.parametrize(
@@ -93,62 +92,62 @@ def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Jo
 def test_replays_fill_a_batch_as_far_as_share_and_limiter_allow(
     journal: Journal, max_replayed: int, num_generated: int, num_fresh: int, expected: list[int] | None
 ) -> None:
-    cutting = cutter(journal, replay=table(), max_replayed=max_replayed)
-    trained = insert(cutting, journal, 0, 1, 2, 3)
-    assert cutting.cut(delivered=4, trained=0, partial=False)
-    fresh = insert(cutting, journal, *range(10, 10 + num_fresh), version=1)
-    batch = cutting.cut(delivered=num_generated, trained=4, partial=False)
+    selection = selector(journal, replay=table(), max_replayed=max_replayed)
+    trained = insert(selection, journal, 0, 1, 2, 3)
+    assert selection.take(delivered=4, trained=0, partial=False)
+    fresh = insert(selection, journal, *range(10, 10 + num_fresh), version=1)
+    batch = selection.take(delivered=num_generated, trained=4, partial=False)
     if expected is None:
         assert batch is None
         return
     assert batch is not None
     assert names(batch.groups) == fresh + [trained[index] for index in expected]
     assert batch.num_fresh == num_fresh
-    assert journal.query("SELECT step, position, last_step, group_id, tries FROM replays ORDER BY position") == [
+    assert journal.query("SELECT step, position, last_step, lease_id, tries FROM replays ORDER BY position") == [
         (2, num_fresh + place, 2, trained[index], 1) for place, index in enumerate(expected)
     ]
 
 
 def test_places_of_groups_without_signal_are_kept_for_one_batch_at_most(journal: Journal) -> None:
     """More would let steps run ahead of the groups that are still under way, which would come back stale."""
-    cutting = cutter(journal, replay=table(max_times_sampled=9), max_replayed=3, partial=True)
-    insert(cutting, journal, 0, 1, 2, 3)
-    assert cutting.cut(delivered=104, trained=0, partial=False), "100 had no signal"
-    insert(cutting, journal, 4)
-    second = cutting.cut(delivered=105, trained=4, partial=False)
+    selection = selector(journal, replay=table(max_times_sampled=9), max_replayed=3, partial=True)
+    insert(selection, journal, 0, 1, 2, 3)
+    assert selection.take(delivered=104, trained=0, partial=False), "100 had no signal"
+    insert(selection, journal, 4)
+    second = selection.take(delivered=105, trained=4, partial=False)
     assert second is not None
     assert second.num_fresh == 1
-    insert(cutting, journal, 5)
-    assert cutting.cut(delivered=106, trained=8, partial=False) is None, "one of the four places is left"
-    third = cutting.cut(delivered=106, trained=8, partial=True)
+    insert(selection, journal, 5)
+    assert selection.take(delivered=106, trained=8, partial=False) is None, "one of the four places is left"
+    third = selection.take(delivered=106, trained=8, partial=True)
     assert third is not None
     assert (len(third.groups), third.num_fresh) == (2, 1)
 
 
 def test_a_group_is_replayed_until_it_is_used_up_or_too_old(journal: Journal) -> None:
     replay = table(max_times_sampled=3, max_age_versions=2)
-    cutting = cutter(journal, groups_per_step=2, replay=replay, max_replayed=1)
-    first = insert(cutting, journal, 0, 1)
-    batches = [cutting.cut(delivered=PLENTY, trained=0, partial=False)]
+    selection = selector(journal, groups_per_step=2, replay=replay, max_replayed=1)
+    first = insert(selection, journal, 0, 1)
+    batches = [selection.take(delivered=PLENTY, trained=0, partial=False)]
     for step in range(1, 6):
-        insert(cutting, journal, 10 * step, version=step)
-        batches.append(cutting.cut(delivered=PLENTY, trained=0, partial=False))
+        insert(selection, journal, 10 * step, version=step)
+        batches.append(selection.take(delivered=PLENTY, trained=0, partial=False))
     replayed = [names(batch.groups)[batch.num_fresh :] for batch in batches if batch is not None]
-    third = [entry(10 * step).group_id for step in range(6)]
+    third = [entry(10 * step).lease_id for step in range(6)]
     assert replayed == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
 
 
 def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJournal) -> None:
-    cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1)
-    insert(cutting, journal, 0, 1)
-    assert cutting.cut(delivered=2, trained=0, partial=False)
-    insert(cutting, journal, 2, version=1)
-    before = cutting.state(), cutting.num_ready, cutting.next_step
+    selection = selector(journal, groups_per_step=2, replay=table(), max_replayed=1)
+    insert(selection, journal, 0, 1)
+    assert selection.take(delivered=2, trained=0, partial=False)
+    insert(selection, journal, 2, version=1)
+    before = selection.state(), selection.num_ready, selection.next_step
     with full_disk(journal), pytest.raises(JournalFullError):
-        cutting.cut(delivered=PLENTY, trained=2, partial=False)
-    assert (cutting.state(), cutting.num_ready, cutting.next_step) == before
+        selection.take(delivered=PLENTY, trained=2, partial=False)
+    assert (selection.state(), selection.num_ready, selection.next_step) == before
     assert journal.query("SELECT * FROM replays") == []
-    assert cutting.cut(delivered=PLENTY, trained=2, partial=False)
+    assert selection.take(delivered=PLENTY, trained=2, partial=False)
 
 
 # Through the buffer.
@@ -196,8 +195,8 @@ def test_replays_of_a_batch_that_killed_the_trainer_twice_are_replayed_no_more(j
     last = resumed(journal, state, 1, session="v", replay=table(max_times_sampled=3), **arguments)
     assert last.totals["quarantined"] == 2
     assert [row[0] for row in last.state()["replay"]] == batches[0][2:]
-    assert journal.query("SELECT group_id FROM groups WHERE NOT replayable ORDER BY seq") == [
-        (group_id,) for group_id in batches[0][:2]
+    assert journal.query("SELECT lease_id FROM groups WHERE NOT replayable ORDER BY seq") == [
+        (lease_id,) for lease_id in batches[0][:2]
     ]
     assert journal.query("SELECT count(*) FROM replays") == [(0,)]
     assert last.depth()["ready"] == 2, "the groups of the step after it"
@@ -235,7 +234,7 @@ def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the
     (harmless,) = fill(replay, 0, count=1)
     (killer,) = fill(replay, 0, count=1)
     journal.claim(1, 1, [harmless, killer], 2)
-    journal.query("UPDATE groups SET tries = 2 WHERE group_id = ?", (killer,))
+    journal.query("UPDATE groups SET tries = 2 WHERE lease_id = ?", (killer,))
     restored = resumed(journal, None, 0, groups_per_step=3, max_staleness=9, partial=True)
     assert journal.query("SELECT step, dropped FROM groups ORDER BY seq") == [(None, None), (1, "quarantined")]
     assert restored.depth()["ready"] == 1

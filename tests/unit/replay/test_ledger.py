@@ -4,8 +4,8 @@ import pytest
 
 from protocol.errors import DatasetError, JournalError
 from replay.lease_ids import LeaseId, UnknownLeaseError
-from replay.prompts.leases import LeaseRecord, Work
-from replay.prompts.ledger import PromptLedger
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import LeaseRecord, PromptTask
 from tests.unit.replay.books import FAR, adopt, answer, expire, find, hold, lease, prompts_of, recall
 from tests.unit.replay.builders import ledger
 
@@ -23,7 +23,7 @@ def test_every_epoch_is_a_permutation_and_another_one(num_prompts: int) -> None:
 
 def test_without_shuffle_the_dataset_keeps_its_order_and_epochs_roll_over() -> None:
     book = ledger(3)
-    keys = [lease(book).work.key for _ in range(7)]
+    keys = [lease(book).task.key for _ in range(7)]
     assert keys == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
     assert book.order.epoch == 2
     assert book.leases.num_leases == 7
@@ -36,7 +36,7 @@ def test_a_lease_names_its_prompt_attempt_session_producer_floor_and_deadline() 
     book = ledger(2, session="ab12")
     lease(book)
     record = book.lease("gpu-0", version=4, policy_floor=4, now=0.0, deadline=60.0)
-    assert record == LeaseRecord("0-1-0-1-ab12", Work((0, 1, 0), attempt=1), "gpu-0", 4, 60.0)
+    assert record == LeaseRecord("0-1-0-1-ab12", PromptTask((0, 1, 0), attempt=1), "gpu-0", 4, 60.0)
     assert LeaseId.parse(record.lease_id) == ((0, 1, 0), 1, "ab12")
     assert lease(book).lease_id == "1-0-0-1-ab12"
 
@@ -46,12 +46,12 @@ def test_a_group_is_held_until_its_prompt_is_settled() -> None:
     record = lease(book)
     assert find(book, record.lease_id) == (0, 0, 0)
     item = hold(book, record.lease_id)
-    assert item == record.work
+    assert item == record.task
     assert book.leases.num_leases == 0
     assert book.is_held((0, 0, 0))
     assert find(book, record.lease_id) is None
     assert book.state()["unsettled"] == [[0, 0, 0, 0, 1, 0, 0]]
-    book.settle(item.key)
+    book.mark_done(item.key)
     assert not book.is_held((0, 0, 0))
     assert book.state()["unsettled"] == []
     assert find(book, record.lease_id) is None
@@ -63,8 +63,8 @@ def test_a_lease_given_back_goes_out_again_at_once_and_counts_no_failure() -> No
     book.leases.give_back(record.lease_id)
     book.leases.give_back(record.lease_id)
     assert book.leases.num_leases == 0
-    assert lease(book).work == Work((0, 0, 0), attempt=2)
-    assert lease(book).work.key.prompt_id == 1
+    assert lease(book).task == PromptTask((0, 0, 0), attempt=2)
+    assert lease(book).task.key.prompt_id == 1
 
 
 def test_a_lease_is_handed_over_unless_its_prompt_is_answered() -> None:
@@ -100,7 +100,7 @@ def test_of_the_prompts_that_are_due_the_one_that_failed_first_goes_first() -> N
 def test_a_hopeless_prompt_is_given_up_at_once_for_this_epoch(reason: str) -> None:
     book = ledger(1)
     assert book.leases.fail(lease(book).lease_id, reason, 0.0) is False
-    assert lease(book).work == Work((1, 0, 0), attempt=1)
+    assert lease(book).task == PromptTask((1, 0, 0), attempt=1)
 
 
 def test_a_group_for_a_prompt_that_was_given_up_is_not_wanted() -> None:
@@ -115,16 +115,16 @@ def test_who_is_told_of_a_spent_budget_may_refuse_it_and_then_nothing_happened()
     book = ledger(data_attempts=2)
     book.leases.fail(lease(book).lease_id, "reward_failed", 0.0)
     record = lease(book, now=1.0)
-    told: list[Work] = []
+    told: list[PromptTask] = []
 
-    def refuse(work: Work) -> None:
-        told.append(work)
+    def refuse(task: PromptTask) -> None:
+        told.append(task)
         raise JournalError("full")
 
     for _ in range(2):
         with pytest.raises(JournalError):
             book.leases.fail(record.lease_id, "reward_failed", 1.0, refuse)
-    assert told == [Work((0, 0, 0), attempt=2, data_failures=2)] * 2
+    assert told == [PromptTask((0, 0, 0), attempt=2, data_failures=2)] * 2
     assert book.leases.fail(record.lease_id, "reward_failed", 1.0, told.append) is False
     assert len(told) == 3
     assert book.leases.num_leases == 0
@@ -136,7 +136,7 @@ def test_a_late_failure_makes_no_difference() -> None:
     expire(book, 1.0)
     assert book.leases.fail(waiting.lease_id, "reward_failed", 1.0) is None  # it goes out again anyway
     second = [lease(book, now=2.0) for _ in range(3)]
-    assert second[0].work == Work((0, 0, 0), attempt=2, infra_failures=1)
+    assert second[0].task == PromptTask((0, 0, 0), attempt=2, infra_failures=1)
     assert book.leases.fail(leased_again.lease_id, "reward_failed", 2.0) is None
     assert book.leases.num_leases == 3
     hold(book, second[2].lease_id)
@@ -168,7 +168,9 @@ def test_what_no_trainer_of_this_run_can_have_given_is_told_apart(lease_id: str)
 def test_a_lease_of_the_process_before_is_adopted_with_its_attempt() -> None:
     book = ledger(4, session="t")
     assert adopt(book, "0-1-0-3-s", "gpu-7", deadline=9.0)
-    assert book.leases.leases_of("gpu-7") == [LeaseRecord("0-1-0-3-s", Work((0, 1, 0), attempt=3), "gpu-7", 0, 9.0)]
+    assert book.leases.leases_of("gpu-7") == [
+        LeaseRecord("0-1-0-3-s", PromptTask((0, 1, 0), attempt=3), "gpu-7", 0, 9.0)
+    ]
     assert prompts_of(book, 3) == [0, 2, 3], "what the cursor passed goes out, and the adopted one does not"
     expire(book, 9.0)
     assert lease(book, now=10.0).lease_id == "0-1-0-4-t"
@@ -177,7 +179,7 @@ def test_a_lease_of_the_process_before_is_adopted_with_its_attempt() -> None:
 def test_an_adopted_lease_can_be_answered_and_can_fail() -> None:
     book = ledger(4, session="t", data_attempts=1)
     assert adopt(book, "0-0-0-1-s", "p", deadline=FAR)
-    assert answer(book, "0-0-0-1-s") == Work((0, 0, 0), attempt=1)
+    assert answer(book, "0-0-0-1-s") == PromptTask((0, 0, 0), attempt=1)
     assert adopt(book, "0-1-0-1-s", "p", deadline=FAR)
     assert book.leases.fail("0-1-0-1-s", "reward_failed", 0.0) is False
     assert book.leases.num_leases == 0
@@ -195,7 +197,7 @@ def test_every_prompt_of_this_epoch_and_the_next_can_be_answered_whatever_the_cu
         assert book.state()["position"] >= 1
         passed = {tuple(values[:2]) for values in book.state()["unsettled"]}
         assert {(0, prompt_id) for prompt_id in range(6)} <= passed
-        assert {record.work.key.prompt_id for record in book.leases.leases_of("p")} == out
+        assert {record.task.key.prompt_id for record in book.leases.leases_of("p")} == out
 
 
 def test_a_group_that_was_wanted_stays_wanted_when_another_one_moves_the_cursor() -> None:
@@ -221,16 +223,16 @@ def test_recall_holds_what_the_journal_knows_and_leaves_alone_what_the_checkpoin
     book = ledger(4)
     settled, open_ = lease(book), lease(book)
     hold(book, settled.lease_id)
-    book.settle(settled.work.key)
+    book.mark_done(settled.task.key)
     restored = ledger(4, session="t")
     restored.restore(book.state())
-    assert recall(restored, settled.work.key, is_new=False) is False
-    assert recall(restored, open_.work.key, is_new=False) is True
-    assert recall(restored, open_.work.key, is_new=False) is False, "held already"
+    assert recall(restored, settled.task.key, is_new=False) is False
+    assert recall(restored, open_.task.key, is_new=False) is True
+    assert recall(restored, open_.task.key, is_new=False) is False, "held already"
     assert recall(restored, (1, 0, 0), is_new=True) is True, "beyond the cursor"
-    assert restored.is_held(open_.work.key)
+    assert restored.is_held(open_.task.key)
     assert restored.is_held((1, 0, 0))
-    assert [lease(restored).work.key for _ in range(3)] == [(0, 2, 0), (0, 3, 0), (1, 1, 0)]
+    assert [lease(restored).task.key for _ in range(3)] == [(0, 2, 0), (0, 3, 0), (1, 1, 0)]
 
 
 # Checkpoints.

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from replay.groups import RolloutGroup
 from replay.lease_ids import EvaluationLeaseId, UnknownLeaseError
-from replay.prompts.failure_budgets import FailureClass, RetryBudget
-from replay.prompts.leases import LeaseRecord, PromptTable, Work
+from replay.prompt_table import FailureClass, LeaseRecord, PromptTable, PromptTask, RetryBudget
 from replay.rewards import weighted_sums
 
 
@@ -98,17 +97,17 @@ class Evaluation:
         """Of the prompts that are done, in their order."""
         return [self._answers[prompt_id] for prompt_id in sorted(self._answers)]
 
-    def next_work(self, now: float) -> Work[int] | None:
+    def next_task(self, now: float) -> PromptTask[int] | None:
         """The prompt that is leased next; None when none is due."""
-        fresh = Work(self._num_leased) if self._num_leased < self.num_prompts else None
+        fresh = PromptTask(self._num_leased) if self._num_leased < self.num_prompts else None
         return self.leases.next_waiting(now) or fresh
 
-    def lease(self, work: Work[int], producer: str, *, deadline: float) -> LeaseRecord[int]:
-        """Leases what `next_work` named."""
-        self._num_leased = max(self._num_leased, work.key + 1)
-        work = replace(work, attempt=work.attempt + 1)
-        lease_id = str(EvaluationLeaseId(self.version, work.key, work.attempt, self.session))
-        return self.leases.lease(LeaseRecord(lease_id, work, producer, self.version, deadline))
+    def lease(self, task: PromptTask[int], producer: str, *, deadline: float) -> LeaseRecord[int]:
+        """Leases what `next_task` named."""
+        self._num_leased = max(self._num_leased, task.key + 1)
+        task = replace(task, attempt=task.attempt + 1)
+        lease_id = str(EvaluationLeaseId(self.version, task.key, task.attempt, self.session))
+        return self.leases.lease(LeaseRecord(lease_id, task, producer, self.version, deadline))
 
     def awaits(self, lease_id: str) -> int | None:
         """The prompt that an answer to this lease would settle; None if it is settled, or the lease is of another evaluation."""
@@ -117,7 +116,7 @@ class Evaluation:
         except UnknownLeaseError:
             return None
         is_ours = (lease.version, lease.session) == (self.version, self.session)
-        is_given = 1 <= lease.attempt <= self.leases.work(lease.prompt_id).attempt
+        is_given = 1 <= lease.attempt <= self.leases.task(lease.prompt_id).attempt
         return lease.prompt_id if is_ours and is_given and self.leases.is_open(lease.prompt_id) else None
 
     def answer(self, prompt_id: int, answer: Answer) -> None:
@@ -131,8 +130,8 @@ class Evaluation:
     def fail(self, lease_id: str, reason: str, now: float) -> bool | None:
         """The lease ended without an answer. Returns as `PromptTable.fail`; a prompt whose budget is spent is settled."""
 
-        def give_up(work: Work[int]) -> None:
-            self._answers[work.key] = Answer()
+        def give_up(task: PromptTask[int]) -> None:
+            self._answers[task.key] = Answer()
 
         return self.leases.fail(lease_id, reason, now, give_up)
 

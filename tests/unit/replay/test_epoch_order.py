@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from replay.lease_ids import Key
-from replay.prompts.epoch_order import EpochOrder, Permutation
+from replay.prompt_ledger import EpochOrder, Permutation
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.journal.writer import Journal
-from replay.prompts.staleness import StalenessBudget
+from replay.staleness import StalenessBudget
 from tests.unit.replay.builders import buffer, memory_folder, offer
 
 
@@ -127,7 +127,7 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
                         replay.published(published)
     assert replay.totals["went_stale"] == replay.totals["stale"] == 0
     assert all(0 <= age <= budget.max_staleness for age in ages)
-    while replay.next_batch(0.0) is None:  # whatever the state, work can be had until the next batch is full
+    while replay.next_batch(0.0) is None:  # whatever the state, task can be had until the next batch is full
         record = replay.lease("p", now=0.0, timeout_s=1e9)
         if record is not None:
             waiting.append((record.lease_id, record.policy_floor))

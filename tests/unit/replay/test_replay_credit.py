@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.batches.replay_credit import ReplayCredit
+from replay.replay_table import ReplayCredit
 
 
 def test_the_worked_example() -> None:
@@ -12,10 +12,10 @@ def test_the_worked_example() -> None:
     assert credit.least_fresh == 4
     found = []
     for delivered, trained, missing in [(20, 4, 0), (20, 7, 1), (21, 9, 3)]:
-        credit = credit.at_cut(delivered, trained)
+        credit = credit.before(delivered, trained)
         found.append((credit.forgotten, credit.allowed(missing, delivered, trained)))
     assert found == [(12, 0), (12, 1), (12, 0)]
-    assert ReplayCredit(size=4, rate=2.0, max_replayed=3).at_cut(20, 4).forgotten == 16
+    assert ReplayCredit(size=4, rate=2.0, max_replayed=3).before(20, 4).forgotten == 16
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_rate_of_one_trains_as_many_groups_as_are_delivered() -> None:
     delivered = trained = 0
     for _ in range(100):
         delivered, trained = delivered + 8, trained + 3
-        credit = credit.at_cut(delivered, trained)
+        credit = credit.before(delivered, trained)
         trained += credit.allowed(5, delivered, trained)
     assert trained == delivered == 800
 
@@ -61,6 +61,6 @@ def test_a_rate_of_one_trains_as_many_groups_as_are_delivered() -> None:
     missing=st.integers(0, 8),
 )
 def test_no_more_is_trained_than_was_earned(rate: float, delivered: int, trained: int, missing: int) -> None:
-    allowed = ReplayCredit(8, rate, 7).at_cut(delivered, trained).allowed(missing, delivered, trained)
+    allowed = ReplayCredit(8, rate, 7).before(delivered, trained).allowed(missing, delivered, trained)
     assert allowed == 0 or trained + allowed <= rate * delivered
     assert 0 <= allowed <= min(missing, 7)

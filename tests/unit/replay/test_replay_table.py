@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.config.learning import ReplaySection
-from replay.batches.replay_table import ReplayTable
+from replay.replay_table import ReplayTable
 from tests.unit.replay.builders import group, names, replay_table
 
 every_sampler = pytest.mark.parametrize("sampler", ["fifo", "freshest", "prioritized"])
@@ -28,7 +28,7 @@ def picked(table: ReplayTable, count: int, *, step: int = 0, version: int = 0) -
 
 
 def kept(table: ReplayTable) -> list[str]:
-    return [group_id for group_id, _, _ in table.state()]
+    return [lease_id for lease_id, _, _ in table.state()]
 
 
 # Samplers and removers.
@@ -172,7 +172,7 @@ def test_the_replay_heap_freezes_on_the_earliest_data(remover: str) -> None:
     """Here it does not, even where no group is ever too old. 64 groups are four versions' worth, and the highest score, 4,
     outweighs the lowest, 1.75, for 4.8 versions more."""
     table = filled(replay_table(remover=remover, max_size=64, max_age_versions=10**6), *rollouts(0))
-    ages = [1999 // 16 - int(group_id[1:]) // 16 for group_id in kept(table)]
+    ages = [1999 // 16 - int(lease_id[1:]) // 16 for lease_id in kept(table)]
     assert len(ages) == 64
     assert max(ages) <= 9
     assert sum(ages) / 64 <= 4

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.leases import Deferred, LeaseRecord, Waiting, Work
-from replay.prompts.ledger import PromptLedger
+from replay.prompt_ledger import PromptLedger
+from replay.prompt_table import Deferred, LeaseRecord, PromptTask, Waiting
 from tests.unit.replay.books import FAR, adopt, answer, find, hold, prompts_of, recall
 from tests.unit.replay.builders import ledger
 
@@ -26,12 +26,12 @@ def lease(book: PromptLedger, version: int = 0, policy_floor: int = 0) -> LeaseR
 
 def settle(book: PromptLedger, record: LeaseRecord) -> Key:
     assert answer(book, record.lease_id) is not None
-    book.settle(record.work.key)
-    return record.work.key
+    book.mark_done(record.task.key)
+    return record.task.key
 
 
 def keys(book: PromptLedger, count: int, version: int = 0) -> list[Key]:
-    return [lease(book, version).work.key for _ in range(count)]
+    return [lease(book, version).task.key for _ in range(count)]
 
 
 def restored(book: PromptLedger, num_prompts: int = 4, **changes: Any) -> PromptLedger:
@@ -52,9 +52,9 @@ def test_a_deferred_prompt_is_leased_again_once_its_version_is_published_and_bef
     book = book_of()
     assert book.defer(settle(book, lease(book)), 3)
     assert book.num_deferred == 1
-    assert lease(book, version=2).work.key == (0, 1, 0)
+    assert lease(book, version=2).task.key == (0, 1, 0)
     record = lease(book, version=3, policy_floor=1)
-    assert record.work == Work((0, 0, 1), min_version=3, attempt=1)
+    assert record.task == PromptTask((0, 0, 1), min_version=3, attempt=1)
     assert (record.lease_id, record.policy_floor, book.num_deferred) == ("0-0-1-1-s", 3, 0)
     assert lease(book, version=5, policy_floor=4).policy_floor == 4
 
@@ -73,11 +73,11 @@ def test_a_return_has_a_life_of_its_own_and_may_itself_be_deferred() -> None:
     book.leases.fail(first.lease_id, "reward_failed", -9.0)
     book.defer(settle(book, lease(book)), 0)
     second = lease(book)
-    assert second.work == Work((0, 0, 1), attempt=1), "its failures before do not count"
+    assert second.task == PromptTask((0, 0, 1), attempt=1), "its failures before do not count"
     assert find(book, second.lease_id) == (0, 0, 1)
     assert find(book, first.lease_id) is None
     assert book.defer(settle(book, second), 0)
-    assert lease(book).work.key == (0, 0, 2)
+    assert lease(book).task.key == (0, 0, 2)
 
 
 def test_a_return_that_ends_without_a_group_goes_out_again_and_not_below_its_version() -> None:
@@ -86,13 +86,13 @@ def test_a_return_that_ends_without_a_group_goes_out_again_and_not_below_its_ver
     assert book.leases.fail(lease(book, version=3).lease_id, "released", -9.0) is True
     again = restored(book)
     assert keys(again, 1, version=2) == [(0, 1, 0)], "this process is set back before the version that it waits for"
-    assert lease(again, version=3).work == Work((0, 0, 1), min_version=3, attempt=2, infra_failures=1)
+    assert lease(again, version=3).task == PromptTask((0, 0, 1), min_version=3, attempt=2, infra_failures=1)
 
 
 def test_a_prompt_whose_later_first_attempt_has_come_does_not_return() -> None:
     book = book_of(1)
     first, second = lease(book), lease(book)
-    assert second.work.key == (1, 0, 0)
+    assert second.task.key == (1, 0, 0)
     assert book.defer(settle(book, first), 0) is False
     assert book.defer(settle(book, second), 0) is True
     assert keys(book, 1) == [(1, 0, 1)]
@@ -138,9 +138,9 @@ def test_a_return_leased_by_the_process_before_is_adopted_or_answered_and_not_tw
         book.defer(settle(book, record), 2)
     after = restored(book)
     assert adopt(after, "0-0-1-3-s", "gpu-7", deadline=9.0)
-    assert after.leases.leases_of("gpu-7")[0].work == Work((0, 0, 1), min_version=2, attempt=3)
+    assert after.leases.leases_of("gpu-7")[0].task == PromptTask((0, 0, 1), min_version=2, attempt=3)
     assert not adopt(after, "0-0-1-2-s", "gpu-8", deadline=9.0), "it is out"
-    assert answer(after, "0-1-1-1-s") == Work((0, 1, 1), min_version=2)
+    assert answer(after, "0-1-1-1-s") == PromptTask((0, 1, 1), min_version=2)
     assert answer(after, "0-1-1-1-t") is None, "answered"
     assert find(after, "0-2-1-1-s") is None, "never deferred"
     assert not adopt(after, "0-2-1-1-s", "p", deadline=9.0)
@@ -155,10 +155,10 @@ def test_a_return_in_the_journal_whose_deferral_the_checkpoint_does_not_know_is_
     assert recall(after, (0, 0, 0), is_new=True), "its group is in a batch that will be cut again"
     assert recall(after, (0, 0, 1), is_new=True)
     assert after.state()["answered"] == [[0, 0, 1]]
-    after.settle((0, 0, 1))
+    after.mark_done((0, 0, 1))
     again = restored(after)
     assert recall(again, (0, 0, 0), is_new=False)
-    again.settle((0, 0, 0))
+    again.mark_done((0, 0, 0))
     assert again.defer(Key(0, 0, 0), 0) is False
     assert again.num_deferred == 0
     assert again.state()["answered"] == []
@@ -176,7 +176,7 @@ def test_an_answered_return_whose_attempt_before_is_not_deferred_after_all_is_fo
     book = book_of()
     assert recall(book, (0, 0, 0), is_new=True)
     assert recall(book, (0, 0, 1), is_new=True)
-    book.settle(Key(0, 0, 0))  # another group of it, which was not failed
+    book.mark_done(Key(0, 0, 0))  # another group of it, which was not failed
     assert book.state()["answered"] == []
     assert not book._answered_early
 
@@ -290,7 +290,7 @@ def test_what_a_lease_and_a_deferral_cost_does_not_grow_with_the_prompts_that_ar
             if isinstance(status, Deferred):
                 assert book.defer(Key(0, 5_000 + prompt_id), 100)
             else:
-                book.leases.put(Work(Key(0, 5_000 + prompt_id)), status)
+                book.leases.put(PromptTask(Key(0, 5_000 + prompt_id)), status)
         record = lease(book)
         return num_steps(lambda: (lease(book), book.defer(settle(book, record), 50)))
 

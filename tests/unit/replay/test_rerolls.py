@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.rerolls import Grade, RerollShare
+from replay.rerolls import Grade, RerollShare
 from tests.unit.replay.builders import buffer, cut, delivery, group_message, lease, offer, reroll_rules, resumed
 
 NAN = math.nan
@@ -131,7 +131,7 @@ def rerolling(journal: Journal, rules: dict[str, Any] | None = None, **arguments
 def publish_until(replay: Any, version: int) -> None:
     """Trains a batch before every version, so that the budget has room."""
     for published in range(1, version + 1):
-        for lease_id in [lease(replay) for _ in range(replay.cutter.budget.groups_per_step)]:
+        for lease_id in [lease(replay) for _ in range(replay.selector.budget.groups_per_step)]:
             assert offer(replay, lease_id, published - 1) == "accepted"
         cut(replay)
         replay.published(published)
@@ -151,8 +151,8 @@ def test_rerolls_really_run(journal: Journal) -> None:
     replay.published(2)
     record = replay.lease("p", now=0.0, timeout_s=1.0)
     assert record is not None
-    assert record.work.key == (0, 0, 1)
-    assert (record.work.attempt, record.policy_floor, record.lease_id) == (1, 2, "0-0-1-1-s")
+    assert record.task.key == (0, 0, 1)
+    assert (record.task.attempt, record.policy_floor, record.lease_id) == (1, 2, "0-0-1-1-s")
     assert (replay.depth()["deferred"], replay.totals["rerolls_leased"]) == (0, 1)
     assert offer(replay, record.lease_id, 2) == "accepted"
     assert offer(replay, failed, 2) == "duplicate"
@@ -204,8 +204,8 @@ def test_a_reroll_answered_before_the_crash_does_not_return_again_when_its_defer
     assert replay.offer([delivery(reroll, rewards=(0.0, 0.0))]) == ["no_signal"]
     restored = resumed(journal, None, 0, version=0, rules=reroll_rules(**rules), groups_per_step=1, max_staleness=9)
     assert restored.state()["ledger"]["answered"] == [[0, 0, 1]]
-    assert [g.group_id for g in cut(restored).groups] == ["0-0-0-1-s"]
+    assert [g.lease_id for g in cut(restored).groups] == ["0-0-0-1-s"]
     assert restored.depth()["deferred"] == 0
     assert restored.state()["ledger"]["answered"] == []
     asked = [restored.lease("p", now=0.0, timeout_s=1.0) for _ in range(5)]
-    assert all(record.work.key.reroll == 0 for record in asked if record)
+    assert all(record.task.key.reroll == 0 for record in asked if record)

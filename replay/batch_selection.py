@@ -1,8 +1,8 @@
-"""Cutting batches: which groups the next optimizer steps train.
+"""Selection of batches: which groups the next optimizer steps train.
 
 Guarantee: a batch is full, or partial where that is allowed. It begins with groups that are trained for the first time, at
 least one, in the order in which they came and none too stale; replayed groups follow, within their share, age and uses. The
-journal knows a batch before anybody sees it. Batches that a crash undid are cut again as they were. Not thread-safe: the
+journal knows a batch before the caller gets it. Batches that a crash undid are selected again unchanged. Not thread-safe: the
 rollout buffer holds its lock.
 """
 
@@ -12,42 +12,71 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from replay.batches.delivery import Arrival
-from replay.batches.replay_credit import ReplayCredit
-from replay.batches.replay_table import ReplayTable
+import numpy as np
+from numpy.typing import NDArray
+
 from replay.groups import RolloutGroup
 from replay.journal.recovery import Recovery
-from replay.journal.tables import RecordedBatch
+from replay.journal.schema import Outcome, RecordedBatch
 from replay.journal.writer import Journal
-from replay.prompts.staleness import StalenessBudget
+from replay.replay_table import ReplayCredit, ReplayTable
+from replay.staleness import StalenessBudget
+
+
+class OfferedGroup(NamedTuple):
+    """A group, with the frame that goes into the journal."""
+
+    group: RolloutGroup
+    frame: bytes
+    producer: str
+    missing: bytes = b""  # why rewards of it are missing, encoded; empty: nothing is known
+    of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
+
+
+@dataclass(frozen=True, eq=False)
+class GroupStats:
+    """The numbers of an arrived group for the report of a step: a few bytes for each of its n completions, however long they
+    are, because many arrive between two batches."""
+
+    outcome: Outcome
+    rewards: NDArray[np.float32]  # (n, F), NaN where a function gave none
+    lengths: NDArray[np.int32]  # (n,), in tokens that the policy sampled
+    truncated: NDArray[np.bool_]  # (n,)
+
+    @classmethod
+    def of(cls, group: RolloutGroup, outcome: Outcome = "accepted") -> "GroupStats":
+        return cls(outcome, group.rewards, group.sampled_lengths, group.was_truncated)
+
 
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
 
 
-class CutBatch(NamedTuple):
-    """The groups of the next optimizer steps, and what the report says of everything that arrived since the last batch."""
+class TrainingBatch(NamedTuple):
+    """The groups of the next optimizer steps, and the numbers of all groups that arrived since the last batch."""
 
-    step: int  # taken before the batch was first trained: its policy is the one that cut it
+    step: int  # taken before the batch was first trained: its policy selected the batch
     num_iterations: int  # optimizer steps to take over it from now on
     last_step: int  # of them, counted from 1
     groups: list[RolloutGroup]
     num_fresh: int  # of the groups, which come first; the others are replayed
-    arrivals: Sequence[Arrival] = ()
+    arrivals: Sequence[GroupStats] = ()
 
 
 @dataclass(eq=False)
-class BatchCutter:
-    """See the module's guarantee."""
+class BatchSelector:
+    """Selects the groups of each batch, and keeps the groups that wait."""
 
     budget: StalenessBudget  # of what is trained for the first time
     journal: Journal
     signal: Callable[[RolloutGroup], float]  # how much a group can move the policy, its score in the replay table
     replay: ReplayTable | None = None
     max_replayed: int = 0  # groups of a batch, less than all
-    partial: bool = False  # whether `cut` may ever be asked for a partial batch
+    partial: bool = False  # whether `take` may ever be asked for a partial batch
     next_step: int = 0
     _fresh: dict[str, RolloutGroup] = field(default_factory=dict)  # in their order: leases bound staleness by it
-    _recorded: deque[RecordedBatch] = field(default_factory=deque)  # cut before a crash, to be cut again as they were
+    _recorded: deque[RecordedBatch] = field(
+        default_factory=deque
+    )  # selected before a crash, to be trained again unchanged
     _resumed_at: int = 0
 
     def __post_init__(self) -> None:
@@ -59,12 +88,12 @@ class BatchCutter:
 
     @property
     def num_ready(self) -> int:
-        """Groups that wait to be trained for the first time."""
+        """Count the groups that wait to be trained for the first time."""
         return len(self._fresh) + sum(batch.num_fresh for batch in self._recorded)
 
     @property
     def least_fresh(self) -> int:
-        """Leased groups that a batch takes at least, the others being replayed."""
+        """The least number of leased groups in a batch; the others are replayed."""
         return self._credit.least_fresh
 
     @property
@@ -72,46 +101,46 @@ class BatchCutter:
         return 0 if self.replay is None else len(self.replay)
 
     def insert(self, group: RolloutGroup) -> None:
-        self._fresh[group.group_id] = group
+        self._fresh[group.lease_id] = group
 
     def remove_stale(self) -> list[RolloutGroup]:
-        """Drops the groups that are too old by now, and returns them."""
+        """Drop the groups that are too old by now, and return them."""
         oldest = self.budget.oldest_usable(self.next_step)
         stale = [group for group in self._fresh.values() if group.policy_version < oldest]
         if stale:
-            self.journal.drop([group.group_id for group in stale], "stale")
+            self.journal.drop([group.lease_id for group in stale], "stale")
             for group in stale:
-                del self._fresh[group.group_id]
+                del self._fresh[group.lease_id]
         return stale
 
     def has_batch(self, *, delivered: int, trained: int, partial: bool) -> bool:
-        """Whether `cut` would find one now."""
+        """Tell whether `take` would find a batch now."""
         return bool(self._recorded) or self._chosen(delivered, trained, partial=partial) is not None
 
-    def cut(self, *, delivered: int, trained: int, partial: bool) -> CutBatch | None:
-        """The next batch; None if there are too few groups. So far `delivered` groups arrived, with and without signal, and
-        `trained` were trained, counting every time. With `partial` fewer than a full batch will do."""
+    def take(self, *, delivered: int, trained: int, partial: bool) -> TrainingBatch | None:
+        """Take the next batch; return None if there are too few groups. So far `delivered` groups arrived, with and without
+        signal, and `trained` were trained, counting every time. With `partial` a smaller batch will do."""
         if self._recorded:
-            return self._cut_again()
+            return self._take_recorded()
         chosen = self._chosen(delivered, trained, partial=partial)
         if chosen is None:
             return None
         fresh, replayed, credit = chosen
         last_step = self.next_step + self.budget.num_iterations
-        group_ids = [group.group_id for group in fresh + replayed]
-        self.journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
+        lease_ids = [group.lease_id for group in fresh + replayed]
+        self.journal.claim(self.next_step + 1, last_step, lease_ids, len(fresh))
         for group in fresh:
-            del self._fresh[group.group_id]
+            del self._fresh[group.lease_id]
         self._credit = credit
         return self._hand_over(self.next_step, 0, fresh, replayed)
 
     def _chosen(
         self, delivered: int, trained: int, *, partial: bool
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], ReplayCredit] | None:
-        """Those that are trained for the first time, those that are replayed, and the credit that is left then."""
+        """Return the groups that are trained for the first time, the replayed groups, and the credit that is left then."""
         size = self.budget.groups_per_step
         fresh = list(itertools.islice(self._fresh.values(), size))
-        credit = self._credit.at_cut(delivered, trained + len(fresh))
+        credit = self._credit.before(delivered, trained + len(fresh))
         allowed = credit.allowed(size - len(fresh), delivered, trained + len(fresh))
         replayed: list[RolloutGroup] = []
         if self.replay is not None and fresh and allowed:
@@ -122,7 +151,7 @@ class BatchCutter:
         return fresh, replayed, credit
 
     def state(self) -> list[list[Any]]:
-        """The replay table, for a checkpoint."""
+        """Return the replay table, for a checkpoint."""
         return [] if self.replay is None else self.replay.state()
 
     def restore(self, found: Recovery, step: int, load: Load, replay_state: list[list[Any]]) -> None:
@@ -137,9 +166,9 @@ class BatchCutter:
             ids = [row[0] for row in kept]
             self.replay.restore(kept, dict(zip(ids, load(ids), strict=True)))
 
-    def _cut_again(self) -> CutBatch:
+    def _take_recorded(self) -> TrainingBatch:
         batch = self._recorded[0]
-        groups = self._load(batch.group_ids)
+        groups = self._load(batch.lease_ids)
         self.journal.claim(*batch)
         self._recorded.popleft()
         num_taken = max(0, self._resumed_at + 1 - batch.step)  # of its iterations, by the checkpoint
@@ -147,11 +176,11 @@ class BatchCutter:
 
     def _hand_over(
         self, step: int, num_taken: int, fresh: list[RolloutGroup], replayed: list[RolloutGroup]
-    ) -> CutBatch:
+    ) -> TrainingBatch:
         self.next_step = step + self.budget.num_iterations
         if self.replay is not None and num_taken == 0:  # else the checkpoint's table has them
-            self.replay.sampled([group.group_id for group in replayed])
+            self.replay.sampled([group.lease_id for group in replayed])
             for group in fresh:
                 self.replay.insert(group, self.signal(group))
             self.replay.expire(self.budget.version_at(self.next_step))
-        return CutBatch(step, self.budget.num_iterations - num_taken, self.next_step, fresh + replayed, len(fresh))
+        return TrainingBatch(step, self.budget.num_iterations - num_taken, self.next_step, fresh + replayed, len(fresh))

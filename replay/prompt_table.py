@@ -1,26 +1,78 @@
 """The table of prompts that want an answer, and the leases on them: one mechanism for training and for evaluations.
 
 Guarantee: a prompt has one status. It is with one producer at a time; a lease that ends without an answer makes it wait again,
-for as long as the failure calls for, until its budget for failures of that class is spent.
+for as long as the failure calls for, until its budget for failures of that class is spent. Every reason has a class: a *data*
+failure is the prompt's own (its reward raises, it is malformed); an *infra* failure would have hit any prompt (a producer died, a
+lease expired).
 
     Waiting -> Leased              lease
     Leased  -> Waiting             fail, give_back
     Leased  -> not in the table    fail, once the budget is spent
-    any     -> any                 put, remove: what its owner decides
+    any     -> any                 put, remove: as its owner decides
 
-What a lease costs does not grow with the number of leases or of producers, and with the number of prompts that wait or are
-deferred only as a logarithm does.
+The cost of a lease does not grow with the number of leases or of producers, and only logarithmically with the number of prompts
+that wait or are deferred.
 """
 
 import heapq
 import itertools
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from replay.prompts.failure_budgets import FailureClass, RetryBudget, failure_class, is_hopeless
+from protocol.errors import DataFailuresError
+
+FailureClass = Literal["data", "infra"]
+_DATA = ("prompt_too_long", "bad_prompt", "reward_failed", "environment_failed")
+_HOPELESS = ("prompt_too_long", "bad_prompt")
+_MAX_BACKOFF_S = 60.0
+FAILURE_WINDOW = 64
+"""Finished prompts over which the share of those that were given up is judged."""
+
+
+def failure_class(reason: str) -> FailureClass:
+    return "data" if reason in _DATA else "infra"
+
+
+def is_hopeless(reason: str) -> bool:
+    """Whether another attempt would fail in the same way."""
+    return reason in _HOPELESS
+
+
+@dataclass(frozen=True)
+class RetryBudget:
+    """So many attempts of a prompt may fail, and how long it waits after each."""
+
+    max_attempts: int
+    backoff_s: float
+
+    def delay_s(self, failures: int) -> float:
+        """The wait after failure number `failures` (from 1): doubling, at most a minute."""
+        return min(_MAX_BACKOFF_S, self.backoff_s * 2.0 ** min(failures - 1, 30))
+
+
+class FailureWatch:
+    """The last finished prompts, of which the share `max_share` may have been given up."""
+
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
+        self._finished: deque[str | None] = deque(maxlen=FAILURE_WINDOW)
+
+    def note(self, given_up: str | None = None) -> None:
+        """A prompt has its group, or was given up, and why."""
+        self._finished.append(given_up)
+
+    def check(self) -> None:
+        """Raises DataFailuresError if too many were given up."""
+        reasons = [reason for reason in self._finished if reason is not None]
+        if len(self._finished) == FAILURE_WINDOW and len(reasons) > self._max_share * FAILURE_WINDOW:
+            raise DataFailuresError(
+                f"{len(reasons)} of the last {FAILURE_WINDOW} prompts were given up, more than "
+                f"pipeline.max_failed_share={self._max_share} allows. The last one: {reasons[-1]}"
+            )
+
 
 K = TypeVar("K", bound=Hashable)
 
@@ -28,7 +80,7 @@ _MOST_ENDED = 256  # entries of a heap for what has ended, beyond as many as the
 
 
 @dataclass(frozen=True)
-class Work(Generic[K]):
+class PromptTask(Generic[K]):
     """A prompt that wants an answer, how often it was leased, and how many of its leases failed."""
 
     key: K
@@ -40,7 +92,7 @@ class Work(Generic[K]):
     def failures(self, of: FailureClass) -> int:
         return self.data_failures if of == "data" else self.infra_failures
 
-    def failed(self, of: FailureClass) -> "Work[K]":
+    def failed(self, of: FailureClass) -> "PromptTask[K]":
         return replace(self, **{f"{of}_failures": self.failures(of) + 1})  # type: ignore[arg-type]
 
 
@@ -60,7 +112,7 @@ class Leased:
 class Held:
     """The prompt's group is here and is not trained yet."""
 
-    verdict: str  # of `replay.prompts.rerolls`
+    verdict: str  # of `replay.rerolls`
     policy_version: int  # of the group
 
 
@@ -75,7 +127,7 @@ Status = Waiting | Leased | Held | Deferred
 @dataclass(frozen=True)
 class LeaseRecord(Generic[K]):
     lease_id: str
-    work: Work[K]
+    task: PromptTask[K]
     producer: str
     policy_floor: int  # the oldest policy that may answer
     deadline: float  # of the caller's clock, seconds
@@ -144,7 +196,7 @@ class PromptTable(Generic[K]):
 
     def __init__(self, budgets: Mapping[FailureClass, RetryBudget]) -> None:
         self._budgets = budgets
-        self._prompts: dict[K, tuple[Work[K], Status]] = {}
+        self._prompts: dict[K, tuple[PromptTask[K], Status]] = {}
         self._order: dict[type[Status], OrderedDict[K, None]] = {
             kind: OrderedDict() for kind in (Waiting, Leased, Held, Deferred)
         }
@@ -158,9 +210,9 @@ class PromptTable(Generic[K]):
         """None if the prompt is not in the table: it was never asked for, or is settled."""
         return self._prompts[key][1] if key in self._prompts else None
 
-    def work(self, key: K) -> Work[K]:
+    def task(self, key: K) -> PromptTask[K]:
         """Of a prompt that is in the table; else as one that was never leased."""
-        return self._prompts[key][0] if key in self._prompts else Work(key)
+        return self._prompts[key][0] if key in self._prompts else PromptTask(key)
 
     def keys(self, *kinds: type[Status]) -> list[K]:
         """The prompts of these statuses, one status after the other, each in the order in which they came to it."""
@@ -177,16 +229,16 @@ class PromptTable(Generic[K]):
         """Whether the prompt wants an answer now."""
         return isinstance(self.status(key), (Waiting, Leased))
 
-    def put(self, work: Work[K], status: Status) -> None:
+    def put(self, task: PromptTask[K], status: Status) -> None:
         """The prompt has this status from now on."""
-        if work.key in self._prompts:
-            self.remove(work.key)
-        self._prompts[work.key] = (work, status)
-        self._order[type(status)][work.key] = None
+        if task.key in self._prompts:
+            self.remove(task.key)
+        self._prompts[task.key] = (task, status)
+        self._order[type(status)][task.key] = None
         if isinstance(status, Waiting):
-            self._queues[Waiting].add(work.key, status.not_before, work.min_version)
+            self._queues[Waiting].add(task.key, status.not_before, task.min_version)
         elif isinstance(status, Deferred):
-            self._queues[Deferred].add(work.key, -math.inf, work.min_version)
+            self._queues[Deferred].add(task.key, -math.inf, task.min_version)
 
     def remove(self, key: K) -> Status:
         """The prompt leaves the table. A lease that is still out stays one until it ends."""
@@ -202,25 +254,25 @@ class PromptTable(Generic[K]):
     def num_leases(self) -> int:
         return len(self._leases)
 
-    def next_waiting(self, now: float, version: int = 0) -> Work[K] | None:
+    def next_waiting(self, now: float, version: int = 0) -> PromptTask[K] | None:
         """The prompt to lease next, if one is due; `version` is the newest policy."""
         key = self._queues[Waiting].first(now, version)
-        return None if key is None else self.work(key)
+        return None if key is None else self.task(key)
 
-    def next_deferred(self, version: int) -> Work[K] | None:
+    def next_deferred(self, version: int) -> PromptTask[K] | None:
         """The prompt that was deferred before all others that may return; `version` is the newest policy."""
         key = self._queues[Deferred].first(0.0, version)
-        return None if key is None else self.work(key)
+        return None if key is None else self.task(key)
 
     def lease(self, record: LeaseRecord[K]) -> LeaseRecord[K]:
-        self.put(record.work, Leased())
+        self.put(record.task, Leased())
         self._add(record)
         return record
 
     def hand_over(self, lease_id: str, producer: str, deadline: float) -> bool:
         """The lease is `producer`'s from now on. False if its prompt is answered or the lease has ended; then it is none."""
         record = self.end_lease(lease_id)
-        if record is None or not self.is_open(record.work.key):
+        if record is None or not self.is_open(record.task.key):
             return False
         self._add(replace(record, producer=producer, deadline=deadline))
         return True
@@ -229,7 +281,7 @@ class PromptTable(Generic[K]):
         record = self._leases.pop(lease_id, None)
         if record is not None:
             _forget(self._by_producer, record.producer, lease_id)
-            _forget(self._by_key, record.work.key, lease_id)
+            _forget(self._by_key, record.task.key, lease_id)
         return record
 
     def lease_on(self, key: K) -> LeaseRecord[K] | None:
@@ -237,31 +289,31 @@ class PromptTable(Generic[K]):
         return next(iter(self._by_key.get(key, {}).values()), None)
 
     def fail(
-        self, lease_id: str, reason: str, now: float, give_up: Callable[[Work[K]], None] = lambda work: None
+        self, lease_id: str, reason: str, now: float, give_up: Callable[[PromptTask[K]], None] = lambda task: None
     ) -> bool | None:
         """The lease ended without an answer. Returns True if the prompt waits again, False if its budget is spent and it left
         the table, and None if it makes no difference: the lease had ended before, or somebody else has answered. `give_up`
         is called before the prompt leaves the table, with this failure counted; if it raises, nothing happened."""
         record = self._leases.get(lease_id)
-        if record is None or not self.is_open(record.work.key):
+        if record is None or not self.is_open(record.task.key):
             self.end_lease(lease_id)
             return None
         of = failure_class(reason)
-        work = self.work(record.work.key).failed(of)
-        again = not is_hopeless(reason) and work.failures(of) < self._budgets[of].max_attempts
+        task = self.task(record.task.key).failed(of)
+        again = not is_hopeless(reason) and task.failures(of) < self._budgets[of].max_attempts
         if again:
-            self.put(work, Waiting(now + self._budgets[of].delay_s(work.failures(of))))
+            self.put(task, Waiting(now + self._budgets[of].delay_s(task.failures(of))))
         else:
-            give_up(work)
-            self.remove(work.key)
+            give_up(task)
+            self.remove(task.key)
         self.end_lease(lease_id)
         return again
 
     def give_back(self, lease_id: str) -> None:
         """The producer hands the lease back unanswered. The prompt waits again, and no failure is counted."""
         record = self.end_lease(lease_id)
-        if record is not None and self.is_open(record.work.key):
-            self.put(self.work(record.work.key), Waiting())
+        if record is not None and self.is_open(record.task.key):
+            self.put(self.task(record.task.key), Waiting())
 
     def overdue(self, now: float) -> list[LeaseRecord[K]]:
         """The leases whose deadline has passed and that have not ended, the earliest first."""
@@ -282,7 +334,7 @@ class PromptTable(Generic[K]):
         self.end_lease(record.lease_id)
         self._leases[record.lease_id] = record
         self._by_producer[record.producer][record.lease_id] = record
-        self._by_key[record.work.key][record.lease_id] = record
+        self._by_key[record.task.key][record.lease_id] = record
         if record.deadline < math.inf:
             heapq.heappush(self._deadlines, (record.deadline, record.lease_id))
         if len(self._deadlines) > 2 * len(self._leases) + _MOST_ENDED:
