@@ -19,34 +19,31 @@ from producer.app.timeline import Timeline
 from producer.app.watchdog import Supervision, Watchdog
 from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
-from producer.endpoint.serving import Serving, base_url, listening, read_keys
-from producer.engine_contract import Engine
+from producer.endpoint.openai import EndpointPlugin
+from producer.endpoint.serving import Serving
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.pool import EnvironmentPool
-from producer.link.session import Link, Mailbox, TakeAgain
-from producer.metrics import Counters, ProducerMetrics, Situation, Workload
-from producer.plugins.atropos.atropos import Atropos
-from producer.policies.downloads import LinkEvents
-from producer.policies.loader import PolicyLoader
-from producer.policies.probe import SwapProof
-from producer.policies.registry import AdapterRegistry, SwapReport
-from producer.relays.host_cache import host_cache
-from producer.relays.neighbours import Neighbours
-from producer.relays.place import relay_place
-from producer.relays.relay import Relay
-from producer.rewards.pool import RewardPool
-from producer.rewards.worker import Failure
-from producer.rollouts.admission import Admission, EngineAccess
+from producer.gpu_turns import GpuTurns
+from producer.interfaces import Engine, LinkEvents
+from producer.link.link import Link
+from producer.link.mailbox import Mailbox, TakeAgain
+from producer.policies.loading import PolicyLoader
+from producer.policies.registry import AdapterRegistry
+from producer.policies.swap_report import SwapReport
+from producer.policies.verification import SwapProof
+from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
 from producer.rollouts.group import Finish
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation, RolloutSource
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
-from producer.rollouts.several_turns import PlayedRollouts
-from producer.rollouts.single_turn import AgentRollouts, AtroposRollouts, PlainRollouts
+from producer.rollouts.sources import AgentRollouts, PlainRollouts
+from producer.startup import Base, Helpers
+from producer.state import Situation, Workload
+from producer.supervision import Supervision, Watchdog
 from protocol.channel.client import ZmqClient
-from protocol.channel.keys import ProducerKeys, process_name, producer_keys
+from protocol.config.functions import load_plugin
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, StalledError
@@ -311,18 +308,16 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     gpu_turns = build_gpu_turns(base, engine, gate, registry, mailbox.wake)
     in_flight = InFlight(engine, registry, counters, config.swap.on_swap, gate=gate)
     access = EngineAccess(registry, admission, in_flight)
-    atropos = None
-    if config.environment.atropos:
-        atropos = Atropos(config, can.facts.max_model_len, lambda: counters.policy_version)
-    source = build_source(base, helpers, engine, tokenizer, access, atropos)
+    outside = build_outside(base, can.facts.max_model_len)
+    source = build_source(base, helpers, engine, tokenizer, access, outside)
     finish = Finish(config.reward_names, source.reward_names, rewards, counters, base.metrics)
     generation = Generation(source, finish, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
     serving = None
     if helpers.listener is not None:
         served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running, gate)
-        serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, atropos)
+        serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, outside)
         health.check_ready("serve", partial(getattr, serving, "problem"))
-    forget = [part.forget for part in (atropos, serving.versions if serving else None) if part is not None]
+    forget = [part.forget for part in (outside, serving.versions if serving else None) if part is not None]
     note_turn = gpu_turns.note if gpu_turns else lambda turn: None
     events = link_events(generation, access, registry, forget, base.tasks.settle, note_turn)
 
@@ -403,17 +398,28 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGat
     )
 
 
+def build_outside(base: Base, max_model_len: int) -> EndpointPlugin | None:
+    """Build the plugin whose clients post groups through the endpoint; None if the run has none."""
+    environment = base.config.environment
+    if not environment.atropos:
+        return None
+    build = load_plugin("slipstream.environments", environment.agent or "", "environment.agent")
+    plugin: EndpointPlugin = build(base.config, max_model_len, lambda: base.counters.policy_version)
+    return plugin
+
+
 def build_source(
     base: Base,
     helpers: Helpers,
     engine: Engine,
     tokenizer: Any,
     access: EngineAccess,
-    atropos: Atropos | None,
+    outside: EndpointPlugin | None,
 ) -> RolloutSource:
     config, max_model_len = base.config, engine.capabilities.facts.max_model_len
-    if atropos is not None:
-        return AtroposRollouts(atropos, access, config.reward_names)
+    if outside is not None:
+        source: RolloutSource = outside.rollouts(access, config.reward_names)
+        return source
     if helpers.environments is not None:
         chat = build_chat(base, helpers.environments, engine, tokenizer)
         own = set(config.reward_names) - set(config.rewards.names)

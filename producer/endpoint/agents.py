@@ -18,18 +18,23 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, malformed
-from producer.engine_contract import Completion
-from producer.groups import Episode, LeaseFailure, Record
+from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, decode_body, malformed, parse_object
+from producer.groups import Episode, Record
+from producer.interfaces import Completion, LeaseFailure
 from protocol.wire.messages import Lease, Sampling
 
 _MAX_CALLS = 256  # of an episode
 _MAX_TOKENS = 2**19  # of an episode's records, which take some 40 bytes each
+_LONGEST_REASON = 2000  # characters
 _MARGIN = 0.05  # of a lease's time, for scoring and delivery
 _AS_IN_TRAINING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -255,3 +260,34 @@ def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
 
 def _wanted(sampling: Sampling) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in _AS_IN_TRAINING} | dict.fromkeys(_PENALTIES, 0)
+
+
+class _Wish(msgspec.Struct, forbid_unknown_fields=True):
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+
+
+class _Failure(msgspec.Struct, forbid_unknown_fields=True):
+    reason: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+def agent_routes(agents: Agents) -> list[Route]:
+    def answered(body: dict[str, Any]) -> Response:
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def take(request: Request) -> Response:
+        wish = decode_body(await request.body(), _Wish, "`wait_s` from 0 to 60 and nothing else")
+        task = await agents.take(wish.wait_s)
+        return Response(status_code=204) if task is None else answered(task)
+
+    async def reward(request: Request) -> Response:
+        return answered(agents.reward(request.path_params["episode"], parse_object(await request.body())))
+
+    async def fail(request: Request) -> Response:
+        failure = decode_body(await request.body(), _Failure, "`reason`, a text, and nothing else")
+        return answered(agents.fail(request.path_params["episode"], failure.reason[:_LONGEST_REASON]))
+
+    return [
+        Route("/v1/rollouts", take, methods=["POST"]),
+        Route("/v1/rollouts/{episode}/reward", reward, methods=["POST"]),
+        Route("/v1/rollouts/{episode}/failure", fail, methods=["POST"]),
+    ]

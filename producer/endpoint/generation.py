@@ -1,44 +1,41 @@
 """Requests of clients in the engine.
 
 Guarantee: whatever ends a request, afterwards its generation has ended, its room is free and its version is no longer pinned.
-What was sampled is recorded before the client has the end of its answer.
+Sampled tokens are recorded before the client has the end of its answer.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from producer.endpoint.metrics import ServeMetrics
-from producer.endpoint.openai import Answering, Call, RefusedError, Sampled, ServedRequest
+from producer.endpoint.openai import Answering, BodyOf, Call, Recorder, RefusedError, ServedRequest
 from producer.endpoint.versions import ClientLimiter, ServedVersions, model_name
 from producer.engine_gate import EngineGate
 from producer.policies.registry import AdapterRegistry
 
 VERSION_HEADER = "x-policy-version"
 TRAINERS_TURN = "it is the trainer's turn on the GPU (pipeline.gpu: turns); ask again"
-BodyOf = Callable[[dict[str, Any], Call], dict[str, Any]]
-"""The body to send, made of the one that an OpenAI client gets."""
 
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """The engine as the endpoint needs it."""
+    """The engine, as far as the endpoint needs it. `running` is entered while a request is in the engine."""
 
     answering: Answering
     adapters: AdapterRegistry
     max_num_seqs: int
-    running: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while a request is in the engine
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
     gate: EngineGate = field(default_factory=EngineGate)
 
     @asynccontextmanager
     async def entered(self, call: Call) -> AsyncIterator[None]:
-        """While a request is in the engine; afterwards nothing of the call is there. One that cannot stay, because the trainer's
-        turn on the GPU comes, is refused."""
+        """Keep a call in the engine, and remove all of it at the end. Raises RefusedError when it has to leave for the trainer's
+        turn on the GPU."""
         scope = asyncio.timeout(None)
         loop = asyncio.get_running_loop()
         try:
@@ -54,17 +51,10 @@ class ServedEngine:
             raise
 
 
-class Recorder(Protocol):
-    """Keeps what was sampled for a call. `floor` is the oldest policy that may sample it."""
-
-    @property
-    def floor(self) -> int: ...
-
-    def note(self, sampled: Sampled) -> None: ...
-
-
 @dataclass(frozen=True)
 class ClientGeneration:
+    """The way of a request through the engine and back to its client."""
+
     engine: ServedEngine
     versions: ServedVersions
     limiter: ClientLimiter
@@ -79,7 +69,7 @@ class ClientGeneration:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Generates the answer and sends it."""
+        """Generate the answer and send it."""
         floor = 0 if recorder is None else recorder.floor
         async with self.limiter.take(request.num_completions), self.versions.use(request.model, floor) as adapter:
             call = Call(adapter)
@@ -105,7 +95,7 @@ def _record(recorder: Recorder | None, call: Call) -> None:
 
 
 async def _send_events(events: AsyncGenerator[str, None], call: Call, send: Send, recorder: Recorder | None) -> None:
-    """The response begins with the first event, so that a request that fails before it has a status of its own."""
+    """Send a stream. The response begins with the first event, so a request that fails before it has its own status."""
     begun = False
     async with aclosing(events):
         async for event in events:

@@ -22,12 +22,20 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.endpoint.agents import Agents
-from producer.endpoint.generation import TRAINERS_TURN, BodyOf, ClientGeneration, Recorder
+from producer.endpoint.agents import Agents, agent_routes
+from producer.endpoint.generation import TRAINERS_TURN, ClientGeneration
 from producer.endpoint.metrics import RequestOutcome
-from producer.endpoint.openai import RefusedError, ServedRequest, check_request, error_body, malformed, parse_object
-from producer.endpoint.routes import PREFIX, agent_routes, atropos_routes, generate_body, parse_generate
-from producer.plugins.atropos.atropos import Atropos
+from producer.endpoint.openai import (
+    BodyOf,
+    EndpointPlugin,
+    Recorder,
+    RefusedError,
+    ServedRequest,
+    check_request,
+    error_body,
+    malformed,
+    parse_object,
+)
 from protocol.config.operation import LOOPBACK_HOSTS, ServeSection
 from protocol.runtime.logs import Throttle
 
@@ -38,22 +46,21 @@ EPISODE_HEADER = "x-episode"
 
 @dataclass
 class Endpoint:
-    """An ASGI application. Where there are `keys`, clients have to send one."""
+    """The ASGI application. If there are `keys`, clients have to send one."""
 
     settings: ServeSection
     keys: tuple[bytes, ...] = field(repr=False)
     generation: ClientGeneration
     agents: Agents | None = None
-    atropos: Atropos | None = None
+    plugin: EndpointPlugin | None = None
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     def __post_init__(self) -> None:
         routes = self._openai_routes("")
         if self.agents is not None:
             routes += agent_routes(self.agents)
-        if self.atropos is not None:
-            routes += [*self._openai_routes(PREFIX), *atropos_routes(self.atropos)]
-            routes.append(self._generating(f"{PREFIX}/generate", parse_generate, generate_body))
+        if self.plugin is not None:
+            routes += [*self._openai_routes(self.plugin.prefix), *self.plugin.routes(self._generating)]
         self._router = Router(routes)
 
     def _openai_routes(self, prefix: str) -> list[Route]:
@@ -95,8 +102,8 @@ class Endpoint:
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self.settings.max_request_bytes
-        if self.atropos is not None and scope["path"].startswith(PREFIX):
-            limit = self.atropos.max_body_bytes
+        if self.plugin is not None and scope["path"].startswith(self.plugin.prefix):
+            limit = self.plugin.max_body_bytes
         body = await read_body(scope, receive, limit, self.settings.receive_timeout_s)
 
         async def read() -> Message:
@@ -116,8 +123,8 @@ class Endpoint:
             wanted = parse(await request.body())
             recorder: Recorder | None = None
             episode = request.headers.get(EPISODE_HEADER) or wanted.metadata.get("episode")
-            if self.atropos is not None and path.startswith(PREFIX):
-                recorder, wanted = self.atropos.prepare(wanted)
+            if self.plugin is not None and path.startswith(self.plugin.prefix):
+                recorder, wanted = self.plugin.prepare(wanted)
             elif episode is not None:
                 if self.agents is None:
                     raise malformed("this run has no episodes: it has no posted reward", "episode")
@@ -133,7 +140,7 @@ class ClientGoneError(Exception):
 
 @dataclass
 class ResponseWatch:
-    """Passes a response on and knows whether it has begun (`status` is 0 until then)."""
+    """A response on its way to the client. `status` is 0 until it has begun."""
 
     client: Send
     status: int = 0
@@ -144,19 +151,19 @@ class ResponseWatch:
         await self.client(message)
 
     async def send_error(self, scope: Scope, receive: Receive, status: int, body: dict[str, Any]) -> None:
-        """Sends an error unless a response has begun. That one is cut off instead, which clients notice."""
+        """Send an error unless a response has begun, which is cut off instead; clients notice that."""
         if self.status == 0:
             headers = {"connection": "close"} if status in (408, 413) else {"retry-after": "1"} if status == 429 else {}
             await JSONResponse(body, status, headers)(scope, receive, self.client)
 
 
 def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:
-    """Raises RefusedError if the client may not ask, or does not declare JSON. It has to send one of `keys`, if there are any;
-    `host` is where the endpoint listens."""
+    """Raise RefusedError if the client has none of `keys` where there are any, or does not declare JSON. The endpoint listens at
+    `host`."""
     headers = Headers(scope=scope)
     if keys:
         sent = _sent_key(headers.get("authorization", ""))
-        if not sum([hmac.compare_digest(sent, key) for key in keys]):  # all are compared, whichever fits
+        if not sum([hmac.compare_digest(sent, key) for key in keys]):  # all are compared, so the time shows nothing
             raise RefusedError(401, "wrong_key", "send a key of serve.api_key_file as Authorization: Bearer KEY")
     elif _host_name(headers.get("host", "")) not in (*LOOPBACK_HOSTS, host):
         raise RefusedError(403, "wrong_host", "without a key, this endpoint answers under its own address alone")
@@ -165,7 +172,7 @@ def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:
 
 
 def _sent_key(authorization: str) -> bytes:
-    """A bearer token, or the password of a URL, which is all that environments of Atropos can send."""
+    """Return the bearer token, or the password of a URL, for clients that can send nothing else."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() != "basic":
         return authorization.removeprefix("Bearer ").encode()
@@ -180,7 +187,7 @@ def _host_name(host: str) -> str:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """Raises RefusedError if the body is too large or comes too slowly, ClientGoneError if the client hung up."""
+    """Read a body. Raises RefusedError if it is too large or too slow, ClientGoneError if the client hung up."""
     too_large = RefusedError(
         413, "too_large", f"the body has more than {max_bytes} bytes; raise serve.max_request_bytes"
     )
@@ -204,7 +211,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: f
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does `work`, or raises ClientGoneError if the client hangs up meanwhile. A server says so, too, of a client that has its
+    """Do `work`, or raise ClientGoneError if the client hangs up meanwhile. The server reports that also of a client that has its
     whole answer."""
 
     async def hang_up() -> None:

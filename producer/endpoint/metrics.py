@@ -9,10 +9,9 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Histogram
 
 from producer.endpoint.agents import Agents
-from producer.endpoint.openai import REASONS, Reason
+from producer.endpoint.openai import REASONS, EndpointPlugin, Reason
 from producer.endpoint.versions import ClientLimiter
 from producer.metrics import GENERATION_BUCKETS_S
-from producer.plugins.atropos.atropos import Atropos
 from protocol.runtime.metrics import Readings
 
 RequestOutcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
@@ -20,14 +19,14 @@ OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
 
 class ServeMetrics:
-    """Counts requests as they end. `refused` also counts connections that never became a request."""
+    """Counts of requests as they end. `refused` also counts connections that never became a request."""
 
     def __init__(
         self,
         registry: CollectorRegistry,
         limiter: ClientLimiter,
         agents: Agents | None = None,
-        atropos: Atropos | None = None,
+        plugin: EndpointPlugin | None = None,
     ) -> None:
         self.refused: Counter[Reason] = Counter()
         self.outcomes: Counter[RequestOutcome] = Counter()
@@ -39,7 +38,7 @@ class ServeMetrics:
         readings = Readings(registry)
         readings.counters(
             "rl_producer_serve_requests_total",
-            "Requests of clients to the endpoint (with serve.enabled, as the next), by how they ended.",
+            "Requests of clients to the endpoint (with serve.enabled, as the next), by outcome.",
             "outcome",
             lambda: {str(outcome): self.outcomes[outcome] for outcome in OUTCOMES},
         )
@@ -63,8 +62,8 @@ class ServeMetrics:
         )
         if agents is not None:
             _watch_agents(readings, agents)
-        if atropos is not None:
-            _watch_atropos(readings, atropos)
+        if plugin is not None:
+            plugin.watch(readings)
 
     def refuse(self, reason: Reason) -> None:
         self.refused[reason] += 1
@@ -77,7 +76,7 @@ class ServeMetrics:
 def _watch_agents(readings: Readings, agents: Agents) -> None:
     readings.counters(
         "rl_producer_serve_episodes_total",
-        "Episodes of tasks that agents took (with posted rewards), by what became of them.",
+        "Episodes of tasks that agents took (with posted rewards), by outcome.",
         "outcome",
         lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded, "failed": agents.failed},
     )
@@ -85,29 +84,4 @@ def _watch_agents(readings: Readings, agents: Agents) -> None:
         "rl_producer_serve_waiting_tasks",
         "Tasks that wait for an agent (with posted rewards).",
         lambda: agents.num_waiting,
-    )
-
-
-def _watch_atropos(readings: Readings, atropos: Atropos) -> None:
-    readings.counters(
-        "rl_producer_atropos_groups_total",
-        "Groups that environments posted (with environment.agent=atropos, as the next), by what became of them.",
-        "outcome",
-        lambda: atropos.outcomes,
-    )
-    readings.gauges(
-        "rl_producer_atropos_queue",
-        "Groups that wait for a lease, and leases that wait for a group.",
-        "waiting",
-        lambda: {"groups": atropos.queue.num_groups, "leases": atropos.queue.num_leases},
-    )
-    readings.gauge(
-        "rl_producer_atropos_recorded_bytes",
-        "What was sampled for environments and is not scored yet.",
-        lambda: atropos.calls.num_bytes,
-    )
-    readings.counter(
-        "rl_producer_atropos_evicted_total",
-        "Calls of environments that were forgotten to make room, before they were scored.",
-        lambda: atropos.calls.evicted,
     )

@@ -1,22 +1,25 @@
-"""The requests that clients may send, and why the others are refused.
+"""OpenAI requests: the fields that clients may send, and one request in the engine with its samples.
 
 Guarantee: every field of a request that passes is harmless to the engine and to the meaning of its log-probs, whatever its value;
 vLLM checks types and bounds. Fields that could reach files, other hosts, the scheduler or the weights of the distribution
-(structured outputs, custom templates, images, priorities, token masks) are refused by name. A refusal says what to change, in a
-form that OpenAI clients understand.
+(structured outputs, custom templates, images, priorities, token masks) are refused by name. A refusal names the fix, in a form
+that OpenAI clients understand. Every sampled token is kept with its log-prob and the policy version that sampled it. After
+`Call.close` nothing of the call is in the engine.
 """
 
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
+from starlette.routing import Route
 
-from producer.engine_contract import Adapter
+from producer.interfaces import Adapter
+from protocol.runtime.metrics import Readings
 
 Kind = Literal["chat", "completion"]
 Body = TypeVar("Body")
@@ -36,7 +39,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class RefusedError(Exception):
-    """An answer of the endpoint, not a defect. `reason` is what the refusal is counted as, `parameter` the field at fault."""
+    """A refusal by the endpoint, which is no defect. It is counted by `reason`; `parameter` is the field at fault."""
 
     def __init__(self, status: int, reason: Reason, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +53,7 @@ def malformed(message: str, parameter: str | None = None, status: int = 400) -> 
 
 
 def error_body(status: int, kind: str, message: str, parameter: str | None = None) -> dict[str, Any]:
-    """The body of an error in OpenAI's form."""
+    """Build the body of an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
 
 
@@ -81,7 +84,7 @@ class _Message(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct, kw_only=True):
-    """The fields whose values are checked here."""
+    """Fields whose values are checked here, not by vLLM."""
 
     model: str
     n: Annotated[int, Meta(ge=1)] = 1
@@ -96,12 +99,12 @@ class _ChatFields(_Fields, kw_only=True):
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A request that passed."""
+    """A request that passed. It asks for `num_completions` in all; `fields` are those for vLLM."""
 
     kind: Kind
     model: str
-    fields: dict[str, Any]  # for vLLM
-    num_completions: int  # that it asks for in all
+    fields: dict[str, Any]
+    num_completions: int
     metadata: dict[str, str]
 
     @property
@@ -113,7 +116,7 @@ class ServedRequest:
 
 
 def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
-    """Checks the fields of a request. Raises RefusedError if a field is not served."""
+    """Check the fields of a request. Raises RefusedError if a field is not served."""
     values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(values.keys() - FIELDS[kind]):
         raise malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
@@ -135,12 +138,12 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Reads a JSON object, without the numbers that JSON does not have. Raises RefusedError if the body is none."""
+    """Read a JSON object, without the numbers that JSON does not have. Raises RefusedError if the body is none."""
     return decode_body(body, dict[str, Any], "a JSON object")
 
 
 def decode_body(body: bytes, kind: type[Body], what: str) -> Body:
-    """Reads a body of a known type; no body is an empty object. Raises RefusedError if the body is not of this kind."""
+    """Read a body of a known type; an empty body is an empty object. Raises RefusedError if the body has another type."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -153,13 +156,12 @@ def _field_at_fault(error: Exception) -> str | None:
 
 
 Answer = dict[str, Any] | AsyncGenerator[str, None]
-"""In OpenAI's form: a whole one, or server-sent events."""
+"""An answer in OpenAI's form: a whole one, or server-sent events."""
 
 
 @dataclass
 class Sampled:
-    """One completion. The three lists have equal lengths; `finish_reason` is None unless the completion has ended
-    by itself."""
+    """One completion. Its three lists have equal lengths; `finish_reason` is None unless the completion has ended by itself."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -170,7 +172,7 @@ class Sampled:
 
 @dataclass
 class Call:
-    """The caller pins `adapter`."""
+    """One request in the engine. The caller pins `adapter`."""
 
     adapter: Adapter
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -179,12 +181,12 @@ class Call:
     _sampled: dict[tuple[str, int], Sampled] = field(default_factory=dict)
 
     def add(self, request_id: str, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """Adds the generator that samples for one of the call's prompts. It calls `note_reader` whenever it goes on."""
+        """Add the generator that samples for one of the call's prompts. It calls `note_reader` whenever it goes on."""
         self._generators[request_id] = generator
         return generator
 
     def note_reader(self, request_id: str) -> None:
-        """Notes that the current task reads this generator; vLLM reads each of several prompts in tasks of its own."""
+        """Note that the current task reads this generator; vLLM reads each of several prompts in another task."""
         self._readers[request_id] = asyncio.current_task()
 
     def of(self, request_id: str, index: int, prompt_ids: list[int]) -> Sampled:
@@ -205,14 +207,14 @@ class Call:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Counts every prompt once."""
+        """The number of tokens of all prompts, each counted once."""
         return sum({request_id: len(each.prompt_ids) for (request_id, _), each in self._sampled.items()}.values())
 
     async def close(self) -> None:
-        """Ends all generators. It tells each of them to end before it waits for the first."""
+        """End all generators: cancel each reader first, then wait for all."""
         running = [name for name, generator in self._generators.items() if generator.ag_running]
         readers = [reader for name in running if (reader := self._readers.get(name)) is not None]
-        for reader in readers:  # nobody else can close what it reads
+        for reader in readers:  # no other task can close the generator that it reads
             reader.cancel()
         for generator in self._generators.values():
             if not generator.ag_running:
@@ -221,8 +223,48 @@ class Call:
 
 
 class Answering(Protocol):
-    """What the endpoint needs of `producer.engine.openai_server`."""
+    """An engine's OpenAI API, such as `producer.engine.openai_server`."""
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
-        """Raises RefusedError if vLLM refuses the request."""
+        """Generate. Raises RefusedError if the engine refuses the request."""
         ...
+
+
+class Recorder(Protocol):
+    """A place for the samples of a call. `floor` is the oldest policy that may sample them."""
+
+    @property
+    def floor(self) -> int: ...
+
+    def note(self, sampled: Sampled) -> None: ...
+
+
+BodyOf = Callable[[dict[str, Any], Call], dict[str, Any]]
+"""Makes the body of an answer from the body for an OpenAI client."""
+
+Generating = Callable[[str, Callable[[bytes], ServedRequest], BodyOf], Route]
+"""Makes a route by which requests generate, given its path, the parser of their bodies, and `BodyOf`."""
+
+
+class EndpointPlugin(Protocol):
+    """An API of another project below a path, whose clients sample, and post groups of their samples. An entry point of the group
+    `slipstream.environments` that `environment.agent` names makes it from the configuration, the longest sequence of the engine
+    and a function that returns the version of the present policy."""
+
+    prefix: str
+    max_body_bytes: int
+
+    def routes(self, generating: Generating) -> list[Route]:
+        """Return the routes below `prefix`, besides those of OpenAI."""
+
+    def prepare(self, request: ServedRequest) -> tuple[Recorder | None, ServedRequest]:
+        """Return the recorder of a request, if it may be trained, and the request to generate."""
+
+    def watch(self, readings: Readings) -> None:
+        """Add metrics."""
+
+    def forget(self) -> None:
+        """Forget all samples: another trainer process may give their versions to other weights."""
+
+    def rollouts(self, access: Any, reward_names: tuple[str, ...]) -> Any:
+        """Return the `RolloutSource` of the run, given its `EngineAccess`."""

@@ -1,8 +1,8 @@
 """The life of the OpenAI-compatible endpoint in a producer.
 
-Guarantee: the endpoint listens before the engine is loaded, so that a port in use is reported at once. While it listens, a
-file in `RUN_DIR/serve/` has its address. Whatever ends it, the daemon goes on without it and `/readyz` says so. No key is
-ever logged.
+Guarantee: the endpoint listens before the engine is loaded, so that a port in use is reported at once. While it listens, a file
+in `RUN_DIR/serve/` has its address. When it ends, the daemon goes on without it and `/readyz` shows the reason. No key is ever
+logged.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ClientGeneration, ServedEngine
 from producer.endpoint.http import Endpoint
 from producer.endpoint.metrics import ServeMetrics
+from producer.endpoint.openai import EndpointPlugin
 from producer.endpoint.versions import ClientLimiter, ServedVersions
-from producer.plugins.atropos.atropos import Atropos
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.operation import ServeSection
 from protocol.config.run import RunConfig
@@ -36,8 +36,8 @@ _KEYS = "serve.api_key_file"
 
 @contextlib.contextmanager
 def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket | None]:
-    """The endpoint's socket; None where it is not enabled. Raises EndpointInUseError if another process has the port, ConfigError
-    if this machine has no such address."""
+    """Open the endpoint's socket; None if it is not enabled. Raises EndpointInUseError if another process has the port,
+    ConfigError if this machine has no such address."""
     if not section.enabled:
         yield None
         return
@@ -48,7 +48,7 @@ def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket 
 
 def base_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where nobody can connect to
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - no client can connect to these
     return f"http://{_address(host, port)}/v1"
 
 
@@ -57,7 +57,7 @@ def _address(host: str, port: int) -> str:
 
 
 def read_keys(file: str | None) -> tuple[bytes, ...]:
-    """The keys that clients may send. Raises ConfigError if the file is not there, not private, or has no usable key."""
+    """Read the keys of clients. Raises ConfigError if the file is missing, not private, or has no usable key."""
     if file is None:
         return ()
     lines = read_private(Path(file), _KEYS).splitlines()
@@ -71,8 +71,7 @@ def read_keys(file: str | None) -> tuple[bytes, ...]:
 
 
 class Serving:
-    """The endpoint's parts, put together. Clients may send `keys`; with posted rewards there are `agents`, with
-    `environment.atropos` there is `atropos`."""
+    """The endpoint with all its parts. Clients may send `keys`; `agents` exist with posted rewards."""
 
     def __init__(
         self,
@@ -82,25 +81,25 @@ class Serving:
         engine: ServedEngine,
         registry: CollectorRegistry,
         agents: Agents | None = None,
-        atropos: Atropos | None = None,
+        plugin: EndpointPlugin | None = None,
     ) -> None:
         settings = self._settings = config.serve
         self._name, self._folder = name, Path(config.run_dir) / "serve"
         self.versions = ServedVersions(
             engine.adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
         )
-        share = engine.max_num_seqs if atropos is not None else max(1, engine.max_num_seqs // 4)
+        share = engine.max_num_seqs if plugin is not None else max(1, engine.max_num_seqs // 4)
         limiter = ClientLimiter(settings.max_requests or share, settings.max_waiting)
-        metrics = ServeMetrics(registry, limiter, agents, atropos)
+        metrics = ServeMetrics(registry, limiter, agents, plugin)
         generation = ClientGeneration(engine, self.versions, limiter, metrics)
-        endpoint = Endpoint(settings, keys, generation, agents, atropos)
-        answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
+        endpoint = Endpoint(settings, keys, generation, agents, plugin)
+        answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the latter for its last bytes
         connections = ConnectionLimiter(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
         self._server = Server(endpoint, connections)
         self.problem: str | None = None
 
     async def run(self, listener: socket.socket) -> None:
-        """Serves until it is cancelled."""
+        """Serve until it is cancelled."""
         address = _address(*listener.getsockname()[:2])
         sweeping = asyncio.create_task(self._sweep())
         try:

@@ -1,23 +1,18 @@
-"""Rollouts of a single turn, those that outside agents generate through the endpoint and score, and those that environments of
-Atropos post.
+"""Rollouts of a single turn, and those that outside agents generate through the endpoint and score.
 
-Guarantee: as `producer.endpoint.agents` and `producer.plugins.atropos.atropos`. Reward functions of the run see what agents
-sampled, as they would without them; a lease for which no group of Atropos came in time goes back to the trainer.
+Guarantee: the same as of `producer.endpoint.agents`. Reward functions of the run see the completions of agents as they would see
+others.
 """
 
-import asyncio
 import time
 from dataclasses import dataclass
 
 from producer.endpoint.agents import Agents
-from producer.engine_contract import Completion
-from producer.groups import Episode, LeaseFailure, Rollouts
-from producer.plugins.atropos.atropos import Atropos
-from producer.rollouts.admission import EngineAccess, Progress
+from producer.groups import Episode, Rollouts
+from producer.interfaces import Completion
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.prompts import PromptFormat
 from protocol.wire.messages import Lease
-
-_MARGIN = 0.05  # of a lease's time, for delivery
 
 
 @dataclass
@@ -64,25 +59,3 @@ class AgentRollouts:
         token_ids = [episode.token_ids for episode in episodes]
         texts = await self.prompts.in_thread(self.prompts.decode, lease.prompt, token_ids)
         return Rollouts(episodes, generation_s, texts, posted)
-
-
-@dataclass
-class AtroposRollouts:
-    """A `RolloutSource`, for a run with `environment.atropos`. `reward_names` are the scores that are posted."""
-
-    atropos: Atropos
-    access: EngineAccess
-    reward_names: tuple[str, ...]
-
-    async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
-        if lease.sampling != self.atropos.sampling:
-            raise LeaseFailure(
-                "generation_failed", "trainer and producer have different `sampling:`; give both one file"
-            )
-        try:
-            async with asyncio.timeout(lease.timeout_s * (1 - _MARGIN)):
-                await self.access.wait_for(lease.policy_floor)
-                progress.enter("with agents", "generation_failed")
-                return await self.atropos.fulfil(lease.policy_floor)
-        except TimeoutError:
-            raise LeaseFailure("returned", "no environment posted a group") from None

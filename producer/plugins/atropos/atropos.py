@@ -14,17 +14,23 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
+from starlette.routing import Route
 
 from producer.endpoint.agents import first_difference, sampled_as
-from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, malformed
-from producer.endpoint.recorded import RecordedCalls
-from producer.groups import LeaseFailure, Rollouts
+from producer.endpoint.openai import Generating, Recorder, RefusedError, Sampled, ServedRequest, malformed
+from producer.groups import Rollouts
+from producer.interfaces import LeaseFailure
+from producer.plugins.atropos.recorded import RecordedCalls
+from producer.plugins.atropos.routes import PREFIX, Registration, atropos_routes, generate_body, parse_generate
 from producer.plugins.atropos.scored_data import ScoredData, match_group
+from producer.rollouts.engine_access import EngineAccess, Progress
 from protocol.config.run import RunConfig
 from protocol.runtime.logs import Throttle
+from protocol.runtime.metrics import Readings
+from protocol.wire.messages import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +38,8 @@ _REMEMBERED_GROUPS = 4096  # to know those that are posted again
 _BYTES_PER_TOKEN = 128  # of a group as JSON: token, mask, log-prob, messages
 _MAX_ENVIRONMENTS = 256
 _HEARD_S = 60.0  # environments ask for the status ten times a second
+_MARGIN = 0.05  # of a lease's time, for delivery
 _MIN_SHARE = 0.01  # as Atropos has it
-
-_Amount = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 
 
 class QueueFullError(Exception):
@@ -110,16 +115,6 @@ class GroupQueue:
         self._groups.clear()
         self._floors.clear()
         self._changed.set()
-
-
-class Registration(msgspec.Struct):
-    """The report of an environment about itself, in the fields of Atropos."""
-
-    group_size: int
-    max_token_length: _Amount
-    weight: _Amount
-    desired_name: str | None = None
-    min_batch_allocation: Any = None
 
 
 @dataclass
@@ -199,6 +194,40 @@ class Atropos:
         answered = {name: self._posted[name] for name in ("duplicate", "refused", "busy")}
         return {"leased": self.queue.leased, "stale": self.queue.stale, "void": self.queue.void} | answered
 
+    # The endpoint's side
+
+    prefix = PREFIX
+
+    def routes(self, generating: Generating) -> list[Route]:
+        return [*atropos_routes(self), generating(f"{PREFIX}/generate", parse_generate, generate_body)]
+
+    def rollouts(self, access: EngineAccess, reward_names: tuple[str, ...]) -> "AtroposRollouts":
+        return AtroposRollouts(self, access, reward_names)
+
+    def watch(self, readings: Readings) -> None:
+        readings.counters(
+            "rl_producer_atropos_groups_total",
+            "Groups that environments posted (with environment.agent=atropos, as the next), by what became of them.",
+            "outcome",
+            lambda: self.outcomes,
+        )
+        readings.gauges(
+            "rl_producer_atropos_queue",
+            "Groups that wait for a lease, and leases that wait for a group.",
+            "waiting",
+            lambda: {"groups": self.queue.num_groups, "leases": self.queue.num_leases},
+        )
+        readings.gauge(
+            "rl_producer_atropos_recorded_bytes",
+            "What was sampled for environments and is not scored yet.",
+            lambda: self.calls.num_bytes,
+        )
+        readings.counter(
+            "rl_producer_atropos_evicted_total",
+            "Calls of environments that were forgotten to make room, before they were scored.",
+            lambda: self.calls.evicted,
+        )
+
     # Calls
 
     @property
@@ -206,7 +235,7 @@ class Atropos:
         """The oldest policy that a waiting lease accepts."""
         return self.queue.floor
 
-    def prepare(self, request: ServedRequest) -> tuple["Atropos | None", ServedRequest]:
+    def prepare(self, request: ServedRequest) -> tuple[Recorder | None, ServedRequest]:
         """Return the recorder of this request, if it may be trained, and the request, then with the run's sampling."""
         name = "model" if request.model != "policy" else first_difference(request, self.sampling)
         if name is None:
@@ -316,3 +345,26 @@ class Atropos:
 
     def _drop_stale(self) -> None:
         self.queue.drop_older(self._version() - self._max_staleness)
+
+
+@dataclass
+class AtroposRollouts:
+    """The `RolloutSource` of a run with Atropos. `reward_names` are the posted scores. A lease goes back to the trainer if no
+    group was posted in its time."""
+
+    atropos: Atropos
+    access: EngineAccess
+    reward_names: tuple[str, ...]
+
+    async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
+        if lease.sampling != self.atropos.sampling:
+            raise LeaseFailure(
+                "generation_failed", "trainer and producer have different `sampling:`; give both one file"
+            )
+        try:
+            async with asyncio.timeout(lease.timeout_s * (1 - _MARGIN)):
+                await self.access.wait_for(lease.policy_floor)
+                progress.enter("with agents", "generation_failed")
+                return await self.atropos.fulfil(lease.policy_floor)
+        except TimeoutError:
+            raise LeaseFailure("returned", "no environment posted a group") from None

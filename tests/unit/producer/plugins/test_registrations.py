@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from producer.endpoint.openai import RefusedError, decode_body
-from producer.plugins.atropos.atropos import Environments, Registration
+from producer.plugins.atropos.atropos import Environments
+from producer.plugins.atropos.routes import Registration
 
 
 def registration(weight: float = 1.0, length: float = 64) -> Registration:

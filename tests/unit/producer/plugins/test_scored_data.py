@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from producer.endpoint.openai import RefusedError, decode_body
-from producer.endpoint.recorded import RecordedCall, RecordedCalls
 from producer.groups import Rollouts
+from producer.plugins.atropos.recorded import RecordedCall, RecordedCalls
 from producer.plugins.atropos.scored_data import ScoredData, ScoredGroups, match_group
 from protocol.wire.messages import Sampling
-from tests.unit.producer.endpoint.test_recorded_calls import sampled
+from tests.unit.producer.plugins.test_recorded_calls import sampled
 
 
 def recorded(*calls) -> RecordedCalls:

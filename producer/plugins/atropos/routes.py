@@ -1,21 +1,19 @@
-"""The requests by which agents take tasks and end episodes (docs/serving.md), and the API of Atropos' rollout server below
-`/atropos`, as far as environments use it (docs/environments.md).
+"""The API of Atropos' rollout server below `/atropos`, as far as environments use it (docs/environments.md), and `/generate` of
+vLLM's own server.
 
-Guarantee: that of `producer.endpoint.agents` and `producer.plugins.atropos.atropos`, over HTTP. A body is bounded before and
-after it is unpacked.
+Guarantee: the same as of `producer.plugins.atropos.atropos`, over HTTP. A body is bounded before and after it is unpacked.
 """
 
 import asyncio
 import zlib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from producer.endpoint.agents import Agents
 from producer.endpoint.openai import (
     Call,
     RefusedError,
@@ -25,45 +23,26 @@ from producer.endpoint.openai import (
     malformed,
     parse_object,
 )
-from producer.plugins.atropos.atropos import Atropos, Registration
 from producer.plugins.atropos.scored_data import ScoredData, ScoredGroups
 
+if TYPE_CHECKING:
+    from producer.plugins.atropos.atropos import Atropos
+
 PREFIX = "/atropos"
-_LONGEST_REASON = 2000  # characters
+_Amount = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 
 
-class _Wish(msgspec.Struct, forbid_unknown_fields=True):
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+class Registration(msgspec.Struct):
+    """The report of an environment about itself, in the fields of Atropos."""
+
+    group_size: int
+    max_token_length: _Amount
+    weight: _Amount
+    desired_name: str | None = None
+    min_batch_allocation: Any = None
 
 
-class _Failure(msgspec.Struct, forbid_unknown_fields=True):
-    reason: Annotated[str, msgspec.Meta(min_length=1)]
-
-
-def agent_routes(agents: Agents) -> list[Route]:
-    def answered(body: dict[str, Any]) -> Response:
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
-    async def take(request: Request) -> Response:
-        wish = decode_body(await request.body(), _Wish, "`wait_s` from 0 to 60 and nothing else")
-        task = await agents.take(wish.wait_s)
-        return Response(status_code=204) if task is None else answered(task)
-
-    async def reward(request: Request) -> Response:
-        return answered(agents.reward(request.path_params["episode"], parse_object(await request.body())))
-
-    async def fail(request: Request) -> Response:
-        failure = decode_body(await request.body(), _Failure, "`reason`, a text, and nothing else")
-        return answered(agents.fail(request.path_params["episode"], failure.reason[:_LONGEST_REASON]))
-
-    return [
-        Route("/v1/rollouts", take, methods=["POST"]),
-        Route("/v1/rollouts/{episode}/reward", reward, methods=["POST"]),
-        Route("/v1/rollouts/{episode}/failure", fail, methods=["POST"]),
-    ]
-
-
-def atropos_routes(atropos: Atropos) -> list[Route]:
+def atropos_routes(atropos: "Atropos") -> list[Route]:
     def route(
         method: str, name: str, answer: Callable[[Any], dict[str, Any]], read: Callable[[bytes], Any] = bytes
     ) -> Route:

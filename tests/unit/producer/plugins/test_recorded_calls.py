@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.endpoint.openai import Sampled
-from producer.endpoint.recorded import RecordedCalls
+from producer.plugins.atropos.recorded import RecordedCalls
 
 
 def sampled(prompt_ids: list[int], token_ids: list[int], version: int = 3, reason: str = "stop") -> Sampled:
