@@ -17,32 +17,37 @@ from typing import Any, get_args
 from producer.app.gpu_turns import GpuTurns
 from producer.app.timeline import Timeline
 from producer.app.watchdog import Supervision, Watchdog
+from producer.app.wiring import Base, Helpers
 from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import EndpointPlugin
-from producer.endpoint.serving import Serving
+from producer.endpoint.serving import Serving, base_url, listening, read_keys
+from producer.engine_contract import Engine
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.pool import EnvironmentPool
-from producer.gpu_turns import GpuTurns
-from producer.interfaces import Engine, LinkEvents
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox, TakeAgain
-from producer.policies.loading import PolicyLoader
-from producer.policies.registry import AdapterRegistry
-from producer.policies.swap_report import SwapReport
-from producer.policies.verification import SwapProof
-from producer.rollouts.admission import Admission
+from producer.link.session import Link, Mailbox, TakeAgain
+from producer.metrics import Counters, ProducerMetrics, Situation, Workload
+from producer.policies.downloads import LinkEvents
+from producer.policies.loader import PolicyLoader
+from producer.policies.probe import SwapProof
+from producer.policies.registry import AdapterRegistry, SwapReport
+from producer.relays.host_cache import host_cache
+from producer.relays.neighbours import Neighbours
+from producer.relays.place import relay_place
+from producer.relays.relay import Relay
+from producer.rewards.pool import RewardPool
+from producer.rewards.worker import Failure
+from producer.rollouts.admission import Admission, EngineAccess
 from producer.rollouts.chat import ChatFormat
 from producer.rollouts.group import Finish
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation, RolloutSource
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
-from producer.rollouts.sources import AgentRollouts, PlainRollouts
-from producer.startup import Base, Helpers
-from producer.state import Situation, Workload
-from producer.supervision import Supervision, Watchdog
+from producer.rollouts.several_turns import PlayedRollouts
+from producer.rollouts.single_turn import AgentRollouts, PlainRollouts
 from protocol.channel.client import ZmqClient
+from protocol.channel.keys import ProducerKeys, process_name, producer_keys
 from protocol.config.functions import load_plugin
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig

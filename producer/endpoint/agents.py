@@ -28,8 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, decode_body, malformed, parse_object
-from producer.groups import Episode, Record
-from producer.interfaces import Completion, LeaseFailure
+from producer.engine_contract import Completion
+from producer.groups import Episode, LeaseFailure, Record
 from protocol.wire.messages import Lease, Sampling
 
 _MAX_CALLS = 256  # of an episode

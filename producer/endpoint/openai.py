@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from producer.interfaces import Adapter
+from producer.engine_contract import Adapter
 from protocol.runtime.metrics import Readings
 
 Kind = Literal["chat", "completion"]

@@ -21,12 +21,11 @@ from starlette.routing import Route
 
 from producer.endpoint.agents import first_difference, sampled_as
 from producer.endpoint.openai import Generating, Recorder, RefusedError, Sampled, ServedRequest, malformed
-from producer.groups import Rollouts
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure, Rollouts
 from producer.plugins.atropos.recorded import RecordedCalls
 from producer.plugins.atropos.routes import PREFIX, Registration, atropos_routes, generate_body, parse_generate
 from producer.plugins.atropos.scored_data import ScoredData, match_group
-from producer.rollouts.engine_access import EngineAccess, Progress
+from producer.rollouts.admission import EngineAccess, Progress
 from protocol.config.run import RunConfig
 from protocol.runtime.logs import Throttle
 from protocol.runtime.metrics import Readings

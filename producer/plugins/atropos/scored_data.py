@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.endpoint.openai import RefusedError, malformed
-from producer.groups import Episode, Record, Rollouts, group_message
-from producer.interfaces import LeaseFailure
+from producer.groups import Episode, LeaseFailure, Record, Rollouts, group_message
 from producer.plugins.atropos.recorded import RecordedCall, RecordedCalls
 from protocol.wire.messages import Sampling
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from producer.engine_gate import EngineGate
-from producer.groups import Rollouts
-from producer.interfaces import LeaseFailure
+from producer.groups import LeaseFailure, Rollouts
 from producer.plugins.atropos.atropos import AtroposRollouts
-from producer.rollouts.engine_access import EngineAccess, Progress
-from producer.rollouts.sources import AgentRollouts
+from producer.rollouts.admission import EngineAccess, Progress
+from producer.rollouts.single_turn import AgentRollouts
 from protocol.wire.messages import Sampling
 from tests.policies import Policies
 from tests.scripted_trainer import lease
