@@ -17,7 +17,6 @@ from typing import Any, get_args
 from producer.app.gpu_turns import GpuTurns
 from producer.app.timeline import Timeline
 from producer.app.watchdog import Supervision, Watchdog
-from producer.app.wiring import Base, Helpers
 from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import EndpointPlugin
