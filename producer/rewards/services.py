@@ -28,6 +28,7 @@ _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 _MODEL_START_TIMEOUT_S = 900.0  # a download included
 _MAX_ERROR_CHARS = 300
 _TRANSIENT_STATUS = {408, 425, 429}
+_SENT = ("prompt", "completions", "columns", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,8 @@ class HttpReward:
 
 
 def _body(job: Job) -> bytes:
-    """Encode the token ids in pieces, so that other threads run in between: msgspec holds the GIL while it encodes."""
-    ids = [msgspec.Raw(msgspec.json.encode(ids)) for ids in job.completion_ids]
-    fields = {name: getattr(job, name) for name in ("prompt", "completions", "columns")}
-    return msgspec.json.encode(fields | {"completion_ids": ids})
+    ready = job.in_pieces(msgspec.json)
+    return msgspec.json.encode({name: getattr(ready, name) for name in _SENT})
 
 
 def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:

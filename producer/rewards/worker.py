@@ -46,6 +46,12 @@ class Job(msgspec.Struct, frozen=True):
     columns: dict[str, Any]
     reasoning_tokens: list[int] = []  # of each completion, for the function that asks for them
 
+    def in_pieces(self, codec: Any) -> "Job":
+        """Return the job with its token ids encoded one by one, so that other threads run in between: msgspec holds the GIL while
+        it encodes."""
+        ids = [msgspec.Raw(codec.encode(each)) for each in self.completion_ids]
+        return msgspec.structs.replace(self, completion_ids=ids)
+
 
 class Call(msgspec.Struct, frozen=True):
     """A request to the functions with these indexes. There are several only if all are asynchronous: the worker enforces the

@@ -147,13 +147,7 @@ class WorkerPool:
 
 
 def _encoded(call: Call) -> msgspec.Raw:
-    """Encode the token ids in pieces, so that other threads run in between: msgspec holds the GIL while it encodes."""
-    jobs = [
-        msgspec.structs.replace(
-            job, completion_ids=[msgspec.Raw(msgspec.msgpack.encode(ids)) for ids in job.completion_ids]
-        )
-        for job in call.jobs
-    ]
+    jobs = [job.in_pieces(msgspec.msgpack) for job in call.jobs]
     return msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(call, jobs=jobs)))
 
 

@@ -124,8 +124,9 @@ def plugin_place(group: str, name: str, key: str) -> tuple[str, str]:
 
 def check_plugin(group: str, name: str, shipped: Iterable[str], what: str) -> None:
     """Raise ValueError with the names that are installed, unless `name` is one. `shipped` are those of Slipstream itself."""
-    known = sorted({*shipped, *entry_points(group=group).names})
-    if name not in known:
+    shipped = set(shipped)
+    if name not in shipped and name not in (installed := entry_points(group=group).names):
+        known = sorted(shipped | installed)
         raise ValueError(
             f"no installed package has a plugin `{name}` in the entry points {group}; installed: {', '.join(known)}. {what}"
         )

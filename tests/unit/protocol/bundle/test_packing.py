@@ -13,6 +13,7 @@ from protocol.bundle.packing import pack
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
+from tests.plugins import install
 from tests.unit.protocol.config.files import MINIMAL
 
 
@@ -40,6 +41,19 @@ def test_a_bundle_has_the_configuration_and_the_files_that_are_imported(folder: 
         Requirement("nobody_has_this", "nobody_has_this", "", "rewards.py"),
         Requirement("yaml", "PyYAML", version("PyYAML"), "rewards.py"),
     ]
+
+
+def test_a_producer_needs_the_package_of_a_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(folder / "installed", "counting", {"slipstream.rewards": {"counts": "counting:counts"}})
+    monkeypatch.syspath_prepend(str(folder / "installed"))
+    rewards: dict[str, Any] = {
+        "functions": [{"function": "counts", "options": {"limit": 3}}, {"function": "exact_match"}]
+    }
+    bundle = decode(pack(config(rewards=rewards), folder))
+    assert bundle.requirements == [Requirement("counting", "counting", "1.0", "rewards.functions.0")]
+    rewards["functions"][0]["options"] = {"api_key": "sk-1"}
+    with pytest.raises(BundleError, match=r"rewards\.functions\.0\.options\.api_key looks like a secret"):
+        pack(config(rewards=rewards), folder)
 
 
 @pytest.mark.long
