@@ -20,14 +20,12 @@ from peft import get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumer.app.pipeline import Pipeline
-from consumer.app.run_components import RunComponents
+from consumer.app.setup import Setup
 from consumer.link.policy_store import Snapshot
 from protocol.config.functions import load_function
 from protocol.wire.adapter_blob import AdapterBlob
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.groups import RolloutGroup
-from replay.journal.schema import MicroBatchPlan
 
 _EVALUATED_AT_ONCE = 500
 
@@ -45,7 +43,7 @@ class Samples:
 class Sampler:
     """The base model with any published adapter, in place of an inference engine."""
 
-    def __init__(self, setup: RunComponents) -> None:
+    def __init__(self, setup: Setup) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(setup.model_folder, padding_side="left")
         base = AutoModelForCausalLM.from_pretrained(setup.model_folder, dtype=torch.float32)
         self.model = get_peft_model(base, setup.lora).eval()
@@ -104,7 +102,7 @@ class Sampler:
         return (distribution - noise.log()).argmax(dim=-1)  # Gumbel's trick: equal noise for equal seeds
 
 
-class Policies(Pipeline):
+class Policies:
     """The last published policies, by version.
 
     Args:
@@ -114,7 +112,6 @@ class Policies(Pipeline):
     """
 
     def __init__(self, keep: int, evaluate_every: int, evaluate: Callable[[bytes], float]) -> None:
-        super().__init__()
         self._keep = keep
         self._evaluate_every = evaluate_every
         self._evaluate = evaluate
@@ -124,7 +121,7 @@ class Policies(Pipeline):
     def __getitem__(self, version: int) -> bytes:
         return self._blobs[version]
 
-    def publish(self, step: int, version: int, snapshot: Snapshot, cut: MicroBatchPlan | None = None) -> None:
+    def submit(self, step: int, version: int, snapshot: Snapshot) -> None:
         blob = self._blobs[version] = bytes(snapshot.published(version).data)
         snapshot.release()
         while len(self._blobs) > self._keep:
@@ -134,14 +131,14 @@ class Policies(Pipeline):
 
 
 class LockstepFeed:
-    """A `consumer.app.pipeline.Feed` that samples the batch of every step when it is asked for it.
+    """A `consumer.app.run.Feed` that samples the batch of every step when it is asked for it.
 
     As in a live run, groups without signal are not trained: prompts are drawn in rounds of a batch, and the first groups
     with signal make the batch. Where `rounds` do not give enough, groups without signal fill it, so that a policy which
     gets everything right, or everything wrong, still takes its steps.
     """
 
-    def __init__(self, setup: RunComponents, sampler: Sampler, policies: Policies, staleness: int, rounds: int) -> None:
+    def __init__(self, setup: Setup, sampler: Sampler, policies: Policies, staleness: int, rounds: int) -> None:
         self._setup = setup
         self._sampler = sampler
         self._policies = policies

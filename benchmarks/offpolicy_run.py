@@ -18,9 +18,8 @@ import transformers
 from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.app.pipeline import Connections
-from consumer.app.run_components import RunComponents, RunStart
-from consumer.app.wiring import training_loop
+from consumer.app.run import Run
+from consumer.app.setup import RunStart, Setup
 from consumer.waiting import WaitPolicy
 from protocol.config.loader import load_config
 from protocol.runtime import json_lines as rotated_lines
@@ -80,7 +79,7 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     settings = [*plan.settings(case, run_dir), 'trainer.save_strategy="no"', "observability.progress=false"]
     config = load_config(CONFIG, settings)
-    setup = RunComponents.load(config, [], lambda: False)
+    setup = Setup.load(config, [], lambda: False)
     rows = [json.loads(line) for line in Path(plan.base, "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     sampler = Sampler(setup)
 
@@ -91,10 +90,12 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS)
     report = setup.report(Counter(), 0, CollectorRegistry())
     waits = WaitPolicy(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
-    loop = training_loop(setup, Connections(feed, policies, report, waits), RunStart(case.name))
-    loop.control.publish(0)
+    run = Run(setup, RunStart(case.name), feed, waits, report)
+    run.submit = policies.submit  # type: ignore[method-assign]
+    run.load()
+    run.publish(0)
     try:
-        loop.train()
+        run.train()
     finally:
         report.close()
     filler_share = feed.num_fillers / (plan.steps * config.pipeline.groups_per_step)

@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from consumer.app.run_components import RunComponents
+from consumer.app.setup import Setup
 from consumer.app.wiring import rollout_buffer
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.policy_store import PolicyStore
@@ -62,7 +62,7 @@ def configuration(folder: Path) -> RunConfig:
 async def one_step(config: RunConfig) -> None:
     run_dir, sampling = Path(config.run_dir), config.sampling
     # The trainer's parts: what follows from the configuration, the journal, the buffer, TRL's trainer.
-    components = RunComponents.load(config, [], stop=lambda: False)
+    components = Setup.load(config, [], stop=lambda: False)
     journal = Journal(config.journal_file)
     buffer = rollout_buffer(components, journal, session="one")
     buffer.restore(None, step=0, shape=components.shape)

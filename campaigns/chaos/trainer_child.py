@@ -52,8 +52,8 @@ def main(request: dict[str, Any]) -> NoReturn:
 
 
 def _write_evidence(log: EvidenceLog) -> None:
-    from consumer.app.pipeline import LivePipeline, Pipeline
-    from consumer.app.training_loop import RunControl
+    from consumer.app.live_run import LiveRun
+    from consumer.app.run import Run
     from consumer.learn import checkpoints as checkpoints
     from consumer.learn.trainer import SlipstreamTrainer
     from replay.journal.retention import Retention
@@ -76,23 +76,21 @@ def _write_evidence(log: EvidenceLog) -> None:
 
     SlipstreamTrainer.get_train_dataloader = watched_steps
 
-    on_step_end = RunControl.on_step_end
+    on_step_end = Run.on_step_end
 
     def watched_step_end(control: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Any:
         log.note("step_end", step=state.global_step)
         return on_step_end(control, args, state, *rest, **kwargs)
 
-    RunControl.on_step_end = watched_step_end
+    Run.on_step_end = watched_step_end
 
-    for pipeline in (LivePipeline, Pipeline):
+    for kind in (LiveRun, Run):
 
-        def watched_publish(
-            self: Any, step: int, version: int, snapshot: Any, cut: Any = None, _then: Any = pipeline.publish
-        ):
+        def watched_submit(self: Any, step: int, version: int, snapshot: Any, _then: Any = kind.submit) -> None:
             log.note("policy", step=step, version=version, digest=snapshot.published(version).digest)
-            return _then(self, step, version, snapshot, cut)
+            _then(self, step, version, snapshot)
 
-        pipeline.publish = watched_publish
+        kind.submit = watched_submit
 
     prune = Retention.prune
 
@@ -124,7 +122,7 @@ def _write_evidence(log: EvidenceLog) -> None:
 
 
 def set_points(aim: Aim) -> None:
-    from consumer.app.training_loop import RunControl
+    from consumer.app.run import Run
     from consumer.evaluate.control import EvaluationControl
     from consumer.evaluate.results import EvaluationResults
     from consumer.learn import checkpoints as checkpoints
@@ -163,7 +161,7 @@ def set_points(aim: Aim) -> None:
 
     aim.around(Intake, "publish", "publish.begin", "publish.done")
     aim.around(Intake, "stop", "farewell.begin", "farewell.done")
-    aim.around(RunControl, "on_step_begin", "step.begin", None)
+    aim.around(Run, "on_step_begin", "step.begin", None)
     aim.around(SlipstreamTrainer, "_part_of_loss", None, "step.loss")
     aim.around(SlipstreamTrainer, "__init__", None, "model.loaded")
     aim.around(ProcessRanks, "share", "plan.begin", "plan.shared")

@@ -19,8 +19,8 @@ import transformers
 
 from consumer.app.feed import RecordedRun
 from consumer.app.gpu_share import gpu_share
-from consumer.app.run_components import RunComponents
-from consumer.app.wiring import live_run, retraining, training_loop, watch_live
+from consumer.app.setup import Setup
+from consumer.app.wiring import live_run, recorded_run, watch_live
 from consumer.learn.options import build_arguments, build_lora
 from consumer.ranks.placement import Placement
 from consumer.ranks.team import team
@@ -62,14 +62,14 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
             if stop():
                 return ExitCode.OK
             try:
-                components = RunComponents.load(config, gpus, stop)
+                setup = Setup.load(config, gpus, stop)
             except StopRequested:
                 return ExitCode.OK
         try:
             if source is None:
-                _train_live(components, watch, placement, resume=resume)
+                _train_live(setup, watch, placement, resume=resume)
             else:
-                _train_again(components, watch, placement, source, resume=resume)
+                _train_again(setup, watch, placement, source, resume=resume)
             return ExitCode.OK
         except OSError as error:
             if error.errno in (errno.EIO, errno.EROFS):  # the second is how Linux answers after the first
@@ -78,64 +78,63 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
             raise
 
 
-def _train_live(components: RunComponents, watch: Watch, placement: Placement, *, resume: bool) -> None:
-    config, health = components.config, watch.health
+def _train_live(setup: Setup, watch: Watch, placement: Placement, *, resume: bool) -> None:
+    config, health = setup.config, watch.health
     with ExitStack() as opened:
-        run = live_run(components, watch, opened, placement.gpus, resume=resume)
-        report, intake = run.connections.report, run.intake
+        run = live_run(setup, watch, opened, placement.gpus, resume=resume)
+        intake = run.intake
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
             try:
-                ranks = opened.enter_context(team(config, placement, run.lost, components.stop))
-                loop = training_loop(components, run.connections, run.start, [run.heartbeat], ranks)
-                watch_ranks(watch.registry, loop.trainer.works)
-                run.carry(loop.trainer)
-                loop.control.publish(run.start.step)
-                run.connections.pipeline.flush()
+                run.load(opened.enter_context(team(config, placement, run.lose_rank, setup.stop)), run.heartbeat)
+                watch_ranks(watch.registry, run.trainer.works)
+                run.enable_turns()
+                run.publish(run.start.step)
+                run.flush()
             except StopRequested:
-                report.close()
+                run.report.close()
                 return
         intake.start()
         watch_live(run, watch)
         health.started(f"listening at {config.control_endpoint}")
-        report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
+        run.report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
         finished = False
         try:
-            finished = loop.train(intake.describe)
+            finished = run.train()
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
             health.end("intake")
-            report.close()
+            run.report.close()
         counts = dict(run.storage.buffer.totals)
         numbers = {"tokens_generated": intake.fleet.tokens_generated, "counts": counts}
         if run.turns is not None:
             numbers["gpu_turn_s"] = run.turns.spent_s()
-        loop.write_results(finished, numbers)
+        run.write_results(finished, numbers)
 
 
-def _train_again(components: RunComponents, watch: Watch, placement: Placement, source: Path, *, resume: bool) -> None:
-    """From the journal of `source` alone."""
-    config, health = components.config, watch.health
+def _train_again(setup: Setup, watch: Watch, placement: Placement, source: Path, *, resume: bool) -> None:
+    """Train the journal of `source` again, without producers."""
+    config, health = setup.config, watch.health
     if Path(config.run_dir).resolve() == source.resolve():
         raise ConfigError(f"--from-journal {source}: choose another run_dir for the result (--set run_dir=...)")
     with closing(RecordedRun(source)) as recorded, ExitStack() as opened:
-        start, connections, heartbeat, counts = retraining(components, recorded, watch, resume=resume)
+        run, heartbeat, counts = recorded_run(setup, recorded, watch, resume=resume)
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
             try:
-                ranks = opened.enter_context(team(config, placement, lambda error: None, components.stop))
+                ranks = opened.enter_context(team(config, placement, lambda error: None, setup.stop))
             except StopRequested:
-                connections.report.close()
+                run.report.close()
                 return
-            loop = training_loop(components, connections, start, [heartbeat], ranks)
-            watch_ranks(watch.registry, loop.trainer.works)
-            loop.control.publish(start.step)
+            run.load(ranks, heartbeat)
+            watch_ranks(watch.registry, run.trainer.works)
+            run.publish(run.start.step)
         health.started(f"training {source} again")
         finished = False
         try:
-            finished = loop.train()
+            finished = run.train()
         finally:
-            connections.report.close()
-        loop.write_results(finished, {"counts": dict(counts)})
+            run.report.close()
+        run.write_results(finished, {"counts": dict(counts)})
 
 
 _NOTED_WITHIN_S = 0.5

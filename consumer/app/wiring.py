@@ -7,39 +7,30 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from transformers import TrainerCallback
 
 from consumer.app.feed import BatchFeed, RecordedFeed, RecordedRun
-from consumer.app.pipeline import CheckpointWriter, Connections, Feed, LivePipeline, Pipeline
-from consumer.app.run_components import RunComponents, RunStart
-from consumer.app.training_loop import Heartbeat, RunControl, TrainingLoop
+from consumer.app.live_run import LiveRun
+from consumer.app.run import Heartbeat, Run
+from consumer.app.setup import RunStart, Setup
 from consumer.evaluate.control import EvaluationControl
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.learn import checkpoints as checkpoints
-from consumer.learn.micro_batches import Recorded
-from consumer.learn.model import loading, unquantized_probe
 from consumer.learn.run_facts import comparable, dataset_change
-from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
-from consumer.link.device_moves import DeviceMoves
 from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import SessionTerms
 from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
-from consumer.link.snapshots import Probe, probe_tokens
-from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
-from consumer.report.sampled_rollouts import RolloutLog
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
 from protocol.channel.keys import trainer_keys
@@ -47,7 +38,7 @@ from protocol.channel.server import ZmqServer
 from protocol.config.data import WEIGHTED_SUM, EvaluationSection
 from protocol.config.learning import PipelineSection
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, RankLostError
+from protocol.errors import ConfigError
 from protocol.exposition import Watch
 from protocol.gpu.nvml import gpu_facts
 from protocol.gpu.reservation import say_waiting, tenancy
@@ -69,46 +60,7 @@ from replay.rewards import SignalWatch
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LiveRun:
-    """What the daemon starts, runs and stops."""
-
-    start: RunStart
-    channel: ZmqServer
-    storage: RolloutStorage
-    intake: Intake
-    feed: BatchFeed
-    connections: Connections
-    heartbeat: Heartbeat
-    errors: ThreadErrors
-    turns: GpuTurns | None = None
-
-    def carry(self, trainer: SlipstreamTrainer) -> None:
-        """Where the GPU is shared, the model comes and goes with the trainer's turns from now on."""
-        if self.turns is not None:
-            moves = DeviceMoves(trainer.accelerator.device, trainer.kept_tensors, trainer.forget_batch)
-            self.turns.carry(moves, self.connections.pipeline.flush, self.intake.wake)
-
-    def lost(self, error: RankLostError) -> None:
-        """A rank was lost, which is not the fault of the batch in progress. May be called by any thread."""
-        self.errors.note(error)
-        self._undo_try()
-
-    def beat(self) -> None:
-        """The intake's thread comes round. Once a stop is requested the batch in progress is not to blame for an end of the
-        process, because a second signal, or a supervisor that waits no longer, may cut its step short."""
-        self.heartbeat.health.beat("intake")
-        if self.heartbeat.stop_requested():
-            self._undo_try()
-
-    def _undo_try(self) -> None:
-        if self.feed.last is not None:
-            self.connections.pipeline.undo_try(self.feed.last.last_step)
-
-
-def live_run(
-    components: RunComponents, watch: Watch, opened: ExitStack, gpus: Sequence[int], *, resume: bool
-) -> LiveRun:
+def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int], *, resume: bool) -> LiveRun:
     """
     Args:
         opened: closes what is opened here.
@@ -117,43 +69,44 @@ def live_run(
     Raises:
         ConfigError: run_dir holds another run, or one that nobody said to go on with.
     """
-    config, settings = components.config, components.config.pipeline
+    config, settings = setup.config, setup.config.pipeline
     journal = opened.enter_context(closing(Journal(config.journal_file, commit_seconds(watch.registry).observe)))
     before = journal.facts()
     start = _start(config, journal, before, resume)
-    facts = components.facts(start.run_id)
+    facts = setup.facts(start.run_id)
     same_shape = _comparable(start, journal, before, facts)
     journal.note_facts(facts)
 
     session = secrets.token_hex(4)  # of this process; the run may outlive it
-    buffer = rollout_buffer(components, journal, session)
-    buffer.restore(start.state or None, step=start.step, shape=components.shape, comparable=same_shape)
+    buffer = rollout_buffer(setup, journal, session)
+    buffer.restore(start.state or None, step=start.step, shape=setup.shape, comparable=same_shape)
     if start.checkpoint is not None:
         logger.info("resuming at step %d from %s", start.step, start.checkpoint.folder)
     storage = RolloutStorage(buffer, journal, DiskGuard(Path(config.run_dir), config.replay.max_disk_used))
     channel = _channel(config)
     store = PolicyStore(config.max_loras, opened.enter_context(shared_memory()))
-    report = components.report(buffer.totals, start.step, watch.registry)
+    report = setup.report(buffer.totals, start.step, watch.registry)
 
     warn = Throttle(logger)
-    prompts, sampling = components.prompts, config.sampling.message
-    evaluation = evaluation_of(components, channel, store, session, start.step, report.say)
+    prompts, sampling = setup.prompts, config.sampling.message
+    evaluation = evaluation_of(setup, channel, store, session, start.step, report.say)
     dispatcher = LeaseDispatcher(
         channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn,
         evaluations=evaluation.leases if evaluation else None,
     )  # fmt: skip
     errors = ThreadErrors()
-    heartbeat = Heartbeat(watch.health, components.stop, errors)
+    heartbeat = Heartbeat(watch.health, setup.stop, errors)
     resumed = start.checkpoint is not None or bool(before)
-    turns = _turns(components, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
-    terms = _terms(components, facts, session, turns)
+    turns = _turns(setup, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
+    terms = _terms(setup, facts, session, turns)
     intake = Intake(channel, storage, dispatcher, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
-    pipeline = LivePipeline(storage, intake, waits, errors, config.replay, evaluation)
-    opened.enter_context(closing(pipeline))
     feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
-    connections = Connections(feed, pipeline, report, waits, evaluation, feed if turns else None)
-    run = LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors, turns)
+    run = LiveRun(
+        setup, start, feed, waits, report, storage, intake, heartbeat, turns,
+        recorded=journal.newest_cut, evaluation=evaluation, refusals=channel.refusals.counts,
+    )  # fmt: skip
+    opened.enter_context(closing(run))
     return run
 
 
@@ -161,9 +114,9 @@ def watch_live(run: LiveRun, watch: Watch) -> None:
     """Metrics and health checks. Only after the first policy was published."""
     registry, health = watch.registry, watch.health
     _, journal, disk = run.storage
-    watch_trainer(registry, run.start.run_id, run.storage, run.intake, run.channel.refusals.counts, run.feed.waiting_s)
+    watch_trainer(registry, run.start.run_id, run.storage, run.intake, run.refusals, run.feed.waiting_s)
     watch.targets.add(run.intake.fleet.targets)
-    watch_evaluation(registry, run.connections.evaluation)
+    watch_evaluation(registry, run.evaluation)
     watch_turns(registry, run.turns)
     health.check_alive("disk", disk.complaint)
     health.check_ready("journal", journal.complaint)
@@ -186,9 +139,9 @@ def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: 
     return RunStart(run_id, found)
 
 
-def _turns(components: RunComponents, gpus: Sequence[int], opened: ExitStack, *, resumed: bool) -> GpuTurns:
+def _turns(setup: Setup, gpus: Sequence[int], opened: ExitStack, *, resumed: bool) -> GpuTurns:
     """A producer that has lost its trainer greets the next one within `heartbeat_timeout_s`, and again within a moment."""
-    config, pipeline = components.config, components.config.pipeline
+    config, pipeline = setup.config, setup.config.pipeline
     settle_s = 1.0 + 1.25 * config.transport.heartbeat_timeout_s if resumed else 0.0
     gpu = gpu_facts(gpus[0]) if gpus else None
     if gpu is None:
@@ -214,8 +167,8 @@ def _channel(config: RunConfig) -> ZmqServer:
     return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
 
 
-def _terms(components: RunComponents, facts: dict[str, str], session: str, turns: GpuTurns | None) -> SessionTerms:
-    config, host = components.config, socket.gethostname()[:128]
+def _terms(setup: Setup, facts: dict[str, str], session: str, turns: GpuTurns | None) -> SessionTerms:
+    config, host = setup.config, socket.gethostname()[:128]
     needs = TrainerNeeds(
         base_model_digest=facts["base_model_digest"],
         tokenizer_digest=facts["tokenizer_digest"],
@@ -229,7 +182,7 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, turns
     )
     return SessionTerms(
         needs,
-        components.shape,
+        setup.shape,
         facts["run_id"],
         session,
         config.pipeline.lease_timeout_s,
@@ -242,26 +195,26 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, turns
     )
 
 
-def rollout_buffer(components: RunComponents, journal: Journal, session: str) -> RolloutBuffer:
+def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
     """An empty buffer.
 
     Args:
         session: unique per trainer process.
     """
-    config = components.config
+    config = setup.config
     pipeline, reroll = config.pipeline, config.reroll
     ledger = PromptLedger(
-        len(components.prompts),
+        len(setup.prompts),
         seed=config.seed,
         shuffle=config.dataset.shuffle,
         budgets=retry_budgets(pipeline),
         session=session,
         rerolls=reroll,
     )
-    selector = BatchSelector(
-        components.budget,
+    cutter = BatchCutter(
+        setup.budget,
         journal,
-        signal=components.rewards.signal,
+        signal=setup.rewards.signal,
         replay=ReplayTable(config.replay, config.seed) if config.replay.mode == "signal" else None,
         max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
         partial=pipeline.fill == "partial",
@@ -271,7 +224,7 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         selector,
         journal,
         RerollRules(reroll, config.reward_names.index(reroll.reward) if reroll.reward else 0),
-        components.rewards.mean_reward,
+        setup.rewards.mean_reward,
         FailureWatch(pipeline.max_failed_share),
         SignalWatch(config.guards.max_groups_without_signal),
     )
@@ -286,7 +239,7 @@ def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
 
 
 def evaluation_of(
-    components: RunComponents,
+    setup: Setup,
     channel: ServerChannel,
     store: PolicyStore,
     session: str,
@@ -299,15 +252,15 @@ def evaluation_of(
         session: unique per trainer process.
         first_step: steps taken before this process.
     """
-    config, section = components.config, components.config.evaluation
-    if section is None or components.held_out is None:
+    config, section = setup.config, setup.config.evaluation
+    if section is None or setup.held_out is None:
         return None
     pipeline, run_dir = config.pipeline, Path(config.run_dir)
     results = EvaluationResults(run_dir, config.checkpoints_dir, section, first_step, pipeline.max_failed_share)
     due = EvaluationQueue(run_dir)
     due.restore(first_step, results.versions)
     rules = EvaluationRules(
-        num_prompts=min(len(components.held_out), section.max_prompts or len(components.held_out)),
+        num_prompts=min(len(setup.held_out), section.max_prompts or len(setup.held_out)),
         sampling=msgspec.structs.replace(
             config.sampling.message,
             num_generations=section.num_completions,
@@ -317,7 +270,7 @@ def evaluation_of(
             min_p=0.0,
         ),
         metric=_metric(config, section),
-        shape=dataclasses.replace(components.shape, num_generations=section.num_completions),
+        shape=dataclasses.replace(setup.shape, num_generations=section.num_completions),
         budgets=retry_budgets(pipeline),
         per_place=max(1, config.sampling.num_generations // section.num_completions),
         timeout_s=pipeline.lease_timeout_s,
@@ -327,10 +280,10 @@ def evaluation_of(
         section,
         due,
         results,
-        EvaluationLeases(store, channel, due, components.held_out, rules, Throttle(logger)),
+        EvaluationLeases(store, channel, due, setup.held_out, rules, Throttle(logger)),
         run_dir=run_dir,
         reward_names=config.reward_names,
-        last_version=components.budget.version_at(components.arguments.max_steps),
+        last_version=setup.budget.version_at(setup.arguments.max_steps),
         say=say,
     )
 
@@ -343,89 +296,20 @@ def _metric(config: RunConfig, section: EvaluationSection) -> Metric:
     return Metric(np.array(weights, np.float32), section.threshold, section.pass_k)
 
 
-def training_loop(
-    components: RunComponents,
-    connections: Connections,
-    start: RunStart,
-    callbacks: Sequence[TrainerCallback] = (),
-    ranks: Ranks = ALONE,
-) -> TrainingLoop:
-    """The loop, with the weights that it starts from loaded.
-
-    Args:
-        callbacks: after that of the loop.
-        ranks: that take the steps together.
-
-    Raises:
-        ConfigError: TRL or PEFT refused, or adapter or checkpoint do not fit.
-        DeviceError: the device has no memory for the model, or failed.
-    """
-    config, arguments = components.config, components.arguments
-    checkpoints = CheckpointWriter(
-        config.checkpoints_dir, connections.pipeline, connections.waits, start.run_id, arguments.save_total_limit
-    )
-    if ranks.world > 1:
-        folder = start.checkpoint.folder if start.checkpoint else None
-        begin(ranks, len(components.prompts), components.shape.vocab_size, start.step, folder)
-    trainer = _trainer(components, connections.feed, checkpoints, start, ranks, connections.pipeline.newest_plan)
-    control = RunControl(
-        trainer,
-        connections,
-        components.budget,
-        _probe(components, trainer),
-        RolloutLog(config, trainer.recipe, trainer.processing_class.decode, start.step),
-        components.stop,
-    )
-    for callback in (control, *callbacks):
-        trainer.add_callback(callback)
-    return TrainingLoop(trainer, control, connections, start, Path(config.run_dir))
-
-
-def _probe(components: RunComponents, trainer: SlipstreamTrainer) -> Probe:
-    config, model = components.config, trainer.model
-    tokens = probe_tokens(components.prompts, trainer.processing_class, config.seed)
-    if config.model.quantization is None:
-        return Probe(tokens, config.swap.probe_every, model, trainer.accelerator.autocast)
-    folder, every = components.model_folder, config.swap.probe_every
-    return unquantized_probe(tokens, every, config.model, folder, components.lora, model)
-
-
-def _trainer(
-    components: RunComponents,
-    batches: Feed,
-    checkpoints: CheckpointWriter,
-    start: RunStart,
-    ranks: Ranks,
-    recorded: Recorded,
-) -> SlipstreamTrainer:
-    with loading("transformers, PEFT or TRL refused to build the trainer"):
-        trainer = SlipstreamTrainer(
-            components.config, components.arguments, components.lora, components.model_folder, batches, checkpoints.commit,
-            ranks, recorded,
-        )  # fmt: skip
-    if components.initial_adapter is not None:
-        trainer.start_from(components.initial_adapter, resumed=start.checkpoint is not None)
-    if start.checkpoint is not None:
-        folder = start.checkpoint.folder
-        with loading(f"run_dir: {folder} does not fit model.path and lora"):
-            trainer._load_from_checkpoint(str(folder))  # before the first policy is published
-    return trainer
-
-
-def retraining(
-    components: RunComponents, recorded: RecordedRun, watch: Watch, *, resume: bool
-) -> tuple[RunStart, Connections, Heartbeat, Counter[str]]:
-    """Where it starts, what the loop is connected to, and what counts the groups."""
-    config = components.config
-    run_id = recorded.check(components.facts("?"))
+def recorded_run(
+    setup: Setup, recorded: RecordedRun, watch: Watch, *, resume: bool
+) -> tuple[Run, Heartbeat, Counter[str]]:
+    """A run that trains the batches of a journal again, and the counts of its groups."""
+    config = setup.config
+    run_id = recorded.check(setup.facts("?"))
     logs.bind(run=run_id)
     torch.set_num_threads(recorded.num_threads)
     run_dir, folder = Path(config.run_dir), config.checkpoints_dir
     start = RunStart(run_id, checkpoints.starting_point(run_dir, folder, has_groups=False, resume=resume))
     checkpoints.clear_leftovers(folder)
     counts: Counter[str] = Counter()
-    report = components.report(counts, start.step, watch.registry)
-    heartbeat = Heartbeat(watch.health, components.stop, ThreadErrors())
+    report = setup.report(counts, start.step, watch.registry)
+    heartbeat = Heartbeat(watch.health, setup.stop, ThreadErrors())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
-    feed = RecordedFeed(recorded, components.shape, heartbeat.check, start.step, counts)
-    return start, Connections(feed, Pipeline(recorded.newest_plan), report, waits), heartbeat, counts
+    feed = RecordedFeed(recorded, setup.shape, heartbeat.check, start.step, counts)
+    return Run(setup, start, feed, waits, report, recorded=recorded.newest_cut), heartbeat, counts

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from consumer import waiting
 from consumer.app import cli
-from consumer.app.pipeline import CheckpointWriter
+from consumer.app.run import Run
 
-_commit = CheckpointWriter.commit
+_commit = Run.commit_checkpoint
 
 
-def commit(writer: CheckpointWriter, step: int, staged: Path, write: Callable[[], None]) -> None:
+def commit(run: Run, step: int, staged: Path, write: Callable[[], None]) -> None:
     barrier = Path(os.environ["CHECKPOINTS_WAIT"])
     while barrier.exists():
         barrier.with_suffix(".reached").touch()
         time.sleep(0.02)
-    _commit(writer, step, staged, write)
+    _commit(run, step, staged, write)
 
 
 if __name__ == "__main__":
-    CheckpointWriter.commit = commit
+    Run.commit_checkpoint = commit
     waiting._SAY_EVERY_S = 2.0
     cli.main()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.app.run_components import RunComponents
+from consumer.app.setup import Setup
 from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs
@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup(model: Path, tmp_path: Path) -> Callable[..., RunComponents]:
-    def load(seed: int = 1, reward: str = "odd_length") -> RunComponents:
+def setup(model: Path, tmp_path: Path) -> Callable[..., Setup]:
+    def load(seed: int = 1, reward: str = "odd_length") -> Setup:
         config = RunConfig.model_validate(
             {
                 "run_dir": str(tmp_path),
@@ -48,7 +48,7 @@ def setup(model: Path, tmp_path: Path) -> Callable[..., RunComponents]:
                 "trainer": {"max_steps": STEPS, "gradient_checkpointing": False},
             }
         )
-        return RunComponents.load(config, [], lambda: False)
+        return Setup.load(config, [], lambda: False)
 
     return load
 
@@ -69,21 +69,21 @@ def completions(group: RolloutGroup) -> list[tuple[list[int], torch.Tensor]]:
     return [(one.tolist(), values) for one, values in zip(ids, logprobs, strict=True)]
 
 
-def run(setup: RunComponents, blobs: list[bytes], staleness: int = STALENESS) -> list[list[RolloutGroup]]:
+def run(setup: Setup, blobs: list[bytes], staleness: int = STALENESS) -> list[list[RolloutGroup]]:
     """The batches of a run whose step s publishes the s-th blob, however it was trained."""
     policies = Policies(staleness + 1, STEPS, lambda blob: 0.0)
     feed = LockstepFeed(setup, Sampler(setup), policies, staleness, ROUNDS)
-    policies.publish(0, 0, snapshot(blobs[0]))
+    policies.submit(0, 0, snapshot(blobs[0]))
     batches = []
     for step, batch in enumerate(feed):
         batches.append(batch.groups)
         if step + 1 < STEPS:
-            policies.publish(step + 1, step + 1, snapshot(blobs[step + 1]))
+            policies.submit(step + 1, step + 1, snapshot(blobs[step + 1]))
     return batches
 
 
 def test_log_probs_are_those_of_the_policy_that_the_staleness_names(
-    setup: Callable[..., RunComponents], model: Path, blobs: list[bytes], adapters: list[Path]
+    setup: Callable[..., Setup], model: Path, blobs: list[bytes], adapters: list[Path]
 ) -> None:
     for step, groups in enumerate(run(setup(), blobs)):
         version = max(0, step - STALENESS)
@@ -97,7 +97,7 @@ def test_log_probs_are_those_of_the_policy_that_the_staleness_names(
         assert (logprobs - other).abs().max() > 1e-2
 
 
-def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., RunComponents], blobs: list[bytes]) -> None:
+def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
     def prompts(batches: list[list[RolloutGroup]]) -> list[list[str]]:
         return [[group.lease_id for group in batch] for batch in batches]
 
@@ -109,7 +109,7 @@ def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., RunComp
     assert stale[-1][0].completion_ids.tolist() != fresh[-1][0].completion_ids.tolist()
 
 
-def test_greedy_accuracy_counts_exact_answers(setup: Callable[..., RunComponents], blobs: list[bytes]) -> None:
+def test_greedy_accuracy_counts_exact_answers(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
     sampler = Sampler(setup())
     sampler.load(blobs[0])
     prompts = sampler.tokenizer(PROMPTS)["input_ids"]

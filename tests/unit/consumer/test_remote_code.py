@@ -11,7 +11,7 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from consumer.app.run_components import model_config
+from consumer.app.setup import model_config
 from consumer.learn.options import build_lora
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.dataset import PromptDataset

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from consumer.app.pipeline import CheckpointWriter
+from consumer.app.run import Run
+from consumer.app.setup import RunStart
 from consumer.learn import checkpoints as checkpoints
 from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import StalledError
@@ -29,7 +30,14 @@ class Saving:
         self.events: list[str] = []
         self.said: list[str] = []
         waits = WaitPolicy(check=self.check, say=self.said.append, stall_timeout_s=60.0)
-        self.writer = CheckpointWriter(self.checkpoints_dir, self, waits, "run", None)
+        unused: Any = None
+        setup: Any = SimpleNamespace(
+            config=SimpleNamespace(checkpoints_dir=self.checkpoints_dir),
+            checkpoint_limit=None,
+        )
+        self.run = Run(setup, RunStart("run"), unused, waits, unused)
+        self.run.state = lambda: {"journal_seq": 7}
+        self.run.checkpointed = lambda: self.events.append("checkpointed")
 
     def check(self) -> None:
         if self.clock.now >= self.stop_at:
@@ -44,15 +52,7 @@ class Saving:
             raise self.error
 
     def save(self) -> None:
-        self.writer.commit(3, self.staged, self.write)
-
-    # The pipeline that it sees.
-
-    def state(self) -> dict[str, Any]:
-        return {"journal_seq": 7}
-
-    def checkpointed(self, checkpoints_dir: Path) -> None:
-        self.events.append("checkpointed")
+        self.run.commit_checkpoint(3, self.staged, self.write)
 
 
 @pytest.fixture

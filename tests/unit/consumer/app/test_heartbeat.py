@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 from transformers import TrainerCallback
 
-from consumer.app.training_loop import Heartbeat
+from consumer.app.run import Heartbeat
 from consumer.waiting import StopRequested, ThreadErrors
 from tests.unit.protocol.runtime.test_health import World
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from consumer.app import wiring as training
-from consumer.app.run_components import RunStart
+from consumer.app import run
+from consumer.app.setup import RunStart
 from consumer.learn.checkpoints import Checkpoint
 from protocol.errors import ConfigError, DeviceError
 
@@ -32,12 +32,12 @@ class Trainer:
 
 
 def start(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    components: Any = SimpleNamespace(
+    unused: Any = None
+    setup: Any = SimpleNamespace(
         config=None, arguments=None, lora=None, model_folder=None, initial_adapter=None, prompts=[]
     )
-    monkeypatch.setattr(training, "SlipstreamTrainer", trainer)
-    checkpoint = RunStart("run", Checkpoint(Path("checkpoint-3"), {}))
-    training._trainer(components, None, SimpleNamespace(commit=None), checkpoint, None, lambda step: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(run, "SlipstreamTrainer", trainer)
+    run.Run(setup, RunStart("run", Checkpoint(Path("checkpoint-3"), {})), unused, unused, unused).load()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from consumer.app.training_loop import Heartbeat
+from consumer.app.run import Heartbeat
 from consumer.learn.importance import PRESETS
 from consumer.learn.micro_batches import MicroBatch
 from consumer.learn.trainer import SlipstreamTrainer

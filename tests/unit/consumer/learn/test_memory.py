@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from consumer.app.run_components import RunStart
-from consumer.app.training_loop import TrainingLoop
+from consumer.app.run import Run
+from consumer.app.setup import RunStart
 from consumer.learn import micro_batches as step_cuts
 from consumer.learn.memory import OutOfMemory, PassMemory, allocatable_bytes, oom_on_all_ranks, tokens_within
 from consumer.learn.micro_batches import StepSplitter
@@ -216,13 +216,12 @@ def test_ranks_that_share_the_base_give_no_pass_up_and_the_run_ends(
 
 def tries_taken_back(trainer: SlipstreamTrainer, folder: Path, taken_back: list[int] | None = None) -> None:
     """Trains in a loop whose feed is at the batch that ends with step 7."""
-    control: Any = SimpleNamespace(early_stop_reason=None)
-    connections: Any = SimpleNamespace(
-        shared=None,
-        feed=SimpleNamespace(last=SimpleNamespace(last_step=7)),
-        pipeline=SimpleNamespace(undo_try=([] if taken_back is None else taken_back).append),
-    )
-    TrainingLoop(trainer, control, connections, RunStart("r"), folder).train()
+    unused: Any = None
+    feed: Any = SimpleNamespace(last=SimpleNamespace(last_step=7))
+    run = Run(unused, RunStart("r"), feed, unused, unused)
+    run.trainer = trainer
+    run.undo_try = lambda: ([] if taken_back is None else taken_back).append(7)
+    run.train()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from consumer.learn.loss import NotFiniteStep
 from consumer.report.inspection import keep, not_finite
-from replay.batch_selection import TrainingBatch
-from tests.unit.consumer.app.test_callbacks import Run, column
+from replay.batches.cutting import CutBatch
+from tests.unit.consumer.app.test_run import Run, column
 from tests.unit.consumer.builders import rollout_group
 
 

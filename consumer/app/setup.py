@@ -47,7 +47,7 @@ class RunStart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunComponents:
+class Setup:
     """What every way of training needs."""
 
     config: RunConfig
@@ -61,9 +61,10 @@ class RunComponents:
     shape: GroupShape
     budget: StalenessBudget
     rewards: RewardRecipe
+    checkpoint_limit: int | None  # so many of the newest stay; None: all
 
     @classmethod
-    def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "RunComponents":
+    def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
         lora = build_lora(config)
         adapter = initial_adapter(config.lora["init_from"], lora) if config.lora.get("init_from") else None
         model_folder = resolve_model(
@@ -92,7 +93,10 @@ class RunComponents:
             arguments.num_iterations,
         )
         rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
-        return cls(config, stop, lora, adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards)
+        limit = arguments.save_total_limit  # the trainer takes it out of its arguments
+        return cls(
+            config, stop, lora, adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards, limit
+        )
 
     def facts(self, run_id: str) -> dict[str, str]:
         facts = run_facts(

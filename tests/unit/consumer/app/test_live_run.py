@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
-from consumer.app.pipeline import LivePipeline
+from consumer.app.live_run import LiveRun
+from consumer.app.run import Heartbeat
+from consumer.app.setup import RunStart
 from consumer.learn import checkpoints as checkpoints
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.policy_store import PublishedPolicy
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
 from protocol.config.learning import ReplaySection
-from protocol.errors import JournalError
+from protocol.errors import JournalError, RankLostError
+from replay.batches.replay_table import ReplayTable
+from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
 from replay.journal.retention import DiskGuard
 from replay.journal.schema import MicroBatchPlan
@@ -64,12 +69,19 @@ class Run:
         self.said: list[str] = []
         self.room_at = 0.0
         self.stop_at = float("inf")
-        self.pipeline = LivePipeline(
-            RolloutStorage(self.replay, journal, disk),
-            self.intake,
+        self.feed = SimpleNamespace(last=None)
+        self.stopped, self.health, unused = False, MagicMock(), cast("Any", None)
+        config = SimpleNamespace(checkpoints_dir=folder, replay=ReplaySection(**({"keep_bytes": 0} | settings)))
+        self.heartbeat = Heartbeat(self.health, lambda: self.stopped, ThreadErrors())
+        self.run = LiveRun(
+            cast("Any", SimpleNamespace(config=config)),
+            RunStart("run"),
+            cast("Any", self.feed),
             WaitPolicy(check=self.check, say=self.said.append, stall_timeout_s=60.0),
-            ThreadErrors(),
-            ReplaySection(**({"keep_bytes": 0} | settings)),
+            unused,
+            RolloutStorage(self.replay, journal, disk),
+            cast("Any", self.intake),
+            self.heartbeat,
         )
 
     def check(self) -> None:
@@ -83,13 +95,13 @@ class Run:
         fill(self.replay)
         batch = self.replay.next_batch(0.0)
         assert batch is not None
-        self.pipeline.publish(number, number, snapshot(b"adapter"))
-        return [group.lease_id for group in batch.groups]
+        self.run.submit(number, number, snapshot(b"adapter"))
+        return [group.group_id for group in batch.groups]
 
     def checkpoint(self, step: int) -> None:
         staged = checkpoints.staging(self.folder) / f"checkpoint-{step}"
         staged.mkdir(parents=True)
-        checkpoints.commit(staged, self.pipeline.state() | {"step": step, "run_id": "run"})
+        checkpoints.commit(staged, self.run.state() | {"step": step, "run_id": "run"})
 
     def steps_in_journal(self) -> list[int]:
         return [step for (step,) in self.journal.query("SELECT DISTINCT step FROM groups ORDER BY step")]
@@ -107,7 +119,7 @@ def make(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock
 def run(make: Make) -> Iterator[Run]:
     made = make()
     yield made
-    made.pipeline.close()
+    made.run.close()
 
 
 def test_the_try_of_a_batch_is_taken_back_once_and_when_there_is_room(run: Run) -> None:
@@ -115,22 +127,22 @@ def test_the_try_of_a_batch_is_taken_back_once_and_when_there_is_room(run: Run) 
         return {count for (count,) in run.journal.query("SELECT tries FROM groups")}
 
     ids = fill(run.replay)
-    assert run.replay.next_batch(0.0) is not None
+    run.feed.last = run.replay.next_batch(0.0)
     run.journal.claim(1, 1, ids, 2)  # the same batch, after a crash
     assert tries() == {2}
     run.journal.full = True
-    run.pipeline.undo_try(1)
+    run.run.undo_try()
     run.journal.full = False
     assert tries() == {2}
     for _ in range(2):
-        run.pipeline.undo_try(1)
+        run.run.undo_try()
         assert tries() == {1}, "the first try ended in a crash"
 
 
 def test_a_policy_is_in_the_journal_when_it_is_announced(run: Run) -> None:
-    run.pipeline.publish(0, 0, snapshot(b"first"))
-    run.pipeline.publish(3, 1, snapshot(b"second"))
-    run.pipeline.flush()
+    run.run.submit(0, 0, snapshot(b"first"))
+    run.run.submit(3, 1, snapshot(b"second"))
+    run.run.flush()
     first, second = (hashlib.sha256(data).hexdigest() for data in (b"first", b"second"))
     assert run.intake.heard == [
         (0, b"first", first, [(0, 0, first)]),
@@ -142,7 +154,7 @@ def test_a_step_without_a_policy_ends_too(run: Run) -> None:
     fill(run.replay)
     assert run.replay.next_batch(0.0) is not None
     assert run.journal.query("SELECT tries FROM groups") == [(1,), (1,)]
-    run.pipeline.end_step(1, MicroBatchPlan(1, 64, None))
+    run.run.end_step(1, StepCut(1, 64, None))
     assert run.journal.query("SELECT tries FROM groups") == [(0,), (0,)]
     assert run.intake.heard == []
     assert run.journal.newest_version == -1
@@ -150,9 +162,9 @@ def test_a_step_without_a_policy_ends_too(run: Run) -> None:
 
 def test_on_a_full_disk_the_end_of_a_step_is_waited_for_and_then_announced(run: Run, tmp_path: Path) -> None:
     run.journal.full, run.room_at = True, 1012.0
-    run.pipeline.end_step(1, MicroBatchPlan(1, 64, None))
-    run.pipeline.publish(1, 1, snapshot(b"adapter"))
-    run.pipeline.flush()
+    run.run.end_step(1, StepCut(1, 64, None))
+    run.run.submit(1, 1, snapshot(b"adapter"))
+    run.run.flush()
     assert run.clock.now == 1012.25
     assert run.journal.refused == 49, "four times a second"
     assert run.said == ["waiting for room on the disk of run_dir (10 s): 1 producer(s)"]
@@ -168,9 +180,9 @@ def test_a_journal_that_is_damaged_ends_the_run(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(run.journal, write, damaged)
 
     def publish() -> None:
-        run.pipeline.end_step(1, MicroBatchPlan(1, 64, None))
-        run.pipeline.publish(1, 1, snapshot(b"adapter"))
-        run.pipeline.flush()
+        run.run.end_step(1, StepCut(1, 64, None))
+        run.run.submit(1, 1, snapshot(b"adapter"))
+        run.run.flush()
 
     with pytest.raises(JournalError, match="damaged"):
         publish()
@@ -182,10 +194,10 @@ def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) 
         run.step(number)
         if number % 2 == 0:
             run.checkpoint(number)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [3, 4], "checkpoint-2 may still be resumed from"
     checkpoints.prune(run.folder, keep=1)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == []
 
 
@@ -196,13 +208,13 @@ def test_groups_that_may_be_replayed_stay_until_no_kept_checkpoint_has_them(make
     for number in (2, 3):
         run.step(number)
         run.checkpoint(number)
-        run.pipeline.checkpointed(run.folder)
+        run.run.checkpointed()
     assert run.steps_in_journal() == [1, 2, 3]
     checkpoints.prune(run.folder, keep=2)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [2, 3], "of a step that the oldest checkpoint holds, and still in its table"
     checkpoints.prune(run.folder, keep=1)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [3]
 
 
@@ -214,13 +226,13 @@ def test_groups_newer_than_the_state_of_the_checkpoint_stay(run: Run) -> None:
     state = json.loads(state_file.read_text())
     assert state["journal_seq"] == 2
     state_file.write_text(json.dumps(state | {"step": 2}))  # only the rows that it knows may go
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [2]
 
 
 def test_without_a_checkpoint_nothing_goes(run: Run) -> None:
     run.step(1)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [1]
 
 
@@ -228,7 +240,7 @@ def test_with_keep_all_nothing_goes(make: Make) -> None:
     run = make(keep_all=True)
     run.step(1)
     run.checkpoint(1)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [1]
 
 
@@ -238,11 +250,11 @@ def test_what_may_be_kept_for_inspection_is_deleted_when_the_disk_has_no_room(
     run = make(keep_bytes=10**6)
     run.step(1)
     run.checkpoint(1)
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == [1]
     usage.free = 10
     disk.look()
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == []
 
 
@@ -252,9 +264,42 @@ def test_a_disk_too_full_to_delete_from_the_journal_is_tried_again_at_the_next_c
     run.step(1)
     run.checkpoint(1)
     run.journal.full = True
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert not (tmp_path / "journal.reserve").exists()
     run.journal.full = False
     assert run.steps_in_journal() == [1]
-    run.pipeline.checkpointed(run.folder)
+    run.run.checkpointed()
     assert run.steps_in_journal() == []
+
+
+# Which end of the process is not the fault of the batch in progress.
+
+
+@pytest.fixture
+def taken_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    steps: list[int] = []
+    monkeypatch.setattr(run.journal, "undo_try", steps.append)
+    return steps
+
+
+def test_once_a_stop_is_requested_no_try_counts(run: Run, taken_back: list[int]) -> None:
+    run.stopped = True
+    run.run.beat()
+    assert taken_back == [], "there is no batch yet"
+    run.stopped, run.feed.last = False, SimpleNamespace(last_step=4)
+    run.run.beat()
+    assert taken_back == []
+    run.stopped = True
+    run.run.beat()
+    run.feed.last = SimpleNamespace(last_step=6)  # claimed in the moment of the request
+    run.run.beat()
+    assert taken_back == [4, 6]
+    assert run.health.beat.call_count == 4
+
+
+def test_a_lost_rank_is_told_and_its_step_is_no_try(run: Run, taken_back: list[int]) -> None:
+    run.feed.last = SimpleNamespace(last_step=4)
+    error = RankLostError("rank 1 ended")
+    run.run.lose_rank(error)
+    assert run.heartbeat.errors.first is error
+    assert taken_back == [4]

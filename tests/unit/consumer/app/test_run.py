@@ -6,6 +6,7 @@ import itertools
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from consumer.app import training_loop as callbacks_module
+from consumer.app import run as run_module
 from consumer.app.feed import BatchFeed
-from consumer.app.pipeline import CheckpointWriter, Connections, LivePipeline
-from consumer.app.training_loop import RunControl
+from consumer.app.live_run import LiveRun
+from consumer.app.setup import RunStart
 from consumer.learn import checkpoints as checkpoints
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.policy_store import PublishedPolicy
 from consumer.link.snapshots import Probe
-from consumer.report.sampled_rollouts import RolloutLog
 from consumer.report.steps import StepReport
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.runtime import json_lines as rotated_lines
@@ -44,6 +44,8 @@ PROBE_TOKENS = np.arange(3, 11, dtype=np.int32)
 
 class Run:
     """Everything of `consumer.app.daemon` but the sockets. The producer uses the newest policy, `behind` versions late."""
+
+    trainer: SlipstreamTrainer
 
     def __init__(
         self,
@@ -77,36 +79,34 @@ class Run:
         }
         self.replay = live_buffer(journal, **options)
         run_dir, checkpoints_dir = Path(self.config.run_dir), self.config.checkpoints_dir
-        start = checkpoints.starting_point(run_dir, checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume)
-        first_step = start.step if start else 0
-        self.replay.restore(start.state if start else None, step=first_step, shape=SHAPE)
+        found = checkpoints.starting_point(run_dir, checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume)
+        start = RunStart("run", found)
+        self.replay.restore(start.state or None, step=start.step, shape=SHAPE)
         report = StepReport(
-            run_dir, self.replay.totals, learning_metrics(), max_steps=99, first_step=first_step, show_bar=False
+            run_dir, self.replay.totals, learning_metrics(), max_steps=99, first_step=start.step, show_bar=False
         )
         waits = WaitPolicy(check=self.produce, say=print, stall_timeout_s=60.0)
         self.feed = feed = BatchFeed(self.replay, self, waits)
+        setup: Any = SimpleNamespace(
+            config=self.config, arguments=self.arguments, budget=StalenessBudget(**options),
+            checkpoint_limit=self.arguments.save_total_limit,
+            stop=lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
+        )  # fmt: skip
+        heartbeat: Any = SimpleNamespace(errors=ThreadErrors())
         storage = RolloutStorage(self.replay, journal, DiskGuard(run_dir, 1.0))
-        self.pipeline = LivePipeline(storage, self, waits, ThreadErrors(), self.config.replay)
-        writer = CheckpointWriter(checkpoints_dir, self.pipeline, waits, "run", self.arguments.save_total_limit)
+        self.run = LiveRun(setup, start, feed, waits, report, storage, self, heartbeat)
         lora = build_lora(self.config)
-        self.trainer = SlipstreamTrainer(self.config, self.arguments, lora, model, feed, writer.commit)
-        control = RunControl(
-            self.trainer,
-            Connections(feed, self.pipeline, report, waits),
-            StalenessBudget(**options),
-            Probe(PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast),
-            RolloutLog(self.config, self.trainer.recipe, self.trainer.processing_class.decode, first_step),
-            lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
-        )
-        self.trainer.add_callback(control)
-        if start:
-            self.trainer._load_from_checkpoint(str(start.folder))
+        self.trainer = SlipstreamTrainer(self.config, self.arguments, lora, model, feed, self.run.commit_checkpoint)
+        every, autocast = self.config.swap.probe_every, self.trainer.accelerator.autocast
+        self.run.attach(self.trainer, Probe(PROBE_TOKENS, every, self.trainer.model, autocast))
+        if found:
+            self.trainer._load_from_checkpoint(str(found.folder))
         self.prepare()
-        control.publish(first_step)
+        self.run.publish(start.step)
         try:
-            self.trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
+            self.trainer.train(resume_from_checkpoint=str(found.folder) if found else None)
         finally:
-            self.pipeline.close()
+            self.run.close()
             report.close()
         self.state = self.replay.state()
 
@@ -127,7 +127,7 @@ class Run:
         self.replay.published(policy.version)
 
     def produce(self) -> None:
-        self.pipeline.flush()
+        self.run.flush()
         while (record := self.replay.lease("p", now=0.0, timeout_s=1e9)) is not None:
             number = record.task.key.prompt_id
             group = rollout_group(
@@ -230,7 +230,7 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_la
 def test_transformers_record_of_what_was_logged_does_not_grow_with_the_run(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks_module, "_MOST_LOGS", 3)
+    monkeypatch.setattr(run_module, "_MOST_LOGS", 3)
     run = Run(tmp_path, one_layer_model, trainer={"max_steps": 6, "save_steps": 5})
     assert [entry["step"] for entry in run.trainer.state.log_history[:2]] == [5, 6]
     saved = json.loads((run.config.checkpoints_dir / "checkpoint-5" / "trainer_state.json").read_text())
@@ -310,7 +310,7 @@ def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_t
 
     watch("commit", checkpoints, "commit")
     watch("prune", checkpoints, "prune")
-    watch("groups go", LivePipeline, "checkpointed")
+    watch("groups go", LiveRun, "checkpointed")
     run = Run(tmp_path, one_layer_model, trainer={"save_steps": 2, "save_total_limit": 1})
     assert seen == [
         "commit beside ",
