@@ -21,9 +21,9 @@ from consumer.link.policy_store import PublishedPolicy, Snapshot
 from consumer.link.publisher import Publisher
 from protocol.errors import RankLostError
 from protocol.runtime.files import out_of_space
-from replay.journal.database import JournalFullError
 from replay.journal.retention import Retention
-from replay.journal.tables import StepCut
+from replay.journal.schema import MicroBatchPlan
+from replay.journal.writer import JournalFullError
 
 _PAUSE_S = 0.25
 
@@ -66,7 +66,7 @@ class LiveRun(Run):
                 self._journal.undo_try(batch.last_step)
                 self._undone = batch.last_step
 
-    def end_step(self, step: int, plan: StepCut) -> None:
+    def end_step(self, step: int, plan: MicroBatchPlan) -> None:
         def attempt() -> bool | None:
             try:
                 self._journal.end_step(step, plan)
@@ -93,7 +93,7 @@ class LiveRun(Run):
             self._retention.prune(
                 oldest_step=kept[0].step,
                 oldest_seq=kept[0].state["journal_seq"],
-                replayable={group_id for state in states for group_id, *_ in state["replay"]},
+                replayable={lease_id for state in states for lease_id, *_ in state["replay"]},
                 keep_bytes=settings.keep_bytes if self._disk.has_room else 0,
                 keep_age_s=settings.keep_age_s,
             )

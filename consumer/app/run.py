@@ -41,8 +41,8 @@ from protocol.runtime import logs
 from protocol.runtime.files import staged
 from protocol.runtime.health import Health
 from protocol.runtime.json_lines import encode_page
-from replay.batches.cutting import CutBatch
-from replay.journal.tables import StepCut
+from replay.batch_selection import TrainingBatch
+from replay.journal.schema import MicroBatchPlan
 
 _MOST_LOGS = 100  # that transformers keeps and writes into checkpoints; steps.jsonl has all of them
 
@@ -51,9 +51,9 @@ class Feed(Protocol):
     """The source of batches."""
 
     wait_s: float  # spent on the last batch
-    last: CutBatch | None
+    last: TrainingBatch | None
 
-    def __iter__(self) -> Iterator[CutBatch]: ...
+    def __iter__(self) -> Iterator[TrainingBatch]: ...
 
 
 @dataclass(eq=False)
@@ -161,7 +161,7 @@ class Run(TrainerCallback):
     def flush(self) -> None:
         """Return when every policy is published."""
 
-    def end_step(self, step: int, plan: StepCut) -> None:
+    def end_step(self, step: int, plan: MicroBatchPlan) -> None:
         """Record that step `step` ended, and how it was split into passes."""
 
     def undo_try(self) -> None:
@@ -226,7 +226,7 @@ class Run(TrainerCallback):
         self._save_due &= not control.should_save
 
     @property
-    def _batch(self) -> CutBatch:
+    def _batch(self) -> TrainingBatch:
         """The batch that is trained."""
         batch = self.feed.last
         assert batch is not None
@@ -248,7 +248,7 @@ class Run(TrainerCallback):
         num_tokens = sum(int(group.sampled_lengths.sum()) for group in batch.groups)
         self.report.step(StepRecord(step, numbers, wait_s, step_s, num_tokens))
 
-    def _plan(self) -> StepCut:
+    def _plan(self) -> MicroBatchPlan:
         """Return how the last step was split into passes, with its advantages."""
         trained = self.trainer.last
         assert trained is not None

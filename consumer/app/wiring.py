@@ -104,7 +104,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
     run = LiveRun(
         setup, start, feed, waits, report, storage, intake, heartbeat, turns,
-        recorded=journal.newest_cut, evaluation=evaluation, refusals=channel.refusals.counts,
+        recorded=journal.newest_plan, evaluation=evaluation, refusals=channel.refusals.counts,
     )  # fmt: skip
     opened.enter_context(closing(run))
     return run
@@ -211,7 +211,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         session=session,
         rerolls=reroll,
     )
-    cutter = BatchCutter(
+    selector = BatchSelector(
         setup.budget,
         journal,
         signal=setup.rewards.signal,
@@ -312,4 +312,4 @@ def recorded_run(
     heartbeat = Heartbeat(watch.health, setup.stop, ThreadErrors())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     feed = RecordedFeed(recorded, setup.shape, heartbeat.check, start.step, counts)
-    return Run(setup, start, feed, waits, report, recorded=recorded.newest_cut), heartbeat, counts
+    return Run(setup, start, feed, waits, report, recorded=recorded.newest_plan), heartbeat, counts

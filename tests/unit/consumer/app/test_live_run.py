@@ -21,8 +21,6 @@ from consumer.link.policy_store import PublishedPolicy
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy
 from protocol.config.learning import ReplaySection
 from protocol.errors import JournalError, RankLostError
-from replay.batches.replay_table import ReplayTable
-from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
 from replay.journal.retention import DiskGuard
 from replay.journal.schema import MicroBatchPlan
@@ -96,7 +94,7 @@ class Run:
         batch = self.replay.next_batch(0.0)
         assert batch is not None
         self.run.submit(number, number, snapshot(b"adapter"))
-        return [group.group_id for group in batch.groups]
+        return [group.lease_id for group in batch.groups]
 
     def checkpoint(self, step: int) -> None:
         staged = checkpoints.staging(self.folder) / f"checkpoint-{step}"
@@ -154,7 +152,7 @@ def test_a_step_without_a_policy_ends_too(run: Run) -> None:
     fill(run.replay)
     assert run.replay.next_batch(0.0) is not None
     assert run.journal.query("SELECT tries FROM groups") == [(1,), (1,)]
-    run.run.end_step(1, StepCut(1, 64, None))
+    run.run.end_step(1, MicroBatchPlan(1, 64, None))
     assert run.journal.query("SELECT tries FROM groups") == [(0,), (0,)]
     assert run.intake.heard == []
     assert run.journal.newest_version == -1
@@ -162,7 +160,7 @@ def test_a_step_without_a_policy_ends_too(run: Run) -> None:
 
 def test_on_a_full_disk_the_end_of_a_step_is_waited_for_and_then_announced(run: Run, tmp_path: Path) -> None:
     run.journal.full, run.room_at = True, 1012.0
-    run.run.end_step(1, StepCut(1, 64, None))
+    run.run.end_step(1, MicroBatchPlan(1, 64, None))
     run.run.submit(1, 1, snapshot(b"adapter"))
     run.run.flush()
     assert run.clock.now == 1012.25
@@ -180,7 +178,7 @@ def test_a_journal_that_is_damaged_ends_the_run(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(run.journal, write, damaged)
 
     def publish() -> None:
-        run.run.end_step(1, StepCut(1, 64, None))
+        run.run.end_step(1, MicroBatchPlan(1, 64, None))
         run.run.submit(1, 1, snapshot(b"adapter"))
         run.run.flush()
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from consumer.learn.loss import NotFiniteStep
 from consumer.report.inspection import keep, not_finite
-from replay.batches.cutting import CutBatch
+from replay.batch_selection import TrainingBatch
 from tests.unit.consumer.app.test_run import Run, column
 from tests.unit.consumer.builders import rollout_group
 
