@@ -1,9 +1,11 @@
-"""A plugin that another package installs, in a folder of its own: the processes of a run find it by its entry point."""
+"""The plugin of docs/plugins.md, installed in a folder of its own: the processes of a run find it by its entry point."""
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from producer.environments.agent_program import rows
 from producer.environments.pool import EnvironmentPool
@@ -15,52 +17,28 @@ from tests.plugins import install
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.rewards.test_rewards import Seen
 
-PLUGIN = '''
-def starts_with(letter):
-    def score(completions, **columns):
-        return [float(text.startswith(letter)) for text in completions]
-
-    return score
-
-
-class Counter:
-    def __init__(self, start=0):
-        self.start = self.count = start
-
-    def reset(self, **columns):
-        self.count = self.start
-        return f"The counter is at {self.count}."
-
-    def add(self, number: int) -> str:
-        """Adds to the counter.
-
-        Args:
-            number: How much.
-        """
-        self.count += number
-        return str(self.count)
-
-    def get_reward(self):
-        return float(self.count == 7)
-
-
+PAGE = (Path(__file__).parents[4] / "docs" / "plugins.md").read_text()
+AGENT = """
 def load(settings):
     class Riddles:
         def rows(self, max_rows):
             yield from ({"prompt": f"{settings['word']} {number}"} for number in range(3))
 
     return Riddles()
-'''
-GROUPS = {
-    "slipstream.rewards": {"starts_with": "counting:starts_with"},
-    "slipstream.environments": {"counter": "counting:Counter", "riddles": "counting:load"},
-}
+"""
+
+
+def example(language: str) -> str:
+    """The first block of this language on the page about plugins."""
+    return PAGE.split(f"```{language}\n", 1)[1].split("```", 1)[0]
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "counting.py").write_text(PLUGIN)
-    install(tmp_path, "slipstream-counting", GROUPS)
+    project = tomllib.loads(example("toml"))["project"]
+    project["entry-points"]["slipstream.environments"]["riddles"] = "words:load"
+    (tmp_path / "words.py").write_text(example("python") + AGENT)
+    install(tmp_path, project["name"], project["entry-points"])
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
@@ -69,8 +47,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 @asynchronous
 async def test_it_scores_in_the_reward_workers() -> None:
-    function = {"function": "starts_with", "options": {"letter": "b"}}
-    section = RewardsSection.model_validate({"functions": [function], "num_workers": 1})
+    section = RewardsSection.model_validate(yaml.safe_load(example("yaml"))["rewards"] | {"num_workers": 1})
     pool = RewardPool(section, Seen())
     try:
         await pool.start()
@@ -85,12 +62,11 @@ async def test_it_scores_in_the_reward_workers() -> None:
 @pytest.mark.usefixtures("installed")
 @asynchronous
 async def test_it_plays_in_the_environments_processes() -> None:
-    section = {"factory": "counter", "options": {"start": 3}, "reward_weight": 1.0, "tool_parser": "hermes"}
-    pool = EnvironmentPool(EnvironmentSection.model_validate(section))
+    pool = EnvironmentPool(EnvironmentSection.model_validate(yaml.safe_load(example("yaml"))["environment"]))
     try:
         await pool.start()
         async with pool.session() as environment:
-            assert await environment.reset({}) == "The counter is at 3."
+            assert await environment.reset({}) is None
             assert await environment.call("add", {"number": 4}) == ("7", False)
             assert await environment.reward() == 1.0
     finally:
@@ -111,7 +87,7 @@ async def test_it_loads_in_an_agent_program() -> None:
     ("section", "entry", "problem"),
     [
         (RewardsSection, {"functions": [{"function": "unheard"}]}, "installed: .*exact_match.*starts_with"),
-        (EnvironmentSection, {"factory": "unheard"}, "installed: .*counter.*riddles.*verifiers"),
+        (EnvironmentSection, {"factory": "unheard"}, "installed: .*counter.*riddles"),
         (EnvironmentSection, {"agent": "unheard"}, "installed: .*counter.*riddles.*verifiers"),
     ],
 )
