@@ -320,7 +320,7 @@ class RewardsSection(Section):
 
     @property
     def reads_thinking(self) -> bool:
-        """Whether completions have to be told apart into reasoning and answer."""
+        """Whether completions have to be separated into reasoning and answer."""
         return self.counts_reasoning or any(self.strips(function) for function in self.functions)
 
     def limit_s(self, function: RewardFunction) -> float:

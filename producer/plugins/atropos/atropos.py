@@ -206,7 +206,7 @@ class Atropos:
     def watch(self, readings: Readings) -> None:
         readings.counters(
             "rl_producer_atropos_groups_total",
-            "Groups that environments posted (with environment.agent=atropos, as the next), by what became of them.",
+            "Groups that environments posted (with environment.agent=atropos, as the next), by outcome.",
             "outcome",
             lambda: self.outcomes,
         )
@@ -218,7 +218,7 @@ class Atropos:
         )
         readings.gauge(
             "rl_producer_atropos_recorded_bytes",
-            "What was sampled for environments and is not scored yet.",
+            "Bytes of calls that were sampled for environments and are not scored yet.",
             lambda: self.calls.num_bytes,
         )
         readings.counter(

@@ -1,8 +1,8 @@
-"""The calls that this engine sampled and that may be trained, until somebody scores them.
+"""The calls that this engine sampled and that may be trained, until they are scored.
 
-Guarantee: a token that is found here was sampled by this engine behind exactly the tokens that stand before it, as the run
-samples, and has the log-prob and the policy version that it was sampled with. A call that was removed is not found again. The
-records are bounded in bytes and in time; the oldest goes first.
+Guarantee: a token that is found here was sampled by this engine behind exactly the tokens before it, with the sampling of the
+run, and has the log-prob and the policy version of its sampling. A removed call is not found again. The records are bounded in
+bytes and in time; the oldest is evicted first.
 """
 
 import time
@@ -19,12 +19,12 @@ from producer.endpoint.openai import Sampled
 
 _MAX_BYTES = 256 * 2**20
 _KEEP_S = 3600.0
-_OVERHEAD_BYTES = 1024  # of a call, for what Python keeps beside its tokens
+_OVERHEAD_BYTES = 1024  # of a call, for Python objects beside its tokens
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One completion. C sampled tokens: `token_ids` int32, `logprobs` float32, `versions` int32, each (C,)."""
+    """A recorded completion. C sampled tokens: `token_ids` int32, `logprobs` float32, `versions` int32, each (C,)."""
 
     prompt: bytes  # int32
     token_ids: NDArray[np.int32]
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass
 class RecordedCalls:
-    """At most `max_bytes` of calls, each for `keep_s` seconds."""
+    """Keeps at most `max_bytes` of calls, each for `keep_s` seconds."""
 
     max_bytes: int = _MAX_BYTES
     keep_s: float = _KEEP_S
@@ -85,10 +85,11 @@ class RecordedCalls:
         self._make_room()
 
     def find(self, token_ids: NDArray[np.int32], taken: set[RecordedCall]) -> list[Span]:
-        """Finds what was sampled of a sequence (int32, (T,)), as spans in order that do not overlap. Of several calls with
-        the same prompt it takes the one that has most tokens in common with the sequence; of several such the shortest, so
-        that a longer one is left to a sequence that goes on like it; and of those the newest. Those that are `taken` are not
-        used."""
+        """Return the sampled parts of a sequence (int32, (T,)), as ordered spans that do not overlap.
+
+        Among calls with the same prompt, choose the call that has most tokens in common with the sequence, then the shortest, so
+        that a longer call remains for a sequence that continues like it, then the newest. Calls in `taken` are not used.
+        """
         self._make_room()
         data, spans = token_ids.tobytes(), list[Span]()
         check, before = 0, 0
@@ -102,7 +103,7 @@ class RecordedCalls:
                 if span.end > length and (best is None or _fit(span) > _fit(best)):
                     best = span
             if best is not None:
-                if spans and spans[-1].end > length:  # it was asked to go on from the middle of its answer
+                if spans and spans[-1].end > length:  # the next prompt ends in the middle of this answer
                     spans[-1] = Span(spans[-1].start, length, spans[-1].call)
                 spans.append(best)
         return spans

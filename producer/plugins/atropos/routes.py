@@ -1,7 +1,7 @@
 """The API of Atropos' rollout server below `/atropos`, as far as environments use it (docs/environments.md), and `/generate` of
 vLLM's own server.
 
-Guarantee: the same as of `producer.plugins.atropos.atropos`, over HTTP. A body is bounded before and after it is unpacked.
+Guarantee: `producer.plugins.atropos.atropos` gives it, over HTTP. A body is bounded before and after it is unpacked.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def atropos_routes(atropos: "Atropos") -> list[Route]:
 
 
 def unzip(body: bytes, limit: int) -> bytes:
-    """Raises RefusedError if the body is no gzip, or has more than `limit` bytes of text."""
+    """Unpack a body. Raise RefusedError if it is no gzip, or has more than `limit` bytes of text."""
     unpacking = zlib.decompressobj(wbits=31)
     try:
         text = unpacking.decompress(body, limit)
@@ -104,8 +104,8 @@ class _Generate(msgspec.Struct):
 
 
 def parse_generate(body: bytes) -> ServedRequest:
-    """Reads a request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams. Raises
-    RefusedError if the body is something else."""
+    """Parse a request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams. Raise RefusedError
+    if the body is none."""
     expected = "{'prompt': {'prompt_token_ids': [...]}, ...} with `logprobs` of what is sampled alone and no stream"
     prompt = decode_body(body, _Generate, expected).prompt.prompt_token_ids
     values = parse_object(body) | {"model": "policy", "prompt": prompt, "logprobs": None}
@@ -115,7 +115,7 @@ def parse_generate(body: bytes) -> ServedRequest:
 
 
 def generate_body(body: dict[str, Any], call: Call) -> dict[str, Any]:
-    """Returns the answer to such a request, made of the one that an OpenAI client gets."""
+    """Return the answer to a request to `/generate`, made of the answer that an OpenAI client gets."""
     pairs = [zip(sampled.token_ids, sampled.logprobs, strict=True) for sampled in call.sampled]
     return {
         "text": [choice["text"] for choice in body["choices"]],
