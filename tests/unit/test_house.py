@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -134,3 +135,33 @@ ROOMS = sorted(file.parent for file in MODULES if file.name == "__init__.py" and
 def test_a_room_opens_with_what_it_guarantees() -> None:
     inits = [room / "__init__.py" for room in ROOMS]
     assert [str(init) for init in inits if "Guarantee: " not in (ast.get_docstring(parsed(init)) or "")] == []
+
+
+PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "README.md"]
+LONGEST_SENTENCE = 35  # words
+MOST_WORDS = 36_000  # of all pages
+
+
+def sentences(page: str) -> Iterator[str]:
+    """The sentences of a page, without code, tables and headings."""
+    for left_out in (r"^ *```.*?^ *```$", r"<!--.*?-->", r"^\|.*?$", r"^#.*?$", r"^ {4,}\S.*?$"):
+        page = re.sub(left_out, "\n", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"^ *([-*]|\d+\.) ", "\n\n", page, flags=re.MULTILINE)
+    page = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", page))
+    for paragraph in re.split(r"\n\s*\n", page):
+        yield from re.split(r"(?<=[.!?:;])[\])*\"']*\s+", paragraph.strip())
+
+
+def words(text: str) -> int:
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def test_pages_are_short_and_so_are_their_sentences() -> None:
+    long = [
+        f"{page.name}: {each}"
+        for page in PAGES
+        for each in sentences(page.read_text())
+        if words(each) > LONGEST_SENTENCE
+    ]
+    assert long == []
+    assert sum(words(page.read_text()) for page in PAGES) <= MOST_WORDS
