@@ -20,9 +20,9 @@ from consumer.learn.options import GRPOConfig, build_lora, chosen_values, reserv
 from protocol.config.functions import load_function
 from protocol.config.library_section import build
 from protocol.config.loader import load_config
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 
-with hidden("vllm"):
+with block_import("vllm"):
     from trl import GRPOTrainer
 
 _ROWS = 32  # of a micro-batch; TRL pads all of them to the longest completion of the step

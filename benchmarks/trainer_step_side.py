@@ -30,12 +30,12 @@ from consumer.learn.trainer import SlipstreamTrainer
 from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks, Train
 from protocol.command_line import leave
 from protocol.config.run import RunConfig
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
 
-with hidden("vllm"):
+with block_import("vllm"):
     from trl import GRPOTrainer
 
 

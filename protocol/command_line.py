@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def parser(program: str, description: str, *, connects: bool = False) -> argparse.ArgumentParser:
-    """
+    """Return a parser with the flags that both daemons have.
+
     Args:
         connects: whether the configuration may also come from the trainer.
     """
@@ -83,7 +84,7 @@ def main(
     load: "Callable[[argparse.Namespace], AbstractContextManager[RunConfig]] | None" = None,
     needs_gpu: "Callable[[RunConfig], bool]" = lambda config: True,
 ) -> int:
-    """Loads the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
+    """Load the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
     that own sections; `run` is the daemon and gets the GPU indexes, none for CPU. What `load` gives is used in its context;
     without it the configuration is a file. Where it `needs_gpu` none, --gpu is not looked at."""
     from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
@@ -105,8 +106,8 @@ def main(
 
 
 def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
-    """What `work` returns, or the code of the error that ended it, which is reported. Characters that standard output cannot show
-    are escaped."""
+    """Return the result of `work`, or the code of the error that ended it, after reporting the error. Characters that standard
+    output cannot show are escaped."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -123,7 +124,7 @@ def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = Exi
 
 
 def written(work: Callable[[], int]) -> int:
-    """What `work` returns, when all that it wrote to standard output is out. A reader that ends early, such as `head`, is no
+    """Run `work`, flush standard output, and return its result. A reader that ends early, such as `head`, is no
     error. `ConfigError` where the system refuses a file, or the disk that standard output goes to is full."""
     try:
         code = work()
@@ -146,19 +147,19 @@ def _show(text: str) -> ExitCode:
     return ExitCode.OK
 
 
-def say_progress(line: str) -> None:
-    """Writes a line at once. Work of hours does not end because nobody reads it, or the disk of a log is full."""
+def print_progress(line: str) -> None:
+    """Write a line at once. A missing reader or a full disk of a log does not end work of hours."""
     with suppress(OSError):
         print(line, flush=True)
 
 
 def _write_no_more() -> None:
-    """What is left of the output would fail again when the interpreter ends."""
+    """Discard the rest of the output, which would fail again when the interpreter ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process as `sys.exit` does, but for the interpreter's own end: that looks at each of the millions of objects of
+    """End the process as `sys.exit` does, but for the interpreter's own end: that looks at each of the millions of objects of
     torch, TRL or vLLM several times, which takes a second or two of computing, to free what the kernel frees at once. Threads
     that are to be waited for, and whatever is registered to run at the exit, have their turn; what was written is flushed."""
     threading._shutdown()  # type: ignore[attr-defined]  # these two are what `multiprocessing` ends its processes with

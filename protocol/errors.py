@@ -100,8 +100,8 @@ def is_device_failure(error: BaseException) -> bool:
 
 
 def cannot_listen(error: OSError, place: str, key: str, fix: str, host_key: str = "") -> SlipstreamError:
-    """Why a socket could not be bound. `key` is that of the place and `host_key` that of the address, where it is another one;
-    `fix` is for a place that another process has."""
+    """Return why a socket could not be bound. `key` is that of the place and `host_key` that of the address, where it is
+    another one; `fix` is for a place that another process has."""
     if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # the second from the lock beside an ipc endpoint
         return EndpointInUseError(f"{key}: {place} is in use by another process. {fix}")
     return ConfigError(f"{host_key or key}: cannot listen at {place}: {error.strerror or error}")

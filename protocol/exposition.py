@@ -35,7 +35,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.gpu.nvml import gpu_facts
 from protocol.runtime import logs
-from protocol.runtime.files import staged, unless_full
+from protocol.runtime.files import ignore_disk_full, staged
 from protocol.runtime.health import Findings, Health, Notifier
 from protocol.runtime.http_server import REASONS, ConnectionLimiter, Reason, Server, listen
 from protocol.runtime.json_lines import encode_page
@@ -121,7 +121,7 @@ class _Reader:
         self._reading: asyncio.Future[Response] | None = None
 
     async def page(self) -> Response:
-        """While reading takes long, it goes on, `TimeoutError` is raised, and no other reading of the page begins."""
+        """Return the page. If reading takes long, raise `TimeoutError`; the reading goes on, and no other of the page begins."""
         if self._reading is None or self._reading.done():
             reading = asyncio.get_running_loop().create_future()
             # No executor: the end of the process would wait for one of its threads that hangs.
@@ -199,7 +199,7 @@ class Watch(NamedTuple):
 
 @contextlib.contextmanager
 def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Iterator[Watch]:
-    """Serves metrics and health of `job`, `rl-producer` or `rl-trainer`, until the context ends. The daemon's default `name`
+    """Serve metrics and health of `job`, `rl-producer` or `rl-trainer`, until the context ends. The daemon's default `name`
     is made of host and process."""
     settings = config.observability
     key = f"{job.removeprefix('rl-')}_metrics_port"
@@ -218,7 +218,7 @@ def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Ite
 
 
 def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, refused: "Counter[Reason]") -> None:
-    """Shows the checks of `/healthz` and the connections that the port refuses. `prefix` is `rl_producer` or `rl_trainer`."""
+    """Show the checks of `/healthz` and the connections that the port refuses. `prefix` is `rl_producer` or `rl_trainer`."""
     readings = Readings(registry)
     readings.gauges(
         f"{prefix}_check_failing",
@@ -247,7 +247,7 @@ def serve(
     name: str,
     folder: Path,
 ) -> Iterator[str]:
-    """Serves until the context ends; gives the address as HOST:PORT, which is also in `folder`. Port 0 takes a free one, and
+    """Serve until the context ends; gives the address as HOST:PORT, which is also in `folder`. Port 0 takes a free one, and
     `key` names it in messages. `job` and `name` are Prometheus' labels `job` and `daemon`."""
     listener = listen(host, port, "observability.metrics_host", f"observability.{key}")
     reachable = socket.gethostname() if host in _WILDCARDS else host
@@ -271,11 +271,11 @@ def serve(
 
 @contextlib.contextmanager
 def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]:
-    """Has the address in a file of `folder` until the context ends. On a full disk it is served without that."""
+    """Keep the address in a file of `folder` until the context ends; do without the file on a full disk."""
     file = folder / f"{job}-{name}.json"
     owner = {"host": socket.gethostname(), "daemon": name, "job": job, "pid": str(os.getpid())}
     try:
-        with unless_full():
+        with ignore_disk_full():
             folder.mkdir(parents=True, exist_ok=True)
             _remove_left(folder)
             with staged(file) as partial:

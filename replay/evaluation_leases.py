@@ -31,7 +31,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """What an answer is worth."""
+    """The function that scores an answer."""
 
     weights: NDArray[np.float32]  # (F,); a metric that is one of the functions has weight 1 there and 0 elsewhere
     threshold: float | None = (
@@ -40,7 +40,7 @@ class Metric:
     k: int = 1
 
     def score(self, rewards: NDArray[np.float32]) -> float | None:
-        """What rewards (n, F), NaN for missing, are worth. None when too few completions are scored: none, or fewer than k."""
+        """Score rewards (n, F), NaN for missing. Return None when too few completions are scored: none, or fewer than k."""
         used = self.weights != 0
         totals = weighted_sums(rewards[:, used], self.weights[used])
         totals = totals[~np.isnan(totals)]
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(eq=False)
 class Evaluation:
-    """See the module's guarantee; of policy `version`. Times are of the caller's clock, in seconds; `session` is unique per
+    """The evaluation of policy `version`. Times are of the caller's clock, in seconds; `session` is unique per
     trainer process."""
 
     version: int
@@ -94,7 +94,7 @@ class Evaluation:
         return self.num_done == self.num_prompts
 
     def answers(self) -> list[Answer]:
-        """Of the prompts that are done, in their order."""
+        """Return the answers of the prompts that are done, in their order."""
         return [self._answers[prompt_id] for prompt_id in sorted(self._answers)]
 
     def next_task(self, now: float) -> PromptTask[int] | None:
@@ -103,7 +103,7 @@ class Evaluation:
         return self.leases.next_waiting(now) or fresh
 
     def lease(self, task: PromptTask[int], producer: str, *, deadline: float) -> LeaseRecord[int]:
-        """Leases what `next_task` named."""
+        """Lease what `next_task` named."""
         self._num_leased = max(self._num_leased, task.key + 1)
         task = replace(task, attempt=task.attempt + 1)
         lease_id = str(EvaluationLeaseId(self.version, task.key, task.attempt, self.session))

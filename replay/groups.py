@@ -69,7 +69,7 @@ class RolloutGroup:
 
     @property
     def is_sampled(self) -> NDArray[np.bool_]:
-        """Of each token (T,), whether the policy sampled it."""
+        """The mask of the tokens that the policy sampled (T,)."""
         return np.ones(self.num_tokens, np.bool_) if self.sampled is None else self.sampled
 
     @property
@@ -79,12 +79,12 @@ class RolloutGroup:
 
     @property
     def records(self) -> list[slice]:
-        """Where the tokens of each record are, R of them."""
+        """The slice of each record's tokens, R of them."""
         ends = self.completion_lengths.cumsum().tolist()
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def last_record(self, completion: int) -> slice:
-        """Where the tokens of its last record are: all of it, unless the chat template rewrote its history."""
+        """Return the slice of a completion's last record: all of it, unless the chat template rewrote its history."""
         return self.records[int(np.searchsorted(self.completion_of, completion, side="right")) - 1]
 
     @property
@@ -102,7 +102,7 @@ class RolloutGroup:
 
     @property
     def was_truncated(self) -> NDArray[np.bool_]:
-        """Of each completion (n,)."""
+        """The mask of the truncated completions (n,)."""
         return self._per_completion(np.logical_or, self.completion_of, self.truncated, np.bool_)
 
     def _per_completion(
@@ -114,14 +114,14 @@ class RolloutGroup:
         return result
 
     def tokens_by_version(self, tokens: slice) -> dict[int, int]:
-        """How many of these tokens each policy version sampled, the oldest first."""
+        """Return how many of these tokens each policy version sampled, the oldest first."""
         found, counts = np.unique(self.versions[tokens][self.is_sampled[tokens]], return_counts=True)
         return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What every group of a run must look like."""
+    """The shape that every group of a run must have."""
 
     num_generations: int
     num_rewards: int
@@ -129,7 +129,7 @@ class GroupShape:
     vocab_size: int
 
     def parse(self, message: Group) -> RolloutGroup:
-        """Checks every buffer of `message` and returns the group. Raises InvalidGroupError."""
+        """Check every buffer of `message` and returns the group. Raises InvalidGroupError."""
         episodes = self._episodes(message.episodes) if message.episodes else None
         num_records = self.num_generations if episodes is None else len(episodes)
         lengths = _array(message.completion_lengths, _INT32, "completion_lengths", num_records)
@@ -184,7 +184,7 @@ class GroupShape:
 
 
 def _sampled(data: bytes, lengths: NDArray[np.int32], logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """At least one token of each record, all of whose lengths are positive and add up to the log-probs."""
+    """Parse the mask of sampled tokens: at least one per record. Lengths are positive and add up to the log-probs."""
     sampled: NDArray[np.uint8] = _array(data, _UINT8, "sampled", len(logprobs))
     if sampled.max() > 1 or not np.logical_or.reduceat(sampled, lengths.cumsum() - lengths).all():
         raise InvalidGroupError("sampled must be 0 or 1, and 1 for some token of each record")
@@ -202,7 +202,7 @@ def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> A
 
 
 def message_of(group: RolloutGroup) -> Group:
-    """As a producer sends it; `GroupShape.parse` gives the group again."""
+    """Return the group as a producer sends it; `GroupShape.parse` inverts it."""
     return Group(
         lease_id=group.lease_id,
         policy_version=group.policy_version,

@@ -13,7 +13,7 @@ class UnknownLeaseError(KeyError):
 
 
 class Key(NamedTuple):
-    """One prompt in one epoch. A deferred prompt that returns has a key of its own."""
+    """The key of a prompt in an epoch. A deferred prompt that returns has a key of its own."""
 
     epoch: int
     prompt_id: int
@@ -32,7 +32,7 @@ class LeaseId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "LeaseId":
-        """Raises UnknownLeaseError if no ledger wrote this text."""
+        """Raise UnknownLeaseError if no ledger wrote this text."""
         *numbers, attempt, session = _fields(text, 5)
         return cls(Key(*numbers), attempt, session)
 
@@ -50,14 +50,14 @@ class EvaluationLeaseId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "EvaluationLeaseId":
-        """Raises UnknownLeaseError if no evaluation wrote this text."""
+        """Raise UnknownLeaseError if no evaluation wrote this text."""
         if not is_evaluation(text):
             raise UnknownLeaseError(text)
         return cls(*_fields(text.removeprefix(_EVALUATION), 4))
 
 
 def is_evaluation(text: str) -> bool:
-    """Whether the lease is one of an evaluation, of this process or another."""
+    """Tell whether the lease is one of an evaluation, of this process or another."""
     return text.startswith(_EVALUATION)
 
 

@@ -86,7 +86,7 @@ def _mixed(value: int) -> int:
 
 
 class EpochOrder:
-    """See the module's guarantee. Prompt ids are 0..num_prompts-1; without `shuffle` they keep their order."""
+    """The order of an epoch's first attempts. Prompt ids are 0..num_prompts-1; without `shuffle` they keep their order."""
 
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool) -> None:
         self.num_prompts = num_prompts
@@ -96,7 +96,7 @@ class EpochOrder:
         self._begin_epoch(0)
 
     def next(self, wanted: Key | None = None) -> Key:
-        """Moves the cursor to the next prompt that is not in cooldown, or is `wanted`."""
+        """Move the cursor to the next prompt that is not in cooldown, or is `wanted`."""
         while True:
             if self._position == self.num_prompts:
                 self._begin_epoch(self.epoch + 1)
@@ -106,7 +106,7 @@ class EpochOrder:
                 return key
 
     def is_ahead(self, key: Key) -> bool:
-        """Whether this first attempt is still to come."""
+        """Tell whether this first attempt is still to come."""
         if key.reroll > 0 or key.epoch != self.epoch:
             return key.reroll == 0 and key.epoch > self.epoch
         place = self._order.place_of(key.prompt_id) if self._order else key.prompt_id
@@ -125,7 +125,7 @@ class EpochOrder:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises DatasetError if the dataset has another size than when the state was written."""
+        """Raise DatasetError if the dataset has another size than when the state was written."""
         if state["num_prompts"] != self.num_prompts:
             raise DatasetError(
                 f"dataset: the dataset has {self.num_prompts} prompts now and had {state['num_prompts']} at the checkpoint; "
@@ -144,7 +144,7 @@ class EpochOrder:
 
 
 class PromptLedger:
-    """See the module's guarantee. Times are of the caller's clock, in seconds; `session` is unique per trainer process."""
+    """Leases the prompts of a dataset. Times are of the caller's clock, in seconds; `session` is unique per trainer process."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class PromptLedger:
     # Leases
 
     def lease(self, producer: str, *, version: int, policy_floor: int, now: float, deadline: float) -> LeaseRecord[Key]:
-        """Leases the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return, else
+        """Lease the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return, else
         the next first attempt. `version` is the newest policy that is published, `policy_floor` the oldest that may answer."""
         task = self.leases.next_waiting(now, version) or self._next_task(version)
         task = replace(task, attempt=task.attempt + 1)
@@ -260,7 +260,7 @@ class PromptLedger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, in a ledger that was not used yet. Raises as `EpochOrder.restore`."""
+        """Restore `state`, in a ledger that was not used yet. Raises as `EpochOrder.restore`."""
         self.order.restore(state)
         self._answered_early = {Key(*numbers) for numbers in state["answered"]}
         for epoch, prompt_id, reroll, *numbers in state["unsettled"]:
@@ -269,7 +269,7 @@ class PromptLedger:
             self._put_off(PromptTask(Key(*key), version))
 
     def restore_prompt(self, key: Key, held: Held, *, is_new: bool) -> bool:
-        """The journal says what became of this prompt, which is held from now on. False if it was settled in the restored
+        """Restore a prompt from the journal; it is held from now on. Return False if it was settled in the restored
         state, or is held already. One that `is_new` was answered after that state was taken, which therefore cannot have
         settled it."""
         self._advance_to(key)
@@ -295,7 +295,7 @@ class PromptLedger:
         self.leases.remove(key)
 
     def _may_be_deferred(self, key: Key) -> bool:
-        """Whether the attempt that this return would follow is not settled yet."""
+        """Tell whether the attempt that this return would follow is not settled yet."""
         before = key._replace(reroll=key.reroll - 1)
         return self.leases.status(before) is not None or self.order.is_ahead(before)
 
@@ -315,7 +315,7 @@ class PromptLedger:
         return PromptTask(key)
 
     def _advance_to(self, key: Key) -> None:
-        """Moves the cursor past `key`, or ends its deferral. What the cursor passes waits."""
+        """Move the cursor past `key`, or ends its deferral. What the cursor passes waits."""
         if isinstance(self.leases.status(key), Deferred):
             task = self.leases.task(key)
             self._withdraw(key)

@@ -37,13 +37,13 @@ def failure_class(reason: str) -> FailureClass:
 
 
 def is_hopeless(reason: str) -> bool:
-    """Whether another attempt would fail in the same way."""
+    """Tell whether another attempt would fail in the same way."""
     return reason in _HOPELESS
 
 
 @dataclass(frozen=True)
 class RetryBudget:
-    """So many attempts of a prompt may fail, and how long it waits after each."""
+    """The number of attempts of a prompt that may fail, and the wait after each."""
 
     max_attempts: int
     backoff_s: float
@@ -65,7 +65,7 @@ class FailureWatch:
         self._finished.append(given_up)
 
     def check(self) -> None:
-        """Raises DataFailuresError if too many were given up."""
+        """Raise DataFailuresError if too many were given up."""
         reasons = [reason for reason in self._finished if reason is not None]
         if len(self._finished) == FAILURE_WINDOW and len(reasons) > self._max_share * FAILURE_WINDOW:
             raise DataFailuresError(
@@ -134,7 +134,7 @@ class LeaseRecord(Generic[K]):
 
 
 class _Place(NamedTuple):
-    """Where a key stands in a `DueQueue`, and from when on it is due."""
+    """The place of a key in a `DueQueue`, and the time from which it is due."""
 
     number: int
     not_before: float
@@ -153,7 +153,7 @@ class DueQueue(Generic[K]):
         self._due: list[tuple[int, K]] = []
 
     def add(self, key: K, not_before: float, min_version: int) -> None:
-        """Puts a key that is not in the queue to its end."""
+        """Put a key that is not in the queue to its end."""
         place = self._places[key] = _Place(next(self._numbers), not_before, min_version)
         self._file(place.number, key, -math.inf, -1)
         if len(self._later) + len(self._unpublished) + len(self._due) > 2 * len(self._places) + _MOST_ENDED:
@@ -179,7 +179,7 @@ class DueQueue(Generic[K]):
         return None
 
     def _file(self, number: int, key: K, now: float, version: int) -> None:
-        """Puts an entry that is in no heap to the one where it belongs."""
+        """Put an entry that is in no heap to the one where it belongs."""
         place = self._places.get(key)
         if place is None or place.number != number:
             return
@@ -192,7 +192,7 @@ class DueQueue(Generic[K]):
 
 
 class PromptTable(Generic[K]):
-    """See the module's guarantee. Times are of the caller's clock, in seconds."""
+    """Prompts with their statuses and leases. Times are of the caller's clock, in seconds."""
 
     def __init__(self, budgets: Mapping[FailureClass, RetryBudget]) -> None:
         self._budgets = budgets
@@ -207,11 +207,11 @@ class PromptTable(Generic[K]):
         self._deadlines: list[tuple[float, str]] = []  # a heap; has those of leases that ended, too
 
     def status(self, key: K) -> Status | None:
-        """None if the prompt is not in the table: it was never asked for, or is settled."""
+        """Return the status; None if the prompt is not in the table: it was never leased, or is done."""
         return self._prompts[key][1] if key in self._prompts else None
 
     def task(self, key: K) -> PromptTask[K]:
-        """Of a prompt that is in the table; else as one that was never leased."""
+        """Return the task of a prompt; a new one if the prompt is not in the table."""
         return self._prompts[key][0] if key in self._prompts else PromptTask(key)
 
     def keys(self, *kinds: type[Status]) -> list[K]:
@@ -226,7 +226,7 @@ class PromptTable(Generic[K]):
         return len(self._order[kind])
 
     def is_open(self, key: K) -> bool:
-        """Whether the prompt wants an answer now."""
+        """Tell whether the prompt wants an answer now."""
         return isinstance(self.status(key), (Waiting, Leased))
 
     def put(self, task: PromptTask[K], status: Status) -> None:

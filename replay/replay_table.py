@@ -60,7 +60,7 @@ class ReplayCredit:
         return replace(self, forgotten=max(self.forgotten, delivered - (trained + self.size) / self.rate))
 
     def allowed(self, missing: int, delivered: int, trained: int) -> int:
-        """How many of the groups that a batch is missing may be replayed ones."""
+        """Return how many of the groups that a batch is missing may be replayed ones."""
         left = math.floor(self.rate * (delivered - self.forgotten) - trained)
         return max(0, min(missing, self.max_replayed, left))
 
@@ -76,7 +76,7 @@ class ReplayEntry:
 
 @dataclass(eq=False)
 class ReplayTable:
-    """See the module's guarantee. Not safe for use from several threads."""
+    """The groups that may be replayed. Not safe for use from several threads."""
 
     settings: ReplaySection
     seed: int
@@ -86,12 +86,12 @@ class ReplayTable:
         return len(self._entries)
 
     def insert(self, group: RolloutGroup, score: float) -> None:
-        """Keeps a group after its first training, unless it is here already or its score is no positive number."""
+        """Keep a group after its first training, unless it is here already or its score is no positive number."""
         if group.lease_id not in self._entries:
             self._keep(ReplayEntry(group, score, times_sampled=1))
 
     def pick(self, num_groups: int, *, step: int, version: int) -> list[RolloutGroup]:
-        """At most `num_groups` groups to replay at `step`, at which they would train policy `version`."""
+        """Pick at most `num_groups` groups to replay at `step`, at which they would train policy `version`."""
         usable = [entry for entry in self._entries.values() if not self._too_old(entry, version)]
         if len(usable) < self.settings.min_size:
             return []
@@ -105,7 +105,7 @@ class ReplayTable:
         return [entry.group for entry in chosen]
 
     def sampled(self, lease_ids: Iterable[str]) -> None:
-        """Counts one more use of each; ids that are not here are ignored."""
+        """Count one more use of each; ids that are not here are ignored."""
         for entry in [self._entries[lease_id] for lease_id in lease_ids if lease_id in self._entries]:
             if entry.times_sampled + 1 < self.settings.max_times_sampled:
                 self._entries[entry.group.lease_id] = replace(entry, times_sampled=entry.times_sampled + 1)
@@ -113,7 +113,7 @@ class ReplayTable:
                 del self._entries[entry.group.lease_id]
 
     def expire(self, version: int) -> None:
-        """Drops the groups that are too old to train `version`."""
+        """Drop the groups that are too old to train `version`."""
         self._entries = {name: entry for name, entry in self._entries.items() if not self._too_old(entry, version)}
 
     def state(self) -> list[list[Any]]:
@@ -121,8 +121,8 @@ class ReplayTable:
         return [[lease_id, entry.times_sampled, entry.score] for lease_id, entry in self._entries.items()]
 
     def restore(self, state: Iterable[Sequence[Any]], groups: Mapping[str, RolloutGroup]) -> None:
-        """Goes on from `state`, without what `groups` lacks and what the table's own limits, if they have changed since,
-        do not allow any more."""
+        """Restore `state`, without entries that `groups` lacks or that the table's own limits, if they changed since, do not
+        allow."""
         self._entries = {}
         for lease_id, times_sampled, score in state:
             if lease_id in groups and times_sampled < self.settings.max_times_sampled:
@@ -145,7 +145,7 @@ class ReplayTable:
         return math.log2(entry.score) + entry.group.policy_version / self.settings.half_life_versions
 
     def _draw(self, entries: list[ReplayEntry], count: int, rng: np.random.Generator) -> list[ReplayEntry]:
-        """At random with probability proportional to the decayed score (Schaul et al., arXiv:1511.05952, the proportional
+        """Draw at random with probability proportional to the decayed score (Schaul et al., arXiv:1511.05952, the proportional
         variant with alpha = 1), without replacement.
 
         The `count` largest of ln(score) + Gumbel noise are such a sample (Kool et al., arXiv:1903.06059); logarithms neither

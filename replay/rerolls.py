@@ -19,7 +19,7 @@ _BURST = 8.0  # rerolls that may follow each other after a stretch without any
 
 
 class Grade(NamedTuple):
-    """What the judging reward says of a group."""
+    """The judgement of a group by one reward."""
 
     verdict: Verdict
     num_scored: int  # completions with that reward
@@ -28,7 +28,7 @@ class Grade(NamedTuple):
 
 @dataclass(frozen=True)
 class RerollRules:
-    """Who returns, when, and how often. One reward function judges alone, so that a reward for mere format, which every
+    """The rules by which prompts return. One reward function judges alone, so that a reward for mere format, which every
     completion gets, does not hide a failure."""
 
     settings: RerollSection

@@ -27,7 +27,7 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # values closer than this are equal, as in nu
 
 
 def weighted_sums(rewards: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What each completion is worth: the weighted sum of its rewards, (n, k), (k,) -> (n,).
+    """Compute the worth of each completion: the weighted sum of its rewards, (n, k), (k,) -> (n,).
 
     A missing reward adds nothing; a completion without any is worth NaN, not 0. With weights 1 and 0.5:
 
@@ -58,7 +58,8 @@ class OverlongPenalty:
 
 @dataclass(frozen=True, eq=False)
 class RewardRecipe:
-    """How rewards become one number per completion, fixed for a run. `aggregation` is TRL's `multi_objective_aggregation`."""
+    """The recipe by which rewards become one number per completion, fixed for a run. `aggregation` is TRL's
+    `multi_objective_aggregation`."""
 
     weights: NDArray[np.float32]
     aggregation: str = "sum_then_normalize"
@@ -76,13 +77,13 @@ class RewardRecipe:
 
     @cached_property
     def column_weights(self) -> NDArray[np.float32]:
-        """Float32 (F',), of the columns of `columns`."""
+        """The weights of the columns of `columns`, float32 (F',)."""
         if self.overlong is None:
             return self.weights
         return np.append(self.weights, np.float32(self.overlong.penalty))
 
     def columns(self, group: RolloutGroup) -> NDArray[np.float32]:
-        """Float32 (n, F'): the group's rewards, and the overlong punishment as if one more function had given it.
+        """Return float32 (n, F'): the group's rewards, and the overlong punishment as if one more function had given it.
 
         A completion that no function scored is not punished either, so that it stays out of every mean.
         """
@@ -99,7 +100,7 @@ class RewardRecipe:
         return float(scored.mean()) if len(scored) else float("nan")
 
     def signal(self, group: RolloutGroup) -> float:
-        """How much a group can move the policy: the sum of its |A_i| before they are divided by a standard deviation.
+        """Return how much a group can move the policy: the sum of its |A_i| before they are divided by a standard deviation.
 
         `sum_then_normalize`: sum_i |R_i - mean R| over the scored completions, R the weighted sum of the columns.
         `normalize_then_sum`: sum_i |sum_f w_f (r_if - mean_f) / (std_f + eps)|; its last division is by the batch's.
@@ -117,8 +118,8 @@ class RewardRecipe:
 
 
 def _deviations(columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """From the mean of a column's scored values, 0 in their place where there is none and in columns of equals; and how
-    many are scored: (n, k) -> (n, k), (k,)."""
+    """Compute deviations from the mean of a column's scored values (0 where a value is missing and in columns of equals), and
+    count the scored values: (n, k) -> (n, k), (k,)."""
     missing = np.isnan(columns)
     low, high = np.fmin.reduce(columns, axis=0), np.fmax.reduce(columns, axis=0)
     differ = high - low > _ABSOLUTE + _RELATIVE * np.abs(low)
@@ -154,12 +155,13 @@ class SignalWatch:
             self._low, self._high = min(self._low, mean_reward), max(self._high, mean_reward)
 
     def check(self) -> None:
-        """Raises NoSignalError if the streak is hopeless."""
+        """Raise NoSignalError if the streak is hopeless."""
         if self._max_groups is not None and self._num_groups >= self._max_groups:
             raise NoSignalError(self._describe(" (guards.max_groups_without_signal)"))
 
     def check_stalled(self, *, ever_had_signal: bool) -> None:
-        """Nothing came for too long. Raises NoSignalError if that is because no group of the run ever had signal."""
+        """Call it when no batch came for too long. Raises NoSignalError if that is because no group of the run ever had
+        signal."""
         if self._num_groups and not ever_had_signal:
             raise NoSignalError(self._describe(", all that came before pipeline.stall_timeout_s ended the wait"))
 

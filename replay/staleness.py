@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StalenessBudget:
-    """See the module's guarantee. All arguments are counts of at least 1, `max_staleness` of at least 0."""
+    """The bound on the age of groups. All arguments are counts of at least 1, `max_staleness` of at least 0."""
 
     groups_per_step: int
     max_staleness: int

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import click
 
 from protocol import __version__
-from protocol.command_line import leave, say_progress
+from protocol.command_line import leave, print_progress
 from protocol.command_line import main as run_configured
 from protocol.errors import ConfigError, DatasetError, ExitCode
 from protocol.gpu.nvml import select_gpus
 from protocol.runtime import logs
-from protocol.runtime.processes import uncollected
+from protocol.runtime.processes import gc_disabled
 from slipstream.options import Command, Function, Group, config_options, program, usage_error
 from slipstream.tables import say_json
 
@@ -99,13 +99,13 @@ def sft(to: Path | None, **options: Any) -> int:
     """
 
     def check_libraries(config: Any) -> None:
-        with uncollected():
+        with gc_disabled():
             from slipstream.sft import check_libraries
 
         check_libraries(config)
 
     def work(config: Any, gpus: list[int]) -> ExitCode:
-        with uncollected():
+        with gc_disabled():
             from slipstream.sft import run
 
         return run(config, gpus, to=to or Path(config.run_dir) / "sft")
@@ -140,7 +140,7 @@ def export(checkpoint: str, base: str, to: Path | None, push_to_hub: str | None,
     """
 
     def work(config: Any, gpus: list[int]) -> ExitCode:
-        with uncollected():
+        with gc_disabled():
             from slipstream.export import run
 
         folder = to or Path(config.run_dir) / "merged"
@@ -240,4 +240,4 @@ async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int |
                 raise DatasetError(f"the environment has no rows, so {to} was not written")
     except OSError as error:
         raise DatasetError(f"--to {to}: {error.strerror}") from error
-    say_progress(f"{to}: {number} rows")
+    print_progress(f"{to}: {number} rows")

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from consumer.learn import checkpoints as checkpoints
 from consumer.learn.adapters import AdapterFolder
 from consumer.learn.checkpoints import CONFIG_FILE
-from protocol.command_line import say_progress
+from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
@@ -49,9 +49,9 @@ def run(
         AdapterFolder.read(chosen, "--checkpoint")
         inputs = RunInputs(config)
         said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
-    say_progress(f"slipstream export: {chosen} merged into {inputs.model_folder}: {to}; {said}")
+    print_progress(f"slipstream export: {chosen} merged into {inputs.model_folder}: {to}; {said}")
     if repository is not None:
-        say_progress(f"slipstream export: uploaded to {upload(to, repository)}")
+        print_progress(f"slipstream export: uploaded to {upload(to, repository)}")
     return ExitCode.OK
 
 

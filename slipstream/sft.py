@@ -19,18 +19,18 @@ from consumer.learn.adapters import AdapterFolder
 from consumer.learn.model import check_base_fits, device_map, loading, within_text_model
 from consumer.learn.options import build_lora, former_names
 from consumer.prompts.tokenizer import load_tokenizer
-from protocol.command_line import say_progress
+from protocol.command_line import print_progress
 from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode
 from protocol.gpu.memory import base_of
 from protocol.runtime import logs
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 from protocol.wire.messages import is_conversational
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 
-with hidden("vllm"):
+with block_import("vllm"):
     from trl import SFTConfig, SFTTrainer
 
 
@@ -60,10 +60,10 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
-        say_progress(f"slipstream sft: {len(rows)} rows")
+        print_progress(f"slipstream sft: {len(rows)} rows")
         train(inputs.model_folder, arguments, lora, rows).save_pretrained(partial)
         AdapterFolder.read(partial, "slipstream sft")
-    say_progress(f"slipstream sft: wrote {to}; start from it with --set lora.init_from={to}")
+    print_progress(f"slipstream sft: wrote {to}; start from it with --set lora.init_from={to}")
     return ExitCode.OK
 
 
@@ -112,7 +112,7 @@ class _Lines(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:
             accuracy = f"  token accuracy {logs['mean_token_accuracy']:.3f}" if "mean_token_accuracy" in logs else ""
-            say_progress(f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{accuracy}")
+            print_progress(f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{accuracy}")
 
 
 class Prompts(Protocol):

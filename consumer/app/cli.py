@@ -10,7 +10,7 @@ from protocol.command_line import leave, parser
 from protocol.command_line import main as run_command
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
-from protocol.runtime.processes import uncollected
+from protocol.runtime.processes import gc_disabled
 
 _DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
 
@@ -28,7 +28,7 @@ def _load(arguments: argparse.Namespace) -> AbstractContextManager[RunConfig]:
 
 
 def _check_libraries(config: RunConfig) -> None:
-    with uncollected():
+    with gc_disabled():
         from consumer.app.daemon import check_libraries
 
     check_libraries(config)
@@ -81,12 +81,12 @@ def main() -> NoReturn:
         nodes = Nodes.of(arguments.nodes, arguments.node_rank, arguments.rendezvous)
         placement = Placement.of(gpus, arguments.ranks, nodes)
         if nodes.rank > 0:
-            with uncollected():
+            with gc_disabled():
                 from consumer.ranks.host import run_host
 
             return run_host(config, placement)
         os.environ.update(placement.environment(0))
-        with uncollected():
+        with gc_disabled():
             from consumer.app.daemon import run
 
         return run(config, placement, resume=arguments.resume, source=arguments.from_journal)

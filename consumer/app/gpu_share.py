@@ -15,7 +15,7 @@ from consumer.ranks.placement import Placement
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
 from protocol.gpu.memory import Shares, gib
-from protocol.gpu.reservation import seated
+from protocol.gpu.reservation import reserve_gpu
 
 _SMALL = 2**28  # bytes for tensors of less than a megabyte, which torch's allocator keeps apart from the others
 _ANCHOR = 2**22  # bytes
@@ -64,10 +64,10 @@ def gpu_share(
             f"pipeline.gpu: {mode} is for a trainer of one rank on the producer's GPU, and this one has several (--gpu, --ranks, "
             "--nodes); name one GPU, or give each daemon GPUs of its own (pipeline.gpu: own)"
         )
-    with seated(config, list(placement.gpus), "trainer") as seat:
+    with reserve_gpu(config, list(placement.gpus), "trainer") as seat:
         held: object = None
         if seat.shares is not None:
-            with seat.settling(config.pipeline.stall_timeout_s, must_stop):
+            with seat.exclusive_startup(config.pipeline.stall_timeout_s, must_stop):
                 held = None if must_stop() else _take(device or CudaDevice(), seat.shares)
         yield held
 

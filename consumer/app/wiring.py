@@ -41,7 +41,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.exposition import Watch
 from protocol.gpu.nvml import gpu_facts
-from protocol.gpu.reservation import say_waiting, tenancy
+from protocol.gpu.reservation import log_waiting, tenancy
 from protocol.runtime import logs
 from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import shared_memory
@@ -147,7 +147,7 @@ def _turns(setup: Setup, gpus: Sequence[int], opened: ExitStack, *, resumed: boo
     if gpu is None:
         return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s)
     own = opened.enter_context(tenancy(gpu.uuid, "trainer", config.run_dir))
-    stay = partial(own.alone, pipeline.stall_timeout_s, say=say_waiting)
+    stay = partial(own.alone, pipeline.stall_timeout_s, say=log_waiting)
     return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s, stay)
 
 

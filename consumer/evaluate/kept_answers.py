@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import UNREADABLE
-from protocol.runtime.files import staged, unless_full
+from protocol.runtime.files import ignore_disk_full, staged
 
 FOLDER = "held-out"
 NEWEST, MAX_BYTES = 8, 32 * 2**20
@@ -47,7 +47,7 @@ class KeptAnswers:
 
     def write(self, version: int, step: int, answers: Sequence[KeptAnswer]) -> None:
         """`step` made the version."""
-        with unless_full():
+        with ignore_disk_full():
             self._folder.mkdir(exist_ok=True)
             with staged(self._folder / _NAME.format(version, step), durable=False) as partial:
                 partial.write_bytes(msgspec.msgpack.encode(_Evaluation(version, list(answers))))

@@ -22,7 +22,7 @@ from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from consumer.link.policy_store import MeasuredProbe, PublishedPolicy
 from protocol.config.data import EvaluationSection
 from protocol.runtime import json_lines as rotated_lines
-from protocol.runtime.files import mend, staged
+from protocol.runtime.files import restore_folder, staged
 from protocol.runtime.json_lines import RotatedLines, encode_line, encode_page
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.messages import PolicyInfo
@@ -59,7 +59,7 @@ class EvaluationResults:
         )
         for line in rotated_lines.read(self._file.path):
             self._note(line)
-        mend(self._best)
+        restore_folder(self._best)
 
     @property
     def best(self) -> dict[str, Any] | None:

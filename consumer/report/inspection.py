@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import save
 from torch.distributed.tensor import DTensor
 
-from protocol.runtime.files import staged, unless_full
+from protocol.runtime.files import ignore_disk_full, staged
 from protocol.runtime.json_lines import encode_page
 from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
@@ -36,7 +36,7 @@ def keep(run_dir: Path, step: int, batch: TrainingBatch, found: dict[str, Any]) 
         for group in batch.groups
         for name in _ARRAYS
     }
-    with unless_full():
+    with ignore_disk_full():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with staged(folder) as partial:
             partial.mkdir()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from consumer.learn.micro_batches import BatchRecipe
 from protocol.config.run import RunConfig
-from protocol.runtime.files import unless_full
+from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.batch_selection import TrainingBatch
 from replay.rewards import weighted_sums
@@ -52,7 +52,7 @@ class RolloutLog:
             | {"reward": float(totals[row]), "advantage": advantages[row]}
             for row in chosen(totals, self._num_samples, np.random.default_rng([self._recipe.seed, step]))
         ]
-        with unless_full():
+        with ignore_disk_full():
             self._file.append("".join(f"{encode_line(line)}\n" for line in lines).encode())
 
     def _completion(self, batch: TrainingBatch, row: int, version: int) -> dict[str, Any]:

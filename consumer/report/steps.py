@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tqdm import tqdm
 
 from protocol.runtime import logs
-from protocol.runtime.files import unless_full
+from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.rewards import weighted_sums
@@ -308,7 +308,7 @@ class StepReport:
         self._write()
 
     def _write(self) -> None:
-        with unless_full():
+        with ignore_disk_full():
             while self._unwritten:
                 self._file.append(self._unwritten[0])
                 del self._unwritten[0]

@@ -20,7 +20,7 @@ from producer.engine_contract import engine_plugin
 from protocol import command_line
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
-from protocol.runtime.processes import follow_parent_if_tied, uncollected
+from protocol.runtime.processes import follow_parent_if_tied, gc_disabled
 
 follow_parent_if_tied()
 
@@ -70,7 +70,7 @@ def _check_libraries(config: RunConfig) -> None:
     if (plugin := engine_plugin(config)) is not None:
         plugin.check(config)
     else:
-        with uncollected():
+        with gc_disabled():
             from producer.engine.configuration import check_engine_section
 
         check_engine_section(config)

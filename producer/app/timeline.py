@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol.runtime.files import unless_full
+from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import RotatedLines, encode_line, older, paths
 
 _MAX_BYTES = 16 * 2**20  # of one file; at a line a second more than a day
@@ -59,7 +59,7 @@ class Timeline:
                     return
                 line = self._waiting.popleft()
             try:
-                with unless_full():
+                with ignore_disk_full():
                     self._file.append(line)
             except OSError as error:
                 self._error = error

@@ -53,9 +53,9 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, StalledError
 from protocol.exposition import Watch, reachable
 from protocol.gpu.nvml import free_bytes, gpu_ids
-from protocol.gpu.reservation import Seat, seated
+from protocol.gpu.reservation import GpuReservation, reserve_gpu
 from protocol.runtime import logs
-from protocol.runtime.processes import uncollected
+from protocol.runtime.processes import gc_disabled
 from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
 from protocol.wire.messages import GpuTurn, Hello, PolicyInfo
 
@@ -131,7 +131,7 @@ class Base:
     folder: Path
     memory: SharedMemory
     neighbours: Neighbours
-    seat: Seat
+    seat: GpuReservation
 
     def folder_for(self, num_bytes: int) -> Path:
         """Where an adapter is unpacked: in memory, if there is room."""
@@ -145,7 +145,7 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
             "pipeline.gpu: shared cannot be set with --connect: what the trainer takes of the GPU follows from its whole file; "
             "start the producer on its GPU with --config"
         )
-    seat = stack.enter_context(seated(config, launch.gpus, "producer"))
+    seat = stack.enter_context(reserve_gpu(config, launch.gpus, "producer"))
     timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
     stack.callback(timeline.flush)
     metrics = ProducerMetrics(watch.registry, config.rewards.names, get_args(Failure))
@@ -229,11 +229,11 @@ async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
         logger.info("asking for %s at %s ...", base.config.model.path, ", ".join(base.config.engine_server.url))
         return await stack.enter_async_context(server_engine(base.config))
     logger.info("loading the engine for %s ...", base.config.model.path)
-    with uncollected():
+    with gc_disabled():
         from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
 
     logs.adopt_libraries()
-    with base.seat.settling(base.config.pipeline.stall_timeout_s):
+    with base.seat.exclusive_startup(base.config.pipeline.stall_timeout_s):
         engine = VllmEngine(base.seat.with_share(base.config), len(base.launch.gpus))
         stack.callback(engine.shutdown)
     return engine

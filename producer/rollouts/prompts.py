@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from producer.groups import LeaseFailure
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 from protocol.wire.messages import is_conversational, prompt_token_ids
 from protocol.wire.model_folder import cannot_load
 
@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, without_torch: bool
     done `without_torch`, if nothing in it needs models of transformers later."""
     if without_torch and not trust_remote_code and "torch" not in sys.modules:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
-        with hidden("torch"):
+        with block_import("torch"):
             return load_tokenizer(folder, trust_remote_code=False)
     from transformers import AutoTokenizer
 

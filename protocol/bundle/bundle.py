@@ -55,7 +55,7 @@ class Bundle(Struct, frozen=True):
 
 
 def encode(bundle: Bundle) -> bytes:
-    """Raises BundleError if it is larger than a bundle may be, or has a file that no producer would take."""
+    """Raise BundleError if it is larger than a bundle may be, or has a file that no producer would take."""
     _check_names(bundle)
     data = msgspec.msgpack.encode(
         msgspec.structs.replace(
@@ -92,7 +92,7 @@ def check_size(num_bytes: int) -> None:
 
 
 def unpack(bundle: Bundle, folder: Path) -> None:
-    """Writes the files below `folder`, which is empty and this process's own. Raises BundleError if they cannot be written."""
+    """Write the files below `folder`, which is empty and this process's own. Raises BundleError if they cannot be written."""
     try:
         for file in bundle.files:
             place = folder / file.name
@@ -125,7 +125,7 @@ def _check_names(bundle: Bundle) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether it is a relative path in which nothing leads upwards."""
+    """Tell whether it is a relative path in which nothing leads upwards."""
     parts = name.split("/")
     return len(name) <= 1024 and all(
         _NAME.fullmatch(part) and len(part.encode()) <= _LONGEST_NAME and part not in (".", "..") for part in parts
@@ -138,7 +138,8 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def requirements(installed: Mapping[str, str]) -> list[Requirement]:
-    """
+    """Return the packages that a bundle needs beside its files.
+
     Args:
         installed: modules that are no files of the run, each with a file that imports it.
     """

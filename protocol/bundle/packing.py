@@ -78,7 +78,7 @@ class SharedConfig:
 
 
 def share(config: RunConfig, sources: RunSources) -> SharedConfig:
-    """Adds what the functions of the configuration need to `sources`. Raises BundleError with every reason against a bundle."""
+    """Add what the functions of the configuration need to `sources`. Raises BundleError with every reason against a bundle."""
     given = config.model_dump(mode="json", exclude_unset=True)
     shared = SharedConfig(_selected(given))
     problems = [*_secrets(shared.values)]
@@ -137,7 +137,7 @@ def _secret_keys(value: Any, place: str, *, is_secret: bool = False) -> Iterator
 
 
 def _names_a_secret(key: str) -> bool:
-    """Whether a key does, in whatever way its words are joined: api_key, apiKey, X-Api-Key."""
+    """Tell whether a key does, in whatever way its words are joined: api_key, apiKey, X-Api-Key."""
     return bool(_SECRET.search(_NEW_WORD.sub("_", key).lower()))
 
 
@@ -220,7 +220,7 @@ def pack(config: RunConfig, folder: Path) -> bytes:
 
 
 def gather(config: RunConfig, sources: RunSources) -> SharedConfig:
-    """Adds the files that producers need to `sources`. Raises BundleError as `pack` does."""
+    """Add the files that producers need to `sources`. Raises BundleError as `pack` does."""
     shared = share(config, sources)
     _add_agent(config.environment, sources)
     return shared

@@ -31,7 +31,8 @@ class Import(NamedTuple):
 
 
 def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
-    """
+    """Yield the modules that a file imports, and whether it needs each.
+
     Args:
         package: that of the file, dotted; "" outside of one.
     """
@@ -126,7 +127,7 @@ class RunSources:
             self._note_installed(module, key)
 
     def add_module(self, module: str) -> bool:
-        """Returns whether the folder has it. Its packages come along. Raises BundleError as `add_function` does."""
+        """Return whether the folder has it. Its packages come along. Raises BundleError as `add_function` does."""
         found = self._find(module)
         self._follow()
         return found

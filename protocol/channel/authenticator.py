@@ -62,7 +62,7 @@ _LOOK_EVERY_S = 0.5  # at every file
 
 
 class KeyRing(Protocol):
-    """Who may connect. May be used from any thread.
+    """The keys that may connect. Any thread may use it.
 
     Attributes:
         revision: grows with every change.
@@ -74,7 +74,7 @@ class KeyRing(Protocol):
         """The owner of a public key that may connect."""
 
     def refresh(self) -> None:
-        """Looks for changes."""
+        """Look for changes."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class AuthorizedKeys:
         self.refresh()
         if not self._names:
             logger.warning(
-                "no producer is authorized: nobody can connect until `slipstream keys authorize` lets one in"
+                "no producer is authorized, so none can connect: authorize one with `slipstream keys authorize`"
             )
 
     def identity(self, key: bytes) -> str | None:
@@ -196,7 +196,7 @@ class Authenticator(threading.Thread):
         self._socket.bind("inproc://zeromq.zap.01")
 
     def stop(self) -> None:
-        """Ends the thread. May be called twice."""
+        """End the thread. May be called twice."""
         if self._stop_fd >= 0:
             os.eventfd_write(self._stop_fd, 1)
             if self.ident is not None:

@@ -63,7 +63,7 @@ class ServerChannel(Protocol):
         """The public keys that may connect, by identity; None where there are no keys."""
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Returns False when the peer cannot be reached; the message is then dropped."""
+        """Return False when the peer cannot be reached; the message is then dropped."""
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | ReceivedGroup | BadFrame]]: ...
 
@@ -80,15 +80,15 @@ class ClientChannel(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """Where the trainer is, for messages to people."""
+        """The address of the trainer, for messages to people."""
 
     def send(self, message: Message) -> bool:
-        """Returns False when nobody listens; the message is then dropped."""
+        """Return False when no peer listens; the message is then dropped."""
 
     def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]: ...
 
     def reset(self) -> None:
-        """Drops the connection with everything queued in it and connects anew under a fresh routing id."""
+        """Drop the connection with everything queued in it and connects anew under a fresh routing id."""
 
     def wake(self) -> None: ...
 
@@ -104,7 +104,7 @@ _FAREWELL_MS = 2000  # for the last control messages, such as Bye, when a connec
 _OPTIONS = {
     zmq.LINGER: 0,
     zmq.HANDSHAKE_IVL: round(HANDSHAKE_S * 1000),
-    zmq.TCP_KEEPALIVE: 1,  # a peer whose host is gone does not keep its connection for ever
+    zmq.TCP_KEEPALIVE: 1,  # a peer whose host is gone does not keep its connection
     zmq.TCP_KEEPALIVE_IDLE: 60,
     zmq.TCP_KEEPALIVE_INTVL: 20,
     zmq.TCP_KEEPALIVE_CNT: 3,
@@ -146,7 +146,7 @@ def _ipc_path(endpoint: str) -> Path | None:
 
 @contextlib.contextmanager
 def ipc_lock(endpoint: str) -> Iterator[None]:
-    """Holds the lock beside an ipc endpoint. Other transports need none."""
+    """Hold the lock beside an ipc endpoint. Other transports need none."""
     path = _ipc_path(endpoint)
     if path is None:
         yield
@@ -169,7 +169,7 @@ def ipc_lock(endpoint: str) -> Iterator[None]:
 
 
 def check_path_length(endpoint: str) -> None:
-    """Raises `ConfigError` for a path that no socket can have."""
+    """Raise `ConfigError` for a path that no socket can have."""
     path = _ipc_path(endpoint)
     if path is not None and len(os.fsencode(path)) > _PATH_LIMIT:
         raise ConfigError(
@@ -195,7 +195,7 @@ class ZmqChannel:
         self.sockets: list[zmq.Socket[bytes]] = []  # for control, if it has one, and for blobs
 
     def _open(self, kind: int, options: dict[int, Any]) -> list[tuple["zmq.Socket[bytes]", str]]:
-        """Opens the sockets and returns them with their endpoints, not bound or connected yet."""
+        """Open the sockets and returns them with their endpoints, not bound or connected yet."""
         for endpoint in self._endpoints:
             socket = self._context.socket(kind)
             self.sockets.append(socket)
@@ -224,7 +224,7 @@ class ZmqChannel:
         return frame
 
     def _wait(self, timeout_s: float) -> list["zmq.Socket[bytes]"]:
-        """Waits for anything to arrive and returns the sockets that have something, control before blobs."""
+        """Wait for anything to arrive and returns the sockets that have something, control before blobs."""
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -236,7 +236,8 @@ class ZmqChannel:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """May be called twice. A later `wake` does nothing, because its descriptor may be another file by then."""
+        """Close the sockets. May be called twice. A later `wake` does nothing, because its descriptor may be another file by
+        then."""
         self._shut()
         self._context.term()
         with self._wake_lock:

@@ -87,7 +87,7 @@ class ZmqClient(ZmqChannel):
 
     @property
     def problem(self) -> str:
-        """Why the last handshake failed, as the predicate of a sentence about the trainer; "" if none did."""
+        """Return why the last handshake failed, as the predicate of a sentence about the trainer; "" if none did."""
         return self._watch.problem
 
     def send(self, message: Message) -> bool:
@@ -178,7 +178,8 @@ _QUEUE = 32  # messages in each direction
 
 
 class RelayConnection(ZmqChannel):
-    """Of the producer `name` to a relay that need not be there. `keys` are its own secret and the relay's public key."""
+    """The connection of the producer `name` to a relay, which may be absent. `keys` are its own secret and the relay's public
+    key."""
 
     def __init__(
         self, name: str, endpoint: str, max_message_bytes: int, keys: tuple[SecretKey, bytes] | None = None

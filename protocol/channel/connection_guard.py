@@ -56,19 +56,19 @@ class WatchedConnection:
     was_shut: bool = False
 
     def has_finished(self, counts: tuple[int, int] | None, done_bytes: int, longest_s: float) -> bool:
-        """Whether its handshake is over, by the byte `counts` of one moment: between two moments it could end unseen. It is when
-        the peer acknowledged `done_bytes`, or after `longest_s`."""
+        """Tell whether its handshake is over, by the byte `counts` of one moment: between two moments it could end unseen. It
+        is when the peer acknowledged `done_bytes`, or after `longest_s`."""
         return counts is None or counts[0] >= done_bytes or time.monotonic() - self.accepted_at > longest_s
 
     def byte_counts(self) -> tuple[int, int] | None:
-        """Bytes of ours that the peer acknowledged, and bytes of its own; None unless it is TCP."""
+        """Return the bytes of ours that the peer acknowledged, and the bytes that it sent; None unless it is TCP."""
         if self.socket.family == socket.AF_UNIX:
             return None
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return struct.unpack_from("=Q", info, _BYTES_ACKED)[0], struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
 
     def exceeds(self, most: int, num_messages: int, received: int) -> bool:
-        """Whether it has sent more than `most` bytes since it completed a message, of which it has `num_messages` by now."""
+        """Tell whether it has sent more than `most` bytes since it completed a message, of which it has `num_messages` by now."""
         if num_messages != self.deliveries:
             self.deliveries, self.mark, self.over_since, self.was_reported = num_messages, received, None, False
             return False
@@ -120,18 +120,19 @@ class ConnectionLimits(NamedTuple):
     connections: int
     unfinished: int  # of these, in their handshake
     finished: int  # not in their handshake; what is left is for those who come next
-    of_one_key: int  # of these, that have said something
+    of_one_key: int  # of these, that have sent a message
 
 
 def limits(descriptors: int) -> ConnectionLimits:
-    """How many connections a process with that many descriptors takes. Each needs two; some are for files and for libraries."""
+    """Return how many connections a process with that many descriptors takes. Each needs two; some are for files and for
+    libraries."""
     connections = max(_FEWEST, descriptors // 2 - _OTHER_DESCRIPTORS // 2)
     unfinished = min(_MOST_UNFINISHED, max(_FEWEST, connections // 4))
     return ConnectionLimits(connections, unfinished, connections * 15 // 16, connections * 3 // 4)
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the soft limit to the hard one, as far as it is of use. Returns how many are sure."""
+    """Raise the soft limit to the hard one, as far as it is of use. Returns how many are sure."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if 0 <= soft < highest:
@@ -191,28 +192,32 @@ def reason_of_end(
 Key = TypeVar("Key")
 
 
-class Places(Generic[Key]):
-    """Of connections whose handshake is over; `Key` names one."""
+class ConnectionQuota(Generic[Key]):
+    """The places of connections whose handshake is over; `Key` names a connection.
+
+    One key can never keep the others out: it has at most `limits.of_one_key` connections that have sent a message. Where there
+    are more than `limits.finished`, the oldest silent connections go first, so a newcomer has as long to send its first
+    message as others need to fill the rest of the places anew."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._silent: dict[Key, None] = {}  # have said nothing; oldest first
-        self._users: dict[Key, bytes] = {}  # the others: by which public key; oldest first
+        self._silent: dict[Key, None] = {}  # have sent nothing; oldest first
+        self._users: dict[Key, bytes] = {}  # the others, by public key; oldest first
         self._num_of_user: Counter[bytes] = Counter()
 
     @property
     def most_unfinished(self) -> int:
-        """How many others may be in their handshake, so that half of what is free stays free for who comes next."""
+        """Return how many others may be in their handshake, so that half of what is free stays free for who comes next."""
         free = self._limits.connections - len(self._silent) - len(self._users)
         return max(1, min(self._limits.unfinished, free // 2))
 
     def finish(self, key: Key) -> None:
-        """Its handshake is over."""
+        """Note that the handshake of a connection is over."""
         if key not in self._users:
             self._silent[key] = None
 
-    def speak(self, key: Key, user: bytes) -> bool:
-        """Its first message came, under the public key `user`. Returns whether that has a place for it."""
+    def on_first_message(self, key: Key, user: bytes) -> bool:
+        """Note the first message of a connection, under the public key `user`. Return whether that key has a place for it."""
         self.end(key)
         self._users[key] = user
         self._num_of_user[user] += 1
@@ -226,7 +231,7 @@ class Places(Generic[Key]):
                 del self._num_of_user[user]
 
     def take_surplus(self) -> list[Key]:
-        """Those that have to go, and have no place any more: who has said nothing, the oldest first, then the newest."""
+        """Remove and return the connections above the quota: silent connections first, from the oldest, then the newest."""
         num_over = len(self._silent) + len(self._users) - self._limits.finished
         surplus = list(islice((*self._silent, *reversed(self._users)), num_over)) if num_over > 0 else []
         for key in surplus:
@@ -239,7 +244,7 @@ ConnectionKey = tuple[int, int]  # index of the server's socket, descriptor
 
 
 class Delivered(NamedTuple):
-    """Over one connection. `user` and `peer` are the public key and the routing id of the last message."""
+    """The messages of one connection. `user` and `peer` are the public key and the routing id of the last message."""
 
     num_messages: int = 0
     user: bytes = b""
@@ -252,7 +257,7 @@ _NOTHING = Delivered()
 class Deliveries:
     def __init__(self, num_sockets: int) -> None:
         self._delivered: dict[ConnectionKey, Delivered] = {}
-        self._speakers: deque[ConnectionKey] = deque()
+        self._first_messages: deque[ConnectionKey] = deque()
         self._drained_at = [0.0] * num_sockets
         self._ended: deque[tuple[int, bytes]] = deque(maxlen=_MOST_ENDED)
 
@@ -263,7 +268,7 @@ class Deliveries:
         num_messages = self.of(key).num_messages
         self._delivered[key] = Delivered(num_messages + 1, user, peer)
         if not num_messages:
-            self._speakers.append(key)
+            self._first_messages.append(key)
 
     def note_drained(self, index: int) -> None:
         """Every whole message of a socket was taken."""
@@ -278,9 +283,9 @@ class Deliveries:
     def of(self, key: ConnectionKey) -> Delivered:
         return self._delivered.get(key, _NOTHING)
 
-    def take_speakers(self) -> list[ConnectionKey]:
+    def take_first_messages(self) -> list[ConnectionKey]:
         """The connections over which a first message came since the last call."""
-        return [self._speakers.popleft() for _ in range(len(self._speakers))]
+        return [self._first_messages.popleft() for _ in range(len(self._first_messages))]
 
     def drained_at(self, index: int) -> float:
         return self._drained_at[index]
@@ -323,7 +328,7 @@ class ConnectionGuard(threading.Thread):
         self._authenticator = authenticator
         self._done_bytes = _CURVE_DONE_BYTES if authenticator else _NULL_DONE_BYTES
         self._limits = limits(raise_descriptor_limit())
-        self._places = Places[ConnectionKey](self._limits)
+        self._quota = ConnectionQuota[ConnectionKey](self._limits)
         self._connections: dict[ConnectionKey, WatchedConnection] = {}
         # Those in their handshake, or that have sent too much.
         self._watched: dict[ConnectionKey, WatchedConnection] = {}
@@ -366,9 +371,9 @@ class ConnectionGuard(threading.Thread):
         check_at = 0.0
         try:
             while self._stop_fd not in dict(poller.poll(max(0, round((check_at - time.monotonic()) * 1000)))):
-                speakers = self.deliveries.take_speakers()
+                first_messages = self.deliveries.take_first_messages()
                 self._read_events()  # their connections are known by then
-                self._note_speakers(speakers)
+                self._note_first_messages(first_messages)
                 if time.monotonic() >= check_at:
                     self._check()
                     check_at = time.monotonic() + _CHECK_EVERY_S + _WATCHED_S * len(self._watched)
@@ -387,8 +392,8 @@ class ConnectionGuard(threading.Thread):
                     self._failures[index] = event, value
 
     def _begin(self, key: ConnectionKey) -> None:
-        # A delivery that is there already is this connection's, whose owner was faster. Only if its predecessor's last message
-        # was taken after its end, is it of that one, until this connection's first message.
+        # The owner thread may note a message before this thread sees the accept. Rarely it belongs to the previous connection
+        # with the same descriptor; the next message corrects that.
         copy = duplicate(key[1])
         if copy is None:
             return
@@ -397,7 +402,8 @@ class ConnectionGuard(threading.Thread):
             self._shut(connection, "too_many_connections")
 
     def _end(self, key: ConnectionKey) -> None:
-        """One thread of libzmq serves all connections, so a handshake's failure directly precedes its disconnect."""
+        """End a connection. One thread of libzmq serves all connections, so a handshake's failure directly precedes its
+        disconnect."""
         event, value = self._failures.pop(key[0], (0, 0))
         connection = self._connections.pop(key, None)
         self._watched.pop(key, None)
@@ -408,7 +414,7 @@ class ConnectionGuard(threading.Thread):
         )  # fmt: skip
         if reason and not (connection and connection.was_shut):
             self._refusals(reason, connection.peer() if connection else "a connection that is gone")
-        self._places.end(key)
+        self._quota.end(key)
         if connection:
             connection.socket.close()
         if self.deliveries.end(key):
@@ -418,19 +424,20 @@ class ConnectionGuard(threading.Thread):
         self._refusals(reason, connection.peer())
         connection.shut()
 
-    def _note_speakers(self, keys: list[ConnectionKey]) -> None:
+    def _note_first_messages(self, keys: list[ConnectionKey]) -> None:
         for key in keys:
             connection, delivered = self._connections.get(key), self.deliveries.of(key)
             if connection is None or connection.was_shut or not delivered.num_messages:
-                continue  # whoever spoke has left
-            if not self._places.speak(key, delivered.user) and self._authorized is not None:
+                continue  # the sender has left
+            if not self._quota.on_first_message(key, delivered.user) and self._authorized is not None:
                 self._shut(connection, "too_many_of_one_key")
 
     def _bound_connections(self) -> None:
-        """Of those in their handshake the oldest are shut first, because an honest one takes no time."""
+        """Close connections above the quota, of the unfinished ones the oldest first, because an honest handshake takes no
+        time."""
         unfinished = [one for one in self._watched.values() if not one.finished and not one.was_shut]
-        surplus = [self._connections[key] for key in self._places.take_surplus()]
-        for connection in unfinished[: -self._places.most_unfinished] + surplus:
+        surplus = [self._connections[key] for key in self._quota.take_surplus()]
+        for connection in unfinished[: -self._quota.most_unfinished] + surplus:
             self._shut(connection, "too_many_connections")
 
     def _is_finished(self, key: ConnectionKey, connection: WatchedConnection, counts: tuple[int, int] | None) -> bool:
@@ -439,11 +446,11 @@ class ConnectionGuard(threading.Thread):
                 counts, self._done_bytes, HANDSHAKE_S + 1
             )
             if connection.finished:
-                self._places.finish(key)
+                self._quota.finish(key)
         return connection.finished
 
     def _check(self) -> None:
-        """Looks at every connection that is watched and, in turn, at some of the others; at all when the keys changed."""
+        """Look at every connection that is watched and, in turn, at some of the others; at all when the keys changed."""
         now, since = time.monotonic(), self._checked_at
         self._checked_at = now
         num_others = math.ceil((now - since) / _PER_CONNECTION_S)
@@ -487,7 +494,7 @@ class ConnectionGuard(threading.Thread):
             self._watched.pop(key, None)
 
     def _bound_message(self, index: int, connection: WatchedConnection) -> None:
-        """Shuts what sends without end and completes no message, once the owner has taken all that was complete before."""
+        """Shut what sends without end and completes no message, once the owner has taken all that was complete before."""
         if connection.over_since is None:
             return
         if not connection.was_reported:

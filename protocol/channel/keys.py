@@ -41,7 +41,7 @@ def read_private(file: Path, place: str = "", *, others_may_read: bool = False) 
     try:
         with file.open("rb") as opened:
             if not is_private and stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
-                raise ConfigError(f"{where}: others can read this secret. Mend it: chmod 600 {file}")
+                raise ConfigError(f"{where}: others can read this secret. Fix: chmod 600 {file}")
             return opened.read(_MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
@@ -109,7 +109,7 @@ class ProducerKeys:
 
 
 def check_identity(name: str) -> str:
-    """Returns `name`, or raises `ConfigError` if it is none for a producer's key."""
+    """Return `name`, or raises `ConfigError` if it is none for a producer's key."""
     if not _IDENTITY.match(name):
         raise ConfigError(
             f"{name!r} is no name for a key: use up to 64 letters, digits, `.`, `_` and `-`, beginning with a letter or digit"
@@ -176,7 +176,7 @@ def _check_owner(file: Path, name: str, wanted: str) -> None:
 
 
 def generate(folder: Path, name: str) -> bytes:
-    """Makes the key pair `name` in `folder` and returns the public key; `ConfigError` if there is one or it cannot be
+    """Make the key pair `name` in `folder` and returns the public key; `ConfigError` if there is one or it cannot be
     written."""
     check_identity(name)
     try:
@@ -194,7 +194,7 @@ def generate(folder: Path, name: str) -> bytes:
 
 
 def write_public(file: Path, name: str, key: bytes) -> None:
-    """Makes a new file, which appears whole or not at all. `FileExistsError` if there is one."""
+    """Make a new file, which appears whole or not at all. `FileExistsError` if there is one."""
     _write_new(file, _line(_PUBLIC, name, key), 0o644)
 
 
@@ -216,12 +216,10 @@ def _credential(role: str) -> Path | None:
 
 
 def _check_writers(folder: Path) -> None:
-    """Whoever can write to a folder of keys can add one, and so decides who may connect."""
+    """Refuse a folder of keys that others may write to, because they could add a key and so decide who connects."""
     for place in (folder, folder / AUTHORIZED):
         if place.is_dir() and place.stat().st_mode & 0o022:
-            raise ConfigError(
-                f"transport.keys: others may write to {place}, and so add keys. Mend it: chmod go-w {place}"
-            )
+            raise ConfigError(f"transport.keys: others may write to {place}, and so add keys. Fix: chmod go-w {place}")
 
 
 def _line(kind: str, name: str, key: bytes) -> bytes:
@@ -243,7 +241,7 @@ def _write_new(file: Path, content: bytes, mode: int) -> None:
 
 
 def _parse(file: Path, content: bytes, kind: str) -> tuple[str, bytes]:
-    """Its errors quote nothing, because the content may be a secret."""
+    """Parse a key file. Errors quote nothing, because the content may be a secret."""
     words = content.split()
     if len(words) != 3 or words[0] != kind.encode():
         wrong = next(

@@ -115,7 +115,7 @@ class ZmqRouter(ZmqChannel):
         return [peer for index, peer in self._guard.deliveries.take_ended() if index == 0]
 
     def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> Any:
-        """What has come under the routing id in `head`; None if it is refused."""
+        """Return the message that came under the routing id in `head`; None if it is refused."""
         peer = head.bytes
         try:
             user = str(head.get("User-Id")).encode() if self._authorized is not None else b""

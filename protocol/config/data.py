@@ -26,7 +26,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def is_local(model: str, folder: Path) -> bool:
-    """Whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in `folder`."""
+    """Tell whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in
+    `folder`."""
     return model.startswith((".", "~", "/")) or (folder / model).is_dir()
 
 
@@ -97,7 +98,7 @@ class SamplingSection(Section):
 
     @property
     def message(self) -> Sampling:
-        """As leases say it."""
+        """The sampling as leases carry it."""
         values = {name: getattr(self, name) for name in Sampling.__struct_fields__}
         values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
         schema = "" if self.json_schema is None else json.dumps(self.json_schema)
@@ -119,7 +120,7 @@ class _RowsSection(Section):
         description="Read only the first `max_rows` rows, without downloading the rest. They are read at every start and kept "
         "in memory, because every prompt has a number that stays the same when the run goes on.",
     )
-    max_rows: Positive | None = Field(None, description="Take only the first so many rows. Needed with `streaming`.")
+    max_rows: Positive | None = Field(None, description="Use only the first N rows. Needed with `streaming`.")
     prompt_column: str = Field(
         "prompt",
         description="Column with the prompt: a string, or a list of chat messages. All other columns reach the "
@@ -185,7 +186,7 @@ class DatasetSection(_RowsSection):
 
     @property
     def all_sources(self) -> dict[str, SourceSection]:
-        """By their keys in the file."""
+        """The datasets by their keys in the file."""
         if self.sources:
             return {f"dataset.sources[{number}]": source for number, source in enumerate(self.sources)}
         values = {key: getattr(self, key) for key in _RowsSection.model_fields}
@@ -201,11 +202,9 @@ class EvaluationSection(Section):
         description="The held-out prompts, with the keys of `dataset`. They are asked in order; their prompts are rendered with "
         "the training dataset's `chat_template_kwargs`."
     )
-    every_versions: Positive = Field(
-        50, description="Evaluate every so many policy versions, and the last one of the run."
-    )
+    every_versions: Positive = Field(50, description="Evaluate every N policy versions, and the last one of the run.")
     before_training: bool = Field(True, description="Evaluate version 0, which is where training starts.")
-    max_prompts: Positive | None = Field(None, description="Ask the first so many prompts only. null: all.")
+    max_prompts: Positive | None = Field(None, description="Use only the first N prompts. null: all.")
     num_completions: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Completions per prompt.")
     temperature: Annotated[float, Field(ge=0, le=100)] = Field(
         0.0, description="0 is greedy, and takes one completion per prompt."
@@ -224,7 +223,7 @@ class EvaluationSection(Section):
     keep_best: bool = Field(True, description="Keep the adapter with the best score in `checkpoints/best`.")
     patience: Positive | None = Field(
         None,
-        description="The run ends, as finished, after so many evaluations in a row without improvement. null: never.",
+        description="The run ends, as finished, after N evaluations in a row without improvement. null: never.",
     )
     min_delta: Annotated[float, Field(ge=0)] = Field(
         0.0, description="A score counts as improvement, for `patience`, when it is more than this above the best one."
@@ -244,13 +243,13 @@ class EvaluationSection(Section):
             same = f"num_completions={self.num_completions} at temperature 0 would all be the same"
             yield f"{same}; set num_completions: 1, or a temperature"
         if self.pass_k > self.num_completions:
-            yield f"pass_k={self.pass_k} needs at least so many num_completions, not {self.num_completions}"
+            yield f"pass_k={self.pass_k} is above num_completions={self.num_completions}; raise num_completions"
         if self.pass_k > 1 and self.threshold is None:
-            yield f"pass_k={self.pass_k} needs a threshold, above which a completion passes"
+            yield f"pass_k={self.pass_k} is above num_completions={self.num_completions}; raise num_completions"
 
     @property
     def score_name(self) -> str:
-        """What the score is, in words: scores of the same name can be compared."""
+        """The name of the score: scores of the same name can be compared."""
         return (
             f"mean {self.metric}" if self.threshold is None else f"pass@{self.pass_k} {self.metric}>={self.threshold:g}"
         )

@@ -86,7 +86,7 @@ class PipelineSection(Section):
 
     @property
     def partial_after_s(self) -> float | None:
-        """How long the trainer waits for a full batch before a partial one will do; None: for ever."""
+        """Return how long the trainer waits for a full batch before a partial one will do; None: without limit."""
         return self.fill_timeout_s if self.fill == "partial" else None
 
 
@@ -125,7 +125,7 @@ class ReplaySection(Section):
     )
     keep_bytes: Count = Field(
         2**30,
-        description="Groups that no checkpoint needs any more are kept for inspection up to so many bytes, newest first.",
+        description="Groups that no checkpoint needs any more are kept for inspection up to this number of bytes, newest first.",
     )
     keep_age_s: PositiveSeconds = Field(
         7 * 86_400.0, description="Groups that no checkpoint needs any more are kept for inspection for so long."
@@ -149,14 +149,14 @@ class RerollSection(Section):
         description="Times that a prompt comes back in an epoch after a group in which every completion failed. 0: never.",
     )
     reward: str | None = Field(
-        None, description="Reward function that says what failed, by name. Default: the first one."
+        None, description="Name of the reward function that judges failure. Default: the first one."
     )
     fail_threshold: float = Field(
         0.0, description="A completion failed when that reward, unweighted, is at or below this."
     )
     solved_threshold: float = Field(1.0, description="A completion solved its prompt when it is at or above this.")
     delay_versions: Positive = Field(
-        4, description="A failed prompt returns when the policy is so many versions newer than the one that failed."
+        4, description="A failed prompt returns when the policy is N versions newer than the policy that failed."
     )
     max_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.25, description="Share of the leases that are rerolls.")
     max_pending: Positive = Field(4096, description="Prompts that wait to return; the longest waiting give way.")
@@ -175,7 +175,7 @@ class AdvantageSection(Section):
     )
     overlong_buffer_tokens: Count = Field(
         0,
-        description="Soft overlong punishment (DAPO): the penalty grows from 0 to `overlong_penalty` over the last so many "
+        description="Soft overlong punishment (DAPO): the penalty grows from 0 to `overlong_penalty` over the last N "
         "tokens before max_completion_length. 0: none.",
     )
     overlong_penalty: PositiveFloat = Field(
@@ -199,7 +199,7 @@ class CorrectionSection(Section):
     preset: Preset = Field(
         "token_truncate",
         description="Importance correction from sampling log-probs: level of the ratio and what happens outside its "
-        "bounds. docs/algorithms.md has the formulas and says which to take when.",
+        "bounds. docs/algorithms.md has the formulas and when to take each.",
     )
     ratio_min: Annotated[float, Field(ge=0)] | None = Field(None, description="Lower bound. Default: the preset's.")
     ratio_max: PositiveFloat | None = Field(None, description="Upper bound. Default: the preset's.")
@@ -220,6 +220,6 @@ class CorrectionSection(Section):
 class GuardsSection(Section):
     max_groups_without_signal: Positive | None = Field(
         1024,
-        description="The run ends with exit code 67 when so many groups in a row had no signal (all rewards equal, or none) "
+        description="The run ends with exit code 67 when N groups in a row had no signal (all rewards equal, or none) "
         "while the trainer waits for a batch. null: only the stall timeout ends it.",
     )

@@ -59,7 +59,7 @@ LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "a
 OWN_KEYS = {
     "lora": {
         "init_from": "Adapter that the policy starts from: a folder (of `slipstream sft`, of a checkpoint, of PEFT) or a hub "
-        "name. It must have the rank, alpha and modules that this section says, and change something. Policy version 0 is this "
+        "name. It must have the rank, alpha and modules of this section, and change something. Policy version 0 is this "
         "adapter, and so is the reference policy where `trainer.beta` is not 0."
     },
     "sft": {
@@ -120,7 +120,7 @@ def check(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """What of the section `name` the library gets."""
+    """Return the part of the section `name` that the library gets."""
     return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
 
 
@@ -147,7 +147,7 @@ def _of_engine(section: dict[str, Any]) -> Iterator[str]:
             yield f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it"
         if key.startswith("data_parallel_") and (key, section[key]) != ("data_parallel_size", 1):
             yield (
-                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
+                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so it is unknown whether the "
                 "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
             )
     if section.get("language_model_only") is False:
@@ -186,7 +186,7 @@ _MAX_LINES = 6  # of a library's error
 
 
 def build(section: str, factory: Callable[..., Built], values: dict[str, Any], **ours: Any) -> Built:
-    """Returns `factory(**values, **ours)` after checking what the user wrote against its signature and type hints. Raises
+    """Return `factory(**values, **ours)` after checking what the user wrote against its signature and type hints. Raises
     `ConfigError` where the library does not know a key or refuses a value, and `DeviceError` where it found a GPU that fails;
     `section` is its name in the configuration file."""
     library = f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
@@ -213,7 +213,7 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """One value as the type `hint`, e.g. the YAML string `1e-5` as a float; `ValueError` if the type cannot hold it."""
+    """Convert one value to the type `hint`, e.g. the YAML string `1e-5` as a float; `ValueError` if the type cannot hold it."""
     adapter = _adapter(hint)
     if adapter is None:
         return value
@@ -231,7 +231,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any] | None:
-    """None for a type without a pydantic schema, whose values only the library can check."""
+    """Return the adapter of a type; None for a type without a pydantic schema, whose values only the library can check."""
     for config in (ConfigDict(arbitrary_types_allowed=True), None):  # some types refuse a configuration
         with contextlib.suppress(Exception):
             return TypeAdapter(hint, config=config)

@@ -18,7 +18,7 @@ from protocol.errors import ConfigError
 
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
-    """Reads `path`, applies overrides such as `pipeline.max_staleness=2`, and validates; raises `ConfigError`."""
+    """Read `path`, applies overrides such as `pipeline.max_staleness=2`, and validates; raises `ConfigError`."""
     text = _read(path)
     try:
         loader = yaml.CSafeLoader(text)
@@ -77,7 +77,7 @@ def _refuse_duplicate_keys(path: str, node: Any) -> None:
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> set[str]:
-    """Changes `values` and returns the keys; raises `ConfigError` for an override that is none. In the key of a list's part its
+    """Change `values` and returns the keys; raises `ConfigError` for an override that is none. In the key of a list's part its
     number stands, from 0."""
     return {_apply(values, override) for override in overrides}
 

@@ -154,7 +154,7 @@ class SwapSection(Section):
     )
     probe_every: Count = Field(
         1,
-        description="Every so many versions the engine's log-probs of a fixed probe are compared with the trainer's before the "
+        description="Every N versions the engine's log-probs of a fixed probe are compared with the trainer's before the "
         "version is served. 0: never.",
     )
     probe_tolerance: PositiveFloat | None = Field(
@@ -174,7 +174,7 @@ class SwapSection(Section):
 
     @property
     def spans_versions(self) -> bool:
-        """Whether tokens of one completion may come from several policies."""
+        """Tell whether tokens of one completion may come from several policies."""
         return self.on_swap == "continue"
 
 
@@ -198,17 +198,17 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Of `tcp://HOST:PORT`, or HOST:PORT: whether only this host reaches it."""
+    """Tell whether only this host reaches `tcp://HOST:PORT`, or HOST:PORT."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0] in _LOOPBACK
 
 
 def is_trusted(endpoint: str, *, has_keys: bool) -> bool:
-    """Whether who talks there is known, so that it may give or get code: by keys, or by the rights of a socket's file."""
+    """Tell whether who talks there is known, so that it may give or get code: by keys, or by the rights of a socket's file."""
     return has_keys or (endpoint.startswith("ipc://") and not endpoint.startswith("ipc://@"))
 
 
 def next_endpoint(control: str) -> str:
-    """Where blobs travel unless the configuration says otherwise."""
+    """Return the default endpoint for blobs."""
     if control.startswith("ipc://"):
         return f"{control}.blobs"
     host, _, port = control.rpartition(":")

@@ -97,7 +97,7 @@ class Code(Section):
         "tests",
         description="Dataset column with the tests: Python that calls the code's functions and raises where they are wrong, a "
         "list of such texts, or a list of mappings `{input: ..., output: ...}` for programs that read standard input. "
-        "docs/security.md, Tests, says what such Python can do.",
+        "docs/security.md, Tests, lists the abilities of such Python.",
     )
     score: Literal["all", "share"] = Field(
         "all", description="`all`: 1 if every test passes, else 0. `share`: the share of the tests that pass."
@@ -320,7 +320,7 @@ class RewardsSection(Section):
 
     @property
     def reads_thinking(self) -> bool:
-        """Whether completions have to be separated into reasoning and answer."""
+        """Tell whether completions have to be told apart into reasoning and answer."""
         return self.counts_reasoning or any(self.strips(function) for function in self.functions)
 
     def limit_s(self, function: RewardFunction) -> float:
@@ -469,12 +469,12 @@ class EnvironmentSection(Section):
 
     @property
     def atropos(self) -> bool:
-        """Whether outside environments post groups of their own items."""
+        """Tell whether outside environments post groups of their own items."""
         return AGENTS.get(self.agent or "", AgentOptions).posts_groups
 
     @property
     def is_played_outside(self) -> bool:
-        """Whether an agent program plays the episodes through the endpoint (docs/serving.md, "Rollouts from agents")."""
+        """Tell whether an agent program plays the episodes through the endpoint (docs/serving.md, "Rollouts from agents")."""
         return self.agent is not None and not self.atropos
 
     @property

@@ -37,7 +37,7 @@ from protocol.config.section import Count, Problems, Section
 
 
 class RunConfig(Section):
-    """One run. See docs/configuration.md, which is generated from this schema."""
+    """The configuration of a run. See docs/configuration.md, which is generated from this schema."""
 
     run_dir: str = Field(description="Folder of the run: checkpoints, logs, sockets.")
     seed: Count = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
@@ -57,7 +57,7 @@ class RunConfig(Section):
     observability: ObservabilitySection = ObservabilitySection()
     guards: GuardsSection = GuardsSection()
     evaluation: EvaluationSection | None = Field(
-        None, description="A held-out set, scored by the producers every so many versions. Without it there is none."
+        None, description="A held-out set, scored by the producers every N versions. Without it there is no evaluation."
     )
     engine_server: EngineServerSection | None = Field(
         None,
@@ -66,7 +66,7 @@ class RunConfig(Section):
     )
     producers: ProducersSection | None = Field(
         None,
-        description="How many producers `slipstream cluster` keeps, by the load. Without it: as many as it is told.",
+        description="How many producers `slipstream cluster` keeps, by the load. Without it: the number on its command line.",
     )
     lora: dict[str, Any] = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),
@@ -220,7 +220,7 @@ def _of_quantization(config: RunConfig) -> Problems:
 
 
 def _of_turns(config: RunConfig) -> Problems:
-    """What does not move between a GPU and host memory."""
+    """Yield the settings that do not move between a GPU and host memory."""
     if config.pipeline.shard_base == "layers":
         yield "pipeline.shard_base: layers is for several GPUs, and pipeline.gpu=turns for one; remove one of them"
     if config.model.quantization is not None:
@@ -244,7 +244,7 @@ def _of_stops(config: RunConfig) -> Problems:
         name for name in ("stop", "stop_token_ids", "ignore_eos", "regex", "json_schema") if getattr(sampling, name)
     ]
     if given and config.environment.factory is not None:
-        yield f"sampling.{given[0]}: in an environment a turn ends where the chat template says; remove it"
+        yield f"sampling.{given[0]}: in an environment the chat template ends a turn; remove it"
     lasting = [name for name in ("stop", "regex", "json_schema") if getattr(sampling, name)]
     if lasting and config.swap.mode == "adapter" and config.swap.on_swap == "continue":
         yield (
@@ -276,7 +276,7 @@ def _of_agents(config: RunConfig) -> Problems:
             "and its base URL to http://HOST:PORT/v1"
         )
     if posted and config.evaluation is not None:
-        yield f"evaluation: nobody would post {posted} for completions that producers generate; remove the section"
+        yield f"evaluation: completions that producers generate get no posted {posted}; remove the section"
 
 
 def _of_atropos(config: RunConfig) -> Problems:
@@ -289,7 +289,7 @@ def _of_atropos(config: RunConfig) -> Problems:
         yield "dataset: environments of Atropos have their own items; remove the section, but for chat_template_kwargs"
     if config.evaluation is not None:
         yield (
-            "evaluation: nobody would score completions that producers generate; remove the section, environments of Atropos "
+            "evaluation: completions that producers generate would have no score; remove the section, environments of Atropos "
             "evaluate by themselves"
         )
     if config.reroll.max_attempts or config.reroll.solved_cooldown_epochs:
@@ -313,7 +313,7 @@ def _of_evaluation(config: RunConfig) -> Problems:
 
 
 def _of_engine_server(config: RunConfig) -> Problems:
-    """What vLLM's HTTP API cannot do, or does not prove."""
+    """Yield the settings that need more than vLLM's HTTP API does or proves."""
     if config.engine:
         yield (
             "engine: these are arguments of an engine of the producer's own, and engine_server names one that is running; give "

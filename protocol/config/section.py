@@ -23,7 +23,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def _place_and_name(value: str) -> str:
-    """Checks the form of a user function's name, not that the function exists."""
+    """Check the form of a user function's name, not that the function exists."""
     place, _, name = value.rpartition(":")
     if not place or not name.isidentifier():
         raise ValueError("expected `module:function` or `path/to/file.py:function`")
@@ -86,7 +86,7 @@ class Section(BaseModel):
         return result
 
     def problems(self) -> Problems:
-        """What cannot be between its values. The first one is reported."""
+        """Yield contradictions between the values. The first one is reported."""
         yield from ()
 
     @model_validator(mode="after")

@@ -172,7 +172,7 @@ REFUSED: dict[str, Refusal] = (
     )
     | _refused("producers play the episodes", "environment.max_turns", max_tool_calling_iterations=None)
     | _refused("prompts and completions are text", log_multimodal=True)
-    | _refused("nobody could go on from a checkpoint without the optimizer's state", save_only_model=False)
+    | _refused("a run cannot go on from a checkpoint without the optimizer's state", save_only_model=False)
     | _refused("a signal ends the run with a checkpoint anyway", enable_jit_checkpoint=False)
     | _refused("run folder and journal say where a run goes on", "--resume", resume_from_checkpoint=None)
     | _refused("run folder and journal say where a run goes on", restore_callback_states_from_checkpoint=False)
@@ -209,7 +209,7 @@ MODEL_INIT_RESERVED: dict[str, str | None] = {
 
 
 def refusal(key: str, value: Any) -> str | None:
-    """Why a key that is not reserved cannot have this value, and what to do; None where it can."""
+    """Return why a key that is not reserved cannot have this value, and what to do; None where it can."""
     if key in REFUSED and value != REFUSED[key].default:
         _, reason, instead = REFUSED[key]
         shown = "..." if key == "hub_token" else value  # a secret

@@ -32,7 +32,7 @@ _QUANTIZED_AT_LEAST = 0.5  # bytes per weight of the smallest of vLLM's formats
 
 @dataclass(frozen=True)
 class TrainerNeeds:
-    """Bytes. `passes` are those that `tokens` take, `least_passes` those of the longest row alone, which is the smallest pass."""
+    """The bytes that a trainer takes. `passes` belongs to a pass of `tokens`, `least_passes` to the longest row alone."""
 
     base: int
     adapter: int  # with gradients and optimizer
@@ -52,7 +52,8 @@ class TrainerNeeds:
 
 @dataclass(frozen=True)
 class EngineNeeds:
-    """Bytes. `cache` is the KV cache of one group, or of one row of the longest context if that is more."""
+    """The bytes that an engine takes. `cache` is the KV cache of one group, or of one row of the longest context if that is
+    more."""
 
     weights: int
     adapters: int
@@ -64,7 +65,8 @@ class EngineNeeds:
 
 
 def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds]:
-    """
+    """Compute the needs of trainer and engine.
+
     Args:
         folder: of the model's files.
 
@@ -76,7 +78,7 @@ def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds
 
 
 def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
-    """Of a trainer of one rank."""
+    """Compute the needs of a trainer of one rank."""
     dtype_bytes, longest = _DTYPE_BYTES[config.model.dtype], longest_row(config, model)
     setting = config.pipeline.trainer_tokens_per_micro_batch
     least, wanted = (longest, max(longest, FIRST_TOKENS)) if setting == "auto" else [max(longest, setting)] * 2
@@ -92,7 +94,7 @@ def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
 
 
 def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
-    """Of an engine with one GPU."""
+    """Compute the needs of an engine with one GPU."""
     engine, dtype_bytes = config.engine, _DTYPE_BYTES[config.model.dtype]
     num_elements = sum(weight.num_elements for weight in model.weights)
     weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
@@ -111,8 +113,8 @@ def longest_row(config: RunConfig, model: ModelShape) -> int:
 
 
 def base_bytes(weights: Iterable[Weight], dtype_bytes: int, quantization: str | None) -> int:
-    """Of the frozen base: with `quantization` the linear layers have the format of bitsandbytes, and the rest `dtype_bytes` per
-    element. What is not floating-point in the files stays as it is."""
+    """Compute the bytes of the frozen base: with `quantization` the linear layers have the format of bitsandbytes, and the
+    rest `dtype_bytes` per element. What is not floating-point in the files stays as it is."""
     total = 0.0
     for weight in weights:
         if not weight.is_float:
@@ -136,8 +138,8 @@ def base_of(folder: Path, dtype: str, quantization: str | None) -> int:
 
 
 def adapter_parameters(weights: Iterable[Weight], rank: int, targets: str | Sequence[str]) -> int:
-    """Of the LoRA matrices, (rank, in) and (out, rank) for each layer that PEFT would find: by the end of its name, by a regular
-    expression that is all of it, or `all-linear`."""
+    """Count the parameters of the LoRA matrices, (rank, in) and (out, rank) for each layer that PEFT would find: by the end of
+    its name, by a regular expression that is all of it, or `all-linear`."""
     return sum(
         rank * sum(weight.shape) for weight in weights if weight.is_linear and _is_target(weight.module, targets)
     )
@@ -166,9 +168,10 @@ def pass_bytes(model: ModelShape, tokens: int, dtype_bytes: int, *, recomputes: 
 
 
 def layer_bytes(model: ModelShape, dtype_bytes: int, *, drops: bool) -> int:
-    """What autograd keeps of a token in one layer of h hidden and i inner values: of two norms the result (2 h) and a float32
-    copy of the input (8 h bytes), the inputs that LoRA casts for seven linear layers (6 h + i), queries, keys, values and what
-    attention makes of them (4 h), and three tensors inside the MLP (3 i). Dropout keeps result and mask for each of the seven.
+    """Compute the bytes that autograd keeps of a token in one layer of h hidden and i inner values: of two norms the result (2 h)
+    and a float32 copy of the input (8 h bytes), the inputs that LoRA casts for seven linear layers (6 h + i), queries, keys,
+    values and what attention makes of them (4 h), and three tensors inside the MLP (3 i). Dropout keeps result and mask for each
+    of the seven.
     """
     hidden, inner = _width(model), model.intermediate_size
     kept = 8 * hidden + dtype_bytes * (12 * hidden + 4 * inner)
@@ -180,7 +183,7 @@ def _width(model: ModelShape) -> int:
 
 
 def _longest_context(config: RunConfig, model: ModelShape) -> int | None:
-    """None: nothing says it."""
+    """Return the longest context, or None if no setting or file gives it."""
     chosen = config.engine.get("max_model_len")
     return chosen if isinstance(chosen, int) and chosen > 0 else model.max_length
 
@@ -219,7 +222,7 @@ _SMALLER = (
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the memory of one GPU, in bytes. A CUDA context comes to each."""
+    """The shares of the memory of one GPU, in bytes. Each daemon takes a CUDA context beside its share."""
 
     total: int
     trainer: int
@@ -242,7 +245,8 @@ class Shares:
 
 
 def shares_of(config: RunConfig, total: int, needs: TrainerNeeds, engine: EngineNeeds) -> Shares:
-    """
+    """Divide the memory of a GPU.
+
     Args:
         total: bytes of the GPU.
 
@@ -278,7 +282,7 @@ def _around(utilization: float, total: int, room: int, needs: TrainerNeeds, engi
 
 
 def _number(value: object) -> float:
-    """As YAML or `--set` may say it."""
+    """Parse the share that YAML or `--set` gives."""
     try:
         found = float(str(value))
     except ValueError:

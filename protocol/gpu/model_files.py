@@ -1,4 +1,4 @@
-"""What a model's folder says of its size, read from `config.json` and from the headers of its safetensors.
+"""The size of a model, read from its folder: `config.json` and from the headers of its safetensors.
 
 Guarantee: no weight is read and no library of models is imported, so it takes milliseconds for any model.
 """
@@ -43,7 +43,7 @@ class Weight(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the matrix of a linear layer in a decoder layer: neither embeddings nor LM head."""
+        """Tell whether it is the matrix of a linear layer in a decoder layer: neither embeddings nor LM head."""
         return len(self.shape) == 2 and self.name.endswith(".weight") and bool(_LAYER.search(self.name))
 
     @property
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Of a decoder."""
+    """The shape of a decoder."""
 
     weights: tuple[Weight, ...]
     hidden_size: int
@@ -66,7 +66,7 @@ class ModelShape:
 
 
 def model_shape(folder: Path) -> ModelShape:
-    """Of the model in this folder; of a vision-language checkpoint, of its text model.
+    """Read the shape of the model in this folder; of a vision-language checkpoint, of its text model.
 
     Raises:
         ConfigError: the folder's files do not say it.
@@ -100,8 +100,8 @@ def model_shape(folder: Path) -> ModelShape:
 
 
 def _from_weights(weights: Iterable[Weight]) -> dict[str, int]:
-    """What the shapes of the weights say by the names that most decoders give them. A configuration leaves out what is a default
-    of its architecture."""
+    """Derive sizes from the shapes of the weights, by the names that most decoders give them. A configuration leaves out what
+    is a default of its architecture."""
     found: dict[str, int] = {}
     for weight in weights:
         if layer := _LAYER.search(weight.name):
@@ -129,7 +129,7 @@ def weights_of(folder: Path) -> Iterator[Weight]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Some checkpoints have all weights a second time, in files with other names."""
+    """Return the files of the weights. Some checkpoints have all weights a second time, in files with other names."""
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
     if (index := folder / "model.safetensors.index.json").is_file():
@@ -161,6 +161,6 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _refusal(why: str) -> ConfigError:
     return ConfigError(
-        f"model.path: {why}, so nobody can compute what trainer and engine take of the GPU that they share; set pipeline.gpu: "
+        f"model.path: {why}, so the parts of trainer and engine of the GPU that they share cannot be computed; set pipeline.gpu: "
         "own, and engine.gpu_memory_utilization to what the trainer leaves"
     )

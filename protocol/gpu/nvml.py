@@ -45,7 +45,7 @@ class Gpu:
 
 
 def gpu_facts(index: int) -> Gpu | None:
-    """None where NVML does not answer, or has no such GPU."""
+    """Return the facts of a GPU; None where NVML does not answer, or has no such GPU."""
     try:
         import pynvml
 
@@ -135,7 +135,7 @@ def _text(name: bytes | str) -> str:
 
 
 def gpu_ids(gpus: Sequence[int]) -> list[str]:
-    """Of the GPUs with these indexes, as nvidia-smi counts; without any, of this host's CPU."""
+    """Return the ids of the GPUs with these indexes, as nvidia-smi counts; without any, of this host's CPU."""
     host = socket.gethostname()[:64]
     if not gpus:
         return [f"cpu of {host}"]
@@ -143,13 +143,13 @@ def gpu_ids(gpus: Sequence[int]) -> list[str]:
 
 
 def free_bytes(gpus: Sequence[int]) -> int | None:
-    """On the fullest of these GPUs; None without a GPU, or where the driver does not say."""
+    """Return the free bytes of the fullest of these GPUs; None without a GPU, or where the driver does not say."""
     found = [gpu_facts(gpu) for gpu in gpus]
     return min((facts.free_bytes for facts in found if facts is not None), default=None)
 
 
 def users(gpus: Sequence[int]) -> dict[int, int]:
-    """Bytes that processes use on these GPUs, by their ids, as far as the driver says: in a container it may not."""
+    """Return the bytes that processes use on these GPUs, by their ids, as far as the driver says: in a container it may not."""
     found: dict[int, int] = {}
     try:
         import pynvml
@@ -167,7 +167,7 @@ _THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 def mps_in_words() -> str:
-    """What this process will do, for the log."""
+    """Return a sentence for the log on whether MPS runs."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _PIPES)
     if not _runs(folder):
         return f"CUDA MPS does not run ({folder}), so kernels of trainer and engine take turns on the GPU"
@@ -186,7 +186,7 @@ def _runs(folder: Path) -> bool:
 
 
 def select_gpus(choice: str) -> list[int]:
-    """Makes exactly the chosen GPUs visible to this process, before any library looks at them, and returns their indexes as
+    """Make exactly the chosen GPUs visible to this process, before any library looks at them, and returns their indexes as
     nvidia-smi counts, none for `cpu`. Where CUDA_VISIBLE_DEVICES is set, the choice is among those. What is no such GPU raises
     `DeviceError`."""
     given = os.environ.get(VISIBLE)

@@ -33,7 +33,7 @@ _LONGEST_NOTE = 4096  # bytes
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class OtherDaemon:
     """Another daemon on the GPU."""
 
     role: Role
@@ -41,15 +41,15 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
-class Tenancy:
-    """Of one daemon on one GPU. `neighbours` were there before it."""
+class GpuRegistry:
+    """The registration of one daemon on one GPU. `neighbours` were there before it."""
 
-    neighbours: list[Neighbour]
-    _place: Path | None = None  # begin of the names of this GPU's files; None: nobody is seen
+    neighbours: list[OtherDaemon]
+    _place: Path | None = None  # prefix of the paths of this GPU's lock files, None if /dev/shm is unusable
 
     @contextlib.contextmanager
     def alone(self, limit_s: float, must_stop: Callable[[], object], say: Callable[[], object]) -> Iterator[None]:
-        """While it lasts no other daemon on the GPU is in here.
+        """Exclude the other daemons on the GPU until the context ends.
 
         Args:
             must_stop: ends the waiting if it says so; then it is entered all the same. It may raise.
@@ -67,40 +67,41 @@ class Tenancy:
                 if time.monotonic() > deadline:
                     raise StalledError(
                         "the other daemon on this GPU has not finished its start within pipeline.stall_timeout_s="
-                        f"{limit_s:g} seconds; look at what it says"
+                        f"{limit_s:g} seconds; see its log"
                     )
                 time.sleep(_PAUSE_S)
             yield
 
     def try_alone(self, what: str, held: contextlib.ExitStack) -> bool:
-        """Whether no other daemon on the GPU does `what` until `held` ends. Does not wait."""
+        """Tell whether no other daemon on the GPU does `what` until `held` ends. Does not wait."""
         return self._place is None or _try_lock(_file(self._place, what), held)
 
 
 @contextlib.contextmanager
-def tenancy(uuid: str, role: Role, run_dir: str) -> Iterator[Tenancy]:
-    """While it lasts, others see this daemon on the GPU with this UUID. Of two with one role they see the first."""
+def tenancy(uuid: str, role: Role, run_dir: str) -> Iterator[GpuRegistry]:
+    """Register this daemon until the context ends: others see it on the GPU with this UUID. Of two with one role they see the
+    first."""
     with contextlib.ExitStack() as stack:
         try:
             place = stack.enter_context(common_folder("gpus", ROOT)) / uuid
         except OSError:
-            yield Tenancy([])
+            yield GpuRegistry([])
             return
-        with open(_file(place, "door"), "wb", opener=private) as door:
-            fcntl.flock(door, fcntl.LOCK_EX)
+        with open(_file(place, "registry"), "wb", opener=private) as registry:
+            fcntl.flock(registry, fcntl.LOCK_EX)
             neighbours = [neighbour for other in ROLES if (neighbour := _holder(place, other)) is not None]
             note = _file(place, role)
             if _try_lock(note, stack):
                 note.write_bytes(os.fsencode(run_dir)[:_LONGEST_NOTE])
-        yield Tenancy(neighbours, place)
+        yield GpuRegistry(neighbours, place)
 
 
-def _holder(place: Path, role: Role) -> Neighbour | None:
+def _holder(place: Path, role: Role) -> OtherDaemon | None:
     file = _file(place, role)
     with contextlib.ExitStack() as tried:
         if _try_lock(file, tried):
             return None
-        return Neighbour(role, os.fsdecode(file.read_bytes()[:_LONGEST_NOTE]))
+        return OtherDaemon(role, os.fsdecode(file.read_bytes()[:_LONGEST_NOTE]))
 
 
 def _file(place: Path, what: str) -> Path:
@@ -108,7 +109,7 @@ def _file(place: Path, what: str) -> Path:
 
 
 def _try_lock(file: Path, held: contextlib.ExitStack) -> bool:
-    """Whether the lock of the file is this process's now, until `held` ends."""
+    """Tell whether the lock of the file is this process's now, until `held` ends."""
     lock = private(str(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,8 +129,8 @@ _FREE_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Of one daemon.
+class GpuReservation:
+    """The GPUs of one daemon, and its share of them.
 
     Attributes:
         shares: None where the GPU is its own, or there is none.
@@ -138,7 +139,7 @@ class Seat:
     role: Role
     shares: Shares | None = None
     _gpus: tuple[Gpu, ...] = ()  # that the other daemon may use, too
-    _tenancies: tuple[Tenancy, ...] = ()  # on them
+    _tenancies: tuple[GpuRegistry, ...] = ()  # on them
 
     def with_share(self, config: RunConfig) -> RunConfig:
         """The configuration with the producer's share in `engine:`, where the GPU is shared."""
@@ -148,8 +149,8 @@ class Seat:
         return config.model_copy(update={"engine": engine})
 
     @contextlib.contextmanager
-    def settling(self, limit_s: float, must_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Around what takes the share: vLLM counts as its own whatever becomes less while it measures, and fails if it becomes
+    def exclusive_startup(self, limit_s: float, must_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Take the share alone: vLLM counts as its own whatever becomes less while it measures, and fails if it becomes
         more, so the daemons do it one after the other. Where they have the GPU in turns, the trainer is not on it meanwhile.
 
         Raises:
@@ -158,13 +159,13 @@ class Seat:
         """
         with contextlib.ExitStack() as held:
             for own in self._tenancies:
-                held.enter_context(own.alone(limit_s, must_stop, say_waiting))
+                held.enter_context(own.alone(limit_s, must_stop, log_waiting))
             if self.shares is not None:
                 self._wait_for_room(self.shares, self._gpus[0].index, must_stop)
             yield
 
     def try_moving(self) -> contextlib.ExitStack | None:
-        """While it is open, this producer alone comes to its GPUs or leaves them; None: another one does."""
+        """Return a context in which this producer alone enters or leaves its GPUs; None if another producer does."""
         with contextlib.ExitStack() as held:
             if all(own.try_alone("moves", held) for own in self._tenancies):
                 return held.pop_all()
@@ -183,12 +184,12 @@ class Seat:
             time.sleep(_PAUSE_S)
 
 
-def say_waiting() -> None:
+def log_waiting() -> None:
     logger.info("waiting for the other daemon on this GPU, which is taking its share of the memory or has its turn")
 
 
 @contextlib.contextmanager
-def seated(config: RunConfig, gpus: list[int], role: Role) -> Iterator[Seat]:
+def reserve_gpu(config: RunConfig, gpus: list[int], role: Role) -> Iterator[GpuReservation]:
     """The seat of this daemon, which others see while it lasts.
 
     Args:
@@ -215,12 +216,12 @@ def seated(config: RunConfig, gpus: list[int], role: Role) -> Iterator[Seat]:
             for gpu, own in zip(found, tenancies, strict=True):
                 _say_crowded(gpu, own, role)
         if config.pipeline.gpu == "turns":
-            yield Seat(role, None, tuple(found), tuple(tenancies))
+            yield GpuReservation(role, None, tuple(found), tuple(tenancies))
             return
-        yield Seat(role)
+        yield GpuReservation(role)
 
 
-def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
+def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: GpuRegistry) -> GpuReservation:
     for neighbour in own.neighbours:
         if neighbour.role == role:
             raise DeviceError(
@@ -238,11 +239,11 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
     shares = shares_of(config, gpu.total_bytes, *needs_of(config, folder))
     logger.info("pipeline.gpu: shared: GPU %d: %s; %s are free", gpu.index, shares.in_words(), gib(gpu.free_bytes))
     logger.info("%s", mps_in_words())
-    return Seat(role, shares, (gpu,), (own,))
+    return GpuReservation(role, shares, (gpu,), (own,))
 
 
 def _other_users(config: RunConfig) -> Iterator[tuple[str, int | None]]:
-    """What else the configuration gives a GPU, and which, counted as for --gpu."""
+    """Yield the other parts to which the configuration gives a GPU, and its number, counted as for --gpu."""
     yield "rewards.gpu: each reward worker", config.rewards.gpu
     yield "environment.gpu: the environment", config.environment.gpu
     for function in config.rewards.functions:
@@ -252,7 +253,7 @@ def _other_users(config: RunConfig) -> Iterator[tuple[str, int | None]]:
 def _usable(found: list[Gpu], index: int) -> Gpu:
     if not found:
         raise DeviceError(
-            f"pipeline.gpu: shared: NVML says nothing of GPU {index}, so nobody knows what there is to share; install "
+            f"pipeline.gpu: shared: NVML does not know GPU {index}, so its memory is unknown; install "
             "nvidia-ml-py and see whether nvidia-smi answers, or set pipeline.gpu: own"
         )
     if found[0].is_divided:
@@ -263,7 +264,7 @@ def _usable(found: list[Gpu], index: int) -> Gpu:
     return found[0]
 
 
-def _say_crowded(gpu: Gpu, own: Tenancy, role: Role) -> None:
+def _say_crowded(gpu: Gpu, own: GpuRegistry, role: Role) -> None:
     for neighbour in own.neighbours:
         if neighbour.role != role:
             text = (

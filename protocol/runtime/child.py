@@ -54,7 +54,7 @@ class WorkerOutput:
         self._listen()
 
     def begin(self, source: str) -> None:
-        """Names the writer of what comes from now on, which ends the block of the writer before."""
+        """Name the writer of what comes from now on, which ends the block of the writer before."""
         if source != self._source:
             self._take()
             self._flush()
@@ -83,7 +83,7 @@ class WorkerOutput:
             self._reading = self._loop.call_later(_PAUSE_S, self._listen)
 
     def _take(self) -> bool:
-        """Reads once. Returns whether anybody can still write."""
+        """Read once. Returns whether anybody can still write."""
         try:
             part = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -246,7 +246,7 @@ class ChildProcess:
             raise ChildEndedError(f"its process ended ({exit_text(status)})") from None
 
     def terminate(self) -> "asyncio.Task[int | None]":
-        """Kills it with everything that it started. When the task is done, both are over and its last output is in the log."""
+        """Kill it with everything that it started. When the task is done, both are over and its last output is in the log."""
         if self._streams is None:
             self._socket.close()
         else:
@@ -272,7 +272,7 @@ class ChildProcesses:
     def start(
         self, module: str, *arguments: str, source: str, environment: Mapping[str, str] | None = None
     ) -> ChildProcess:
-        """Raises `ChildEndedError` if it cannot be started, or `close` was called."""
+        """Raise `ChildEndedError` if it cannot be started, or `close` was called."""
         if self._closed:
             raise ChildEndedError("it is not started, because the daemon ends")
         command = [sys.executable, "-P", "-m", module]  # -P: no file of the user's is taken for one of our packages
@@ -281,7 +281,7 @@ class ChildProcesses:
         return child
 
     def terminate(self, child: ChildProcess) -> None:
-        """Does not wait for its end; `close` does."""
+        """Begin to end the process; `close` waits for the end."""
         child.terminate().add_done_callback(lambda _: self._alive.discard(child))
 
     async def close(self) -> None:

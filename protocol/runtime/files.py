@@ -1,8 +1,8 @@
 """A file or folder that appears under its name complete and on the disk, or not at all, and a full disk that is no error.
 
 Guarantee: whenever the process or the machine dies, the name has its old content or all of the new content. A file is replaced in
-one rename. A folder needs two, and a crash between them leaves the old folder under another name, from which `mend` restores it.
-`unless_full` passes over a full disk alone; every other error is raised.
+one rename. A folder needs two, and a crash between them leaves the old folder under another name, from which `restore_folder`
+restores it. `ignore_disk_full` passes over a full disk alone; every other error is raised.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _NOTHING_LEFT_BYTES = 2**20
 
 
 def out_of_space(error: BaseException, folder: Path | None = None) -> bool:
-    """Whether `error` came of a full disk. Where it does not say, because not every library passes the error number on, the
+    """Tell whether `error` came of a full disk. Where it does not say, because not every library passes the error number on, the
     disk of `folder` is asked."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return True
@@ -25,8 +25,8 @@ def out_of_space(error: BaseException, folder: Path | None = None) -> bool:
 
 
 @contextmanager
-def unless_full() -> Iterator[None]:
-    """Leaves its body, without an error, where the disk is full."""
+def ignore_disk_full() -> Iterator[None]:
+    """Leave its body, without an error, where the disk is full."""
     try:
         yield
     except OSError as error:
@@ -36,21 +36,21 @@ def unless_full() -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(final: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Gives a path at which nothing is, for the body to make a file or a folder there, and moves that to `final` in the end.
+    """Give a path at which nothing is, for the body to make a file or a folder there, and moves that to `final` in the end.
     An error in the body leaves `final` as it was. If it is not `durable`, a crash of the machine may take it."""
     partial = partial_of(final)
-    _remove(partial)  # what a killed process left, as `mend` does
-    mend(final)
+    _remove(partial)  # what a killed process left, as `restore_folder` does
+    restore_folder(final)
     try:
         yield partial
         settle(partial, final, durable=durable)
     finally:
         _remove(partial)
-        mend(final)
+        restore_folder(final)
 
 
 def settle(partial: Path, final: Path, *, durable: bool = True) -> None:
-    """Brings what is at `partial` to the disk and moves it to `final`. A folder that it replaces is left for `mend`."""
+    """Bring what is at `partial` to the disk and moves it to `final`. A folder that it replaces is left for `restore_folder`."""
     if durable:
         sync_all(partial)
     if partial.is_dir() and final.is_dir():
@@ -60,8 +60,8 @@ def settle(partial: Path, final: Path, *, durable: bool = True) -> None:
         sync(final.parent)
 
 
-def mend(final: Path) -> None:
-    """Takes back the folder that a crash between the two renames has left aside, or removes one that was replaced."""
+def restore_folder(final: Path) -> None:
+    """Take back the folder that a crash between the two renames has left aside, or removes one that was replaced."""
     old = aside(final)
     if old.is_dir() and not final.exists():
         old.rename(final)
@@ -79,13 +79,13 @@ def aside(final: Path) -> Path:
 
 
 def sync_all(place: Path) -> None:
-    """Brings a file, or a folder with everything in it, to the disk, a folder after what is in it."""
+    """Bring a file, or a folder with everything in it, to the disk, a folder after what is in it."""
     for path in (*sorted(place.rglob("*"), reverse=True), place):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Brings a file's content, or a folder's entries, to the disk."""
+    """Bring a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

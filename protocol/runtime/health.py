@@ -30,7 +30,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls) -> "Notifier":
-        """Reads the variables of sd_notify(3) and sd_watchdog_enabled(3), and removes them. A second notifier sends nothing."""
+        """Read the variables of sd_notify(3) and sd_watchdog_enabled(3), and removes them. A second notifier sends nothing."""
         name = os.environ.pop("NOTIFY_SOCKET", "")
         interval_us = os.environ.pop("WATCHDOG_USEC", "")
         watched_pid = os.environ.pop("WATCHDOG_PID", "")
@@ -39,15 +39,15 @@ class Notifier:
         return cls(address, int(interval_us) / 1e6 if watched else None)
 
     def ready(self, status: str) -> None:
-        """Start-up is over; from now on the watchdog watches."""
+        """Announce that start-up is over; from now on the watchdog watches."""
         self._announce(f"READY=1\n{_status(status)}")
 
     def stopping(self, status: str) -> None:
-        """Shutting down has begun; from now on the watchdog does not watch."""
+        """Announce that shutting down has begun; from now on the watchdog does not watch."""
         self._announce(f"STOPPING=1\n{_status(status)}")
 
     def watchdog(self) -> None:
-        """One sign of life, for every turn of a loop. At most three are sent per interval."""
+        """Send a sign of life, for every turn of a loop. At most three are sent per interval."""
         now = time.monotonic()
         if self._beat_every_s is None or now - self._beat_at < self._beat_every_s:
             return
@@ -55,7 +55,7 @@ class Notifier:
             self._beat_at, self._refused = now, ""
 
     def extend_timeout(self, seconds: float) -> None:
-        """While starting or stopping: the manager waits so long from now, or until this is called again."""
+        """Extend the time to start or stop: the manager waits `seconds` from now, or until the next call."""
         self._send(f"EXTEND_TIMEOUT_USEC={round(min(_MAX_EXTENSION_S, seconds) * 1e6)}")
 
     def status(self, text: str) -> None:
@@ -113,7 +113,7 @@ class Health:
         self._beats.pop(loop, None)
 
     def check_alive(self, name: str, check: Check) -> None:
-        """Adds a check to both answers."""
+        """Add a check to both answers."""
         self._alive_checks[name] = check
 
     def check_ready(self, name: str, check: Check) -> None:
@@ -121,7 +121,7 @@ class Health:
 
     @contextlib.contextmanager
     def starting(self, what: str, limit_s: float) -> Iterator[None]:
-        """While the daemon does `what`, systemd's timeout is extended, for `limit_s` at most."""
+        """Extend systemd's timeout while the daemon does `what`, for `limit_s` at most."""
         self._phase = what
         done = threading.Event()
         deadline = self.clock() + limit_s

@@ -67,7 +67,7 @@ class ConnectionLimiter:
         self._forget(connection)
 
     def request_begun(self, connection: "Connection") -> None:
-        """Its headers must be complete in time."""
+        """Begin the time within which the headers must be complete."""
         if connection not in self._timers:
             self._limit(connection, self.header_timeout_s)
 

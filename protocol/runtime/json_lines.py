@@ -44,7 +44,7 @@ def open_to_append(path: Path) -> int:
 
 
 def append(file: int, lines: bytes) -> None:
-    """Appends all of `lines`. If that fails, with an `OSError`, the file is as it was."""
+    """Append all of `lines`. If that fails, with an `OSError`, the file is as it was."""
     size, left = os.fstat(file).st_size, lines
     try:
         while left:
@@ -55,7 +55,7 @@ def append(file: int, lines: bytes) -> None:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Cuts a file whose lines have ascending `step` before the first line of a later one, or one that is damaged."""
+    """Cut a file whose lines have ascending `step` before the first line of a later one, or one that is damaged."""
     if not path.is_file():
         return
     with path.open("r+b") as stream:
@@ -80,7 +80,7 @@ class RotatedLines:
     max_bytes: int
 
     def append(self, lines: bytes, *, durable: bool = False) -> None:
-        """If it raises `OSError`, none of the lines was written. If it is `durable`, they are on the disk when it returns."""
+        """Append lines. On `OSError` none of them was written; with `durable` they are on the disk when it returns."""
         with suppress(FileNotFoundError):
             size = self.path.stat().st_size
             if size > 0 and size + len(lines) > self.max_bytes:
@@ -96,7 +96,7 @@ class RotatedLines:
             sync(self.path.parent)
 
     def forget_after(self, step: int) -> None:
-        """Cuts off lines of later steps; see `protocol.runtime.json_lines.forget_after`."""
+        """Cut off lines of later steps; see `protocol.runtime.json_lines.forget_after`."""
         for path in (older(self.path), self.path):
             forget_after(path, step)
 

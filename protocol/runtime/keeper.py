@@ -42,7 +42,7 @@ class _Keeper:
         _close_others()
 
     def wait(self, ends: set[signal.Signals], seconds: float | None = None) -> None:
-        """Until the kept process has ended, one of the signals comes, or time is up."""
+        """Wait until the kept process has ended, a signal comes, or time is up."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._reap() and self.status is None:
             left = 3600.0 if until is None else until - time.monotonic()
@@ -57,7 +57,7 @@ class _Keeper:
             os.kill(self._kept, signal.SIGTERM)
 
     def sweep(self) -> None:
-        """Kills child after child. A child is not reaped before, so its id is still its own, and its children become ours."""
+        """Kill child after child. A child is not reaped before, so its id is still its own, and its children become ours."""
         while True:
             for child in _children():
                 os.kill(child, signal.SIGKILL)
@@ -66,7 +66,7 @@ class _Keeper:
             signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
 
     def _reap(self) -> bool:
-        """Returns whether a child is left."""
+        """Return whether a child is left."""
         try:
             while True:
                 child, status = os.waitpid(-1, os.WNOHANG)
@@ -109,7 +109,7 @@ def _become(command: list[str], keeper: int) -> NoReturn:
 
 
 def _close_others() -> None:
-    """Those that are open, and not each number up to the limit, which may be a thousand million."""
+    """Close the open descriptors, and not each number up to the limit, which may be a thousand million."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with contextlib.suppress(OSError):  # the one that listed them

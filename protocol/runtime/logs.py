@@ -28,7 +28,7 @@ _context: dict[str, Any] = {}
 
 
 def configure(role: str, level: str = "info", log_format: Literal["auto", "text", "json"] = "auto") -> None:
-    """Sets logging up, or anew. `role` is the daemon's name and `level` that of our own packages; others log warnings and
+    """Set logging up, or anew. `role` is the daemon's name and `level` that of our own packages; others log warnings and
     errors only. `auto` is JSON where standard error goes to systemd's journal, and text elsewhere."""
     to_journal = running_under_systemd()
     as_json = log_format == "json" or (log_format == "auto" and to_journal)
@@ -42,7 +42,7 @@ def configure(role: str, level: str = "info", log_format: Literal["auto", "text"
 
 
 def bind(**context: Any) -> None:
-    """Adds values such as `run` and `version` to every later record of this process. None removes one."""
+    """Add values such as `run` and `version` to every later record of this process. None removes one."""
     _context.update(context)
 
 
@@ -52,7 +52,7 @@ def bound(name: str) -> Any:
 
 
 def structured() -> bool:
-    """Whether records are JSON, so that no line for people may bypass logging."""
+    """Tell whether records are JSON, so that no line for people may bypass logging."""
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -138,7 +138,7 @@ class Throttle:
 
 
 def running_under_systemd(descriptor: int = 2) -> bool:
-    """Whether this stream (standard error by default) goes to the journal, by systemd.exec(5)'s JOURNAL_STREAM."""
+    """Tell whether this stream (standard error by default) goes to the journal, by systemd.exec(5)'s JOURNAL_STREAM."""
     try:
         facts = os.fstat(descriptor)
     except OSError:

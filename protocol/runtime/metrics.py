@@ -71,7 +71,7 @@ STATUS_PATH = "/status"
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What one daemon says. Times are Unix times."""
+    """The status of one daemon. Times are Unix times."""
 
     job: str  # `rl-producer` or `rl-trainer`
     daemon: str  # its name, as in `RUN_DIR/metrics/`

@@ -86,7 +86,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def tie_children() -> None:
-    """From now on, whatever this process or a child of it forks, or spawns with multiprocessing, dies with its parent.
+    """Let every process that this one or a child of it forks, or spawns with multiprocessing, die with its parent.
 
     vLLM forks its engine core on some platforms and spawns it on others. A spawned process runs none of our code but
     `producer.app.cli`, which multiprocessing imports first and which calls `follow_parent_if_tied`.
@@ -113,8 +113,8 @@ def _follow_parent() -> None:
 
 
 @contextlib.contextmanager
-def hidden(name: str) -> Iterator[None]:
-    """While a library is imported that could use `name`, and that nobody needs it for; saves seconds and memory."""
+def block_import(name: str) -> Iterator[None]:
+    """Make `name` look absent while a library is imported that could use it; saves seconds and memory."""
     present = sys.modules.get(name)
     sys.modules[name] = None  # type: ignore[assignment]
     try:
@@ -126,9 +126,9 @@ def hidden(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """While libraries are imported that make half a million objects. None of them is garbage, and looking for some, again
-    whenever there are a quarter more, takes a quarter of the time."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection while libraries make half a million objects. None of them is garbage, and searching for some,
+    again whenever there are a quarter more, takes a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

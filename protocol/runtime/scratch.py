@@ -24,7 +24,7 @@ PREFIX = "slipstream-scratch-"
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Made in `parent`, by default where temporary files go."""
+    """Yield a folder of this process in `parent`, by default where temporary files go."""
     parent = parent or Path(tempfile.gettempdir())
     for folder in parent.glob(f"{PREFIX}*"):
         _remove_if_left(folder)
@@ -38,7 +38,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def common_folder(name: str, parent: Path) -> Iterator[Path]:
-    """Of the processes of this user that give the same `name`. Raises OSError if it cannot be made, or is another user's."""
+    """Yield the folder of all processes of this user that give the same `name`. Raises OSError if it cannot be made, or is
+    another user's."""
     for left in parent.glob(f"{PREFIX}*"):
         _remove_if_left(left)
     folder = parent / f"{PREFIX}{name}-{os.geteuid()}"
@@ -80,7 +81,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 
 
 def _remove_if_left(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody else's, or in use
+    with contextlib.suppress(OSError):  # another user's, or in use
         descriptor = _open(folder)
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():
@@ -95,7 +96,7 @@ def _open(folder: Path) -> int:
 
 
 def private(path: str, flags: int) -> int:
-    """Opens a file that nobody else may read, for `open`."""
+    """Open a file that nobody else may read, for `open`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
@@ -115,7 +116,7 @@ class SharedMemory:
         return self.folder is not None and shutil.disk_usage(self.folder).free >= _ROOM_FACTOR * num_bytes
 
     def write(self, data: memoryview) -> Path | None:
-        """Returns the file, or None if there is no room for it."""
+        """Return the file, or None if there is no room for it."""
         if self.folder is None or not self.has_room(len(data)):
             return None
         path = self.folder / secrets.token_hex(16)
@@ -161,5 +162,5 @@ def read_offered(path: str, num_bytes: int, root: Path | None = None) -> bytes:
 
 
 def _unfollowed(path: str, flags: int) -> int:
-    """Opening a pipe that nobody writes to must not block."""
+    """Open without following links, and without blocking on a pipe that has no writer."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

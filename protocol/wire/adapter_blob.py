@@ -27,11 +27,11 @@ class _Views(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BlobError(ValueError):
-    """Bytes that are not the adapter they were announced as."""
+    """The bytes are not the announced adapter."""
 
 
 class DamagedBlobError(BlobError):
-    """Bytes with another checksum. Another download may be right."""
+    """The checksum of the bytes differs. Another download may be right."""
 
 
 def pack(blob: AdapterBlob) -> tuple[bytes, str]:
@@ -48,7 +48,7 @@ def verify(data: bytes, digest: str) -> None:
 
 
 def unpack(data: bytes, digest: str | None, folder: Path) -> None:
-    """Writes the adapter in `data` to `folder`, which must not exist, or raises `BlobError`. With `digest` None the caller has
+    """Write the adapter in `data` to `folder`, which must not exist, or raises `BlobError`. With `digest` None the caller has
     verified `data` already."""
     if digest is not None:
         verify(data, digest)

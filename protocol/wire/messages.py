@@ -105,8 +105,8 @@ BLOB_MESSAGES = (PolicyRequest, PolicyOffer, BlobRequest, BlobProgress, BlobChun
 
 
 class GpuTurn(Struct, frozen=True, forbid_unknown_fields=True):
-    """On the GPU that the trainer shares with producers (`pipeline.gpu: turns`). Every hand-over raises `number` by one. In the
-    trainer's turn producers put their engine to sleep; what still runs after `within_s` is cut."""
+    """The turn on the GPU that the trainer shares with producers (`pipeline.gpu: turns`). Every hand-over raises `number` by
+    one. In the trainer's turn producers put their engine to sleep; what still runs after `within_s` is cut."""
 
     number: Count
     side: Literal["trainer", "producers"]
@@ -123,7 +123,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine is, compared with what the trainer needs before any work starts (see `protocol.wire.handshake`).
+    """The properties of an engine, compared with the trainer's needs before any work starts (see `protocol.wire.handshake`).
     `quantization` is the format of its base weights, `trainer_quantization` what its configuration says of the trainer's ("":
     none)."""
 
@@ -140,10 +140,10 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the completions of a group are drawn. The trainer decides it, so that all producers sample alike. Only an evaluation
-    may ask for a single completion, or for temperature 0, which is greedy and whose log-probs mean nothing. A completion ends
-    with one of the texts `stop`, one of the tokens `stop_token_ids`, and the model's own end unless `ignore_eos`. Only what
-    matches `regex`, or JSON of `json_schema`, may be sampled ("": anything)."""
+    """The parameters by which the completions of a group are drawn. The trainer decides it, so that all producers sample
+    alike. Only an evaluation may ask for a single completion, or for temperature 0, which is greedy and whose log-probs mean
+    nothing. A completion ends with one of the texts `stop`, one of the tokens `stop_token_ids`, and the model's own end unless
+    `ignore_eos`. Only what matches `regex`, or JSON of `json_schema`, may be sampled ("": anything)."""
 
     num_generations: Annotated[int, Meta(ge=1, le=4096)]
     max_completion_length: Annotated[int, Meta(ge=1, le=2**24)]
@@ -224,8 +224,8 @@ class Lease(Struct, frozen=True, forbid_unknown_fields=True, tag="lease"):
 
 
 class MissingReward(Struct, frozen=True, forbid_unknown_fields=True):
-    """Why rewards are missing: what `function` ("": the episode itself) failed with, for these completions of the group (empty:
-    all of them)."""
+    """The reason why rewards are missing: the failure of `function` ("": the episode itself), for these completions of the
+    group (empty: all of them)."""
 
     function: Annotated[str, Meta(max_length=128)]
     reason: Annotated[str, Meta(max_length=32)]
@@ -298,7 +298,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
 
 
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
-    """Sent by the producer once per interval. Counters are totals since the producer started; `waiting`, `generating`,
+    """The state of a producer, sent once per interval. Counters are totals since the producer started; `waiting`, `generating`,
     `scoring` and `unacked` say where the held leases are now; `refused_version` is the newest policy that this producer
     does not serve because of what `refusal` says; `relay` is the endpoint at which it hands policies on ("": it does not);
     `asleep_in` is the number of the trainer's turn in which its engine sleeps (-1: it does not)."""
@@ -333,7 +333,7 @@ Message = ProducerMessage | TrainerMessage | RelayMessage
 
 
 def is_conversational(prompt: Any) -> bool:
-    """Whether it is a list of messages, each with a role and a content, and not empty."""
+    """Tell whether it is a list of messages, each with a role and a content, and not empty."""
     return (
         isinstance(prompt, list)
         and bool(prompt)

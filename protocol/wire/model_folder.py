@@ -114,7 +114,7 @@ def tokenizer_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
 
 
 def cannot_load(what: str, error: Exception) -> ConfigError:
-    """What to raise when transformers does not read something of the model's folder."""
+    """Return the error for a part of the model's folder that transformers does not read."""
     text = str(error).strip()
     reason = text.splitlines()[0] if text else type(error).__name__
     if "trust_remote_code" in text:
@@ -130,7 +130,7 @@ def _add_code(digest: Any, folder: Path) -> None:
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Of a file of a model. Raises ConfigError if it is none."""
+    """Read a JSON object from a file of a model. Raises ConfigError if the file holds none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -156,7 +156,7 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
 
 
 class VisionLanguage(NamedTuple):
-    """What a run needs to know of such a checkpoint.
+    """The facts of a vision-language checkpoint that a run needs.
 
     Attributes:
         placeholders: tokens in whose place images or videos are put.
@@ -167,14 +167,14 @@ class VisionLanguage(NamedTuple):
 
 
 def placeholders_of(folder: Path) -> frozenset[int]:
-    """Of the model in this folder. Raises as `vision_language`."""
+    """Return the placeholders of the model in this folder. Raises as `vision_language`."""
     seen = vision_language(folder)
     return seen.placeholders if seen is not None else frozenset()
 
 
 @unreadable_is_configuration()
 def vision_language(folder: Path) -> VisionLanguage | None:
-    """What the model in this folder is beside a text model; None if nothing.
+    """Return the vision-language facts of the model in this folder; None for a text model.
 
     Raises:
         ConfigError: it sees or hears, and is none of `ARCHITECTURES`.
@@ -193,5 +193,5 @@ def vision_language(folder: Path) -> VisionLanguage | None:
 
 
 def is_of_text_model(weight: str) -> bool:
-    """Whether a weight of this name in a checkpoint's file is not one of what sees images."""
+    """Tell whether a weight of this name in a checkpoint's file is not one of what sees images."""
     return _TOWERS.isdisjoint(weight.split("."))

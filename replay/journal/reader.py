@@ -1,4 +1,4 @@
-"""The journal as everybody but its writer sees it: read-only, beside a live trainer or after one that was killed.
+"""The journal for all readers: read-only, beside a live trainer or after one that was killed.
 
 Guarantee: reading never changes the journal and never holds its writer up. Rows come in short statements of at most 1000,
 so that any journal is listed in bounded memory and an unfinished iteration keeps no transaction open. Every body is
@@ -58,7 +58,7 @@ _RECORDED = """outcome = 'accepted' AND last_step IS NOT NULL
 
 
 class JournalReader:
-    """See the module's guarantee. Use it with `contextlib.closing`. Raises JournalError if `path` is no journal that this
+    """Reads a journal. Use it with `contextlib.closing`. Raises JournalError if `path` is no journal that this
     release can read."""
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class JournalReader:
         self._db.close()
 
     def copy_to(self, path: Path) -> None:
-        """Copies the journal as it is at one moment into a new file, or raises JournalError."""
+        """Copy the journal as it is at one moment into a new file, or raises JournalError."""
         try:
             with contextlib.closing(apsw.Connection(str(path))) as copy, copy.backup("main", self._db, "main") as pages:
                 pages.step()
@@ -102,7 +102,7 @@ class JournalReader:
         return self._pages(PolicyRow, "policies")
 
     def policy_at(self, step: int) -> PolicyRow | None:
-        """The newest policy there was after so many optimizer steps; None if the journal knows none."""
+        """Return the newest policy after `step` optimizer steps; None if the journal knows none."""
         newest = "WHERE step <= ? ORDER BY step DESC, version DESC LIMIT 1"
         found = self._query(f"SELECT {_columns(PolicyRow)} FROM policies {newest}", (step,))
         return PolicyRow(*found[0]) if found else None
@@ -110,7 +110,7 @@ class JournalReader:
     # Groups
 
     def rows(self, wanted: GroupFilter = EVERY_GROUP, newest: int = 0) -> Iterator[GroupRow]:
-        """The groups that are there now, in order of arrival: the newest so many of them, or (0) all."""
+        """Yield the present groups in order of arrival: the `newest` of them, or (0) all."""
         newest_first = f"SELECT seq FROM groups WHERE {_WANTED} ORDER BY seq DESC LIMIT :newest"
         bindings = wanted.bindings() | {"newest": newest or -1}
         ((first, last),) = self._query(f"SELECT min(seq), max(seq) FROM ({newest_first})", bindings)
@@ -216,7 +216,7 @@ class JournalReader:
         return self._pages(RefusedFrame, "frames")
 
     def database_problems(self) -> list[str]:
-        """What SQLite finds wrong with the file, and bodies that belong to no group."""
+        """Return the problems that SQLite finds in the file, and bodies that belong to no group."""
         problems = [text for (text,) in self._query("PRAGMA integrity_check") if text != "ok"]
         orphans = self._query("SELECT seq FROM bodies WHERE seq NOT IN (SELECT seq FROM groups)")
         return problems + [f"body {seq} belongs to no group" for (seq,) in orphans]
@@ -228,7 +228,7 @@ class JournalReader:
     def _pages(
         self, kind: type[Row], table: str, where: str = "TRUE", bindings: dict[str, Any] | None = None, after: int = -1
     ) -> Iterator[Row]:
-        """Those behind the rowid `after`, in the order of the rowid."""
+        """Yield the rows behind the rowid `after`, in the order of the rowid."""
         columns = f"rowid, {_columns(kind)}"
         sql = f"SELECT {columns} FROM {table} WHERE rowid > :after AND {where} ORDER BY rowid LIMIT {_PAGE_ROWS}"
         while page := self._query(sql, (bindings or {}) | {"after": after}):
@@ -247,9 +247,9 @@ class JournalReader:
             copy = f"copy it, and {self.path.name}-wal if there is one, to a folder of your own"
             raise JournalError(f"{self.path} cannot be opened ({error}); {copy}") from error
         except apsw.Error as error:
-            raise JournalError(f"{self.path} cannot be read ({error}); look at the disk, then try again") from error
+            raise JournalError(f"{self.path} cannot be read ({error}); check the disk, then try again") from error
 
 
 def _columns(kind: type[Row]) -> str:
-    """Those of which a row is made."""
+    """Return the columns that make a row."""
     return ", ".join(_COMPUTED.get(field.name, field.name) for field in fields(kind))

@@ -1,4 +1,4 @@
-"""What the journal says to a trainer that starts at a checkpoint.
+"""Recovery: the journal's part of a start at a checkpoint.
 
 Guarantee: after `recover`, every accepted group is in exactly one place: trained by the steps up to the checkpoint,
 in a recorded batch of a step after it, ready, or dropped with a reason. Steps after the checkpoint get the same batches again, so
@@ -23,7 +23,7 @@ _END_BEGUN = f"UPDATE groups SET last_step = :step WHERE {_AVAILABLE} AND step <
 
 
 class RecoveredPrompt(NamedTuple):
-    """What became of a prompt, by the newest group of one of its attempts."""
+    """The fate of a prompt, by the newest group of one of its attempts."""
 
     key: Key
     status: Literal["held", "settled", "again"]
@@ -34,7 +34,7 @@ class RecoveredPrompt(NamedTuple):
 
 @dataclass
 class Recovery:
-    """What comes back."""
+    """The batches, groups and prompts that come back."""
 
     batches: list[RecordedBatch] = field(default_factory=list)
     ready: list[str] = field(default_factory=list)  # group ids in order of arrival
@@ -47,7 +47,7 @@ class Recovery:
 def recover(
     journal: Journal, step: int, since_seq: int, budget: StalenessBudget, *, partial: bool, comparable: bool
 ) -> Recovery:
-    """Makes available again what was consumed after `step`, the steps that the checkpoint has taken, whose ledger knows the
+    """Make available again what was consumed after `step`, the steps that the checkpoint has taken, whose ledger knows the
     rows up to `since_seq`. With `partial` batches may be smaller than `groups_per_step`. If not `comparable`, groups must
     look different now, and those available are dropped."""
     with journal.transaction() as db:
@@ -134,7 +134,7 @@ def _release_the_rest(db: apsw.Connection, step: int, batches: list[RecordedBatc
 
 
 def _prompts(journal: Journal, step: int, since_seq: int) -> list[RecoveredPrompt]:
-    """In order of arrival, later ones override earlier ones."""
+    """Return prompts in order of arrival; later ones override earlier ones."""
     rows = journal.query(
         "SELECT epoch, prompt_id, reroll, CASE"
         f" WHEN {_AVAILABLE} THEN 'held'"

@@ -24,7 +24,7 @@ RESERVE_BYTES = 4 * 2**20
 
 
 class DiskGuard:
-    """See the module's guarantee. `folder` is any folder of the disk, `max_used` a share of it, 0 to 1."""
+    """Watches the room on the disk of a run. `folder` is any folder of the disk, `max_used` a share of it, 0 to 1."""
 
     def __init__(self, folder: Path, max_used: float) -> None:
         self._folder = folder
@@ -40,13 +40,13 @@ class DiskGuard:
         return 1.0 - usage.free / max(1, usage.used + usage.free)
 
     def complaint(self) -> str | None:
-        """What is wrong, in words, if anything is."""
+        """Return the problem in words, or None."""
         if self.has_room:
             return None
         return f"{self.used:.0%} full, no leases are given above {self.max_used:.0%} (replay.max_disk_used)"
 
     def look(self) -> None:
-        """Looks at the disk, and says so when the answer changed."""
+        """Check the disk, and log a change."""
         had_room, self.has_room = self.has_room, self.used <= self.max_used
         if self.has_room and not had_room:
             logger.info("the disk of run_dir is %.0f%% full: leases are given again", 100 * self.used)
@@ -57,7 +57,7 @@ class DiskGuard:
             self._keep_reserve()
 
     def spend_reserve(self) -> None:
-        """The disk is full: gives the reserve to whoever must finish something."""
+        """The disk is full: gives the reserve to work that must finish."""
         self._reserve.unlink(missing_ok=True)
 
     def _keep_reserve(self) -> None:
@@ -91,7 +91,7 @@ _OLDEST = {
 
 @dataclass(eq=False)
 class Retention:
-    """Belongs to one thread of the process that writes the journal; nobody else deletes groups."""
+    """Deletes old groups. One thread of the process that writes the journal owns it and alone deletes groups."""
 
     journal: Journal
     _counted_to: int = 0  # a sequence number: no row up to it is needed any more
@@ -100,7 +100,7 @@ class Retention:
     def prune(
         self, *, oldest_step: int, oldest_seq: int, replayable: Set[str], keep_bytes: int, keep_age_s: float
     ) -> int:
-        """Deletes what is neither needed nor kept for inspection, the oldest first, and returns the number of groups. The
+        """Delete what is neither needed nor kept for inspection, the oldest first, and returns the number of groups. The
         oldest checkpoint that can be resumed from has `oldest_step` steps and knows the rows up to `oldest_seq`;
         `replayable` are the groups in the replay table of any such checkpoint, or of the run as it is now."""
         journal, needed = self.journal, {"step": oldest_step, "seq": oldest_seq}
@@ -126,7 +126,7 @@ class Retention:
         return len(doomed)
 
     def _kept_bytes(self, needed: dict[str, int]) -> int:
-        """Of all rows that no checkpoint needs. Counts each row once: what is not needed will not be needed again."""
+        """Return the bytes of all rows that no checkpoint needs. Counts each row once: a row never becomes needed again."""
         page = f"SELECT seq, num_bytes, {_SETTLED} AS settled FROM groups WHERE seq > :after ORDER BY seq LIMIT :rows"
         while True:
             bindings = needed | {"after": self._counted_to, "rows": _ROWS_PER_COUNT}

@@ -39,7 +39,7 @@ Outcome = Literal["accepted", "no_signal", "stale"]
 DropReason = Literal["stale", "quarantined", "configuration"]
 
 MAX_TRIES = 2
-"""A group that was in the step when the trainer died so many times is quarantined."""
+"""The number of times that the trainer may die in a group's step before the group is quarantined."""
 
 SCHEMA = 1
 TABLES = """
@@ -74,7 +74,7 @@ CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One answered group, as it is appended."""
+    """The row of one answered group, as it is appended."""
 
     lease: LeaseId
     producer: str
@@ -133,7 +133,7 @@ class DeadLetter:
 
 
 class MicroBatchPlan(NamedTuple):
-    """How an optimizer step (from 1) was split into passes. Another plan has the same loss and gradient, in other last bits."""
+    """The split of an optimizer step (from 1) into passes. Another plan has the same loss and gradient, in other last bits."""
 
     step: int
     tokens: int  # that a pass could have
@@ -159,7 +159,7 @@ STATES: tuple[State, ...] = get_args(State)
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What the journal knows of one group, beside its body. The columns are those of `replay.journal.schema`."""
+    """The row of one group, without its body. The columns are those of `replay.journal.schema`."""
 
     seq: int
     lease_id: str
@@ -220,7 +220,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups are meant. Bounds are inclusive; what is None does not matter."""
+    """A filter of groups. Bounds are inclusive; a field that is None matches everything."""
 
     versions: tuple[int, int] | None = None
     steps: tuple[int, int] | None = None

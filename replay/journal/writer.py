@@ -87,7 +87,7 @@ class Journal:
             return db
 
     def complaint(self) -> str | None:
-        """Why it refuses every call, if it does."""
+        """Return why it refuses every call, if it does."""
         return self._failure
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Journal:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[apsw.Connection]:
-        """Commits what the block did, or nothing of it."""
+        """Commit what the block did, or nothing of it."""
         with self._mutex, self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -136,11 +136,11 @@ class Journal:
         return int(found[0][0]) if found else 0
 
     def known(self, lease_ids: Iterable[str]) -> set[str]:
-        """Those of `lease_ids` that have a row."""
+        """Return the `lease_ids` that have a row."""
         return {g for g in lease_ids if self.query("SELECT 1 FROM groups WHERE lease_id = ?", (g,))}
 
     def append(self, entries: Iterable[JournalEntry]) -> None:
-        """Writes rows in this order."""
+        """Write rows in this order."""
         now = time.time()
         with self.transaction() as db:
             for entry in entries:
@@ -163,8 +163,8 @@ class Journal:
     # Steps
 
     def claim(self, step: int, last_step: int, lease_ids: Sequence[str], num_fresh: int) -> None:
-        """These groups, in this order, are what optimizer steps `step` to `last_step` train; after the first `num_fresh`
-        come those that are replayed. The journal is told before the first step begins."""
+        """Note, before the first step begins, that optimizer steps `step` to `last_step` train these groups in this order;
+        after the first `num_fresh` come the replayed groups."""
         fresh, again = lease_ids[:num_fresh], lease_ids[num_fresh:]
         with self.transaction() as db:
             db.executemany(
@@ -188,7 +188,7 @@ class Journal:
             db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
 
     def newest_plan(self, step: int) -> MicroBatchPlan | None:
-        """Of this step, or of the newest one before it that is known."""
+        """Return the plan of this step, or of the newest known step before it."""
         found = self.query(NEWEST_PLAN, (step,))
         return MicroBatchPlan(*found[0]) if found else None
 
@@ -200,12 +200,12 @@ class Journal:
             db.execute(f"UPDATE replays {taken}", (last_step,))
 
     def note_policy(self, version: int, step: int, digest: str) -> None:
-        """The step made this policy. The journal is told before producers are."""
+        """Note that the step made this policy, before producers hear of it."""
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO policies VALUES(?, ?, ?, ?)", (version, step, digest, time.time()))
 
     def drop(self, lease_ids: Iterable[str], reason: DropReason) -> None:
-        """These groups will not be trained."""
+        """Note that these groups will not be trained."""
         with self.transaction() as db:
             db.executemany("UPDATE groups SET dropped = ? WHERE lease_id = ?", [(reason, g) for g in lease_ids])
 
@@ -226,7 +226,7 @@ class Journal:
             )  # fmt: skip
 
     def quarantine_frames(self, frames: Iterable[tuple[str, bytes]]) -> None:
-        """Keeps frames that were refused, each with its reason: the newest few, and the beginning of long ones."""
+        """Keep frames that were refused, each with its reason: the newest few, and the beginning of long ones."""
         with self.transaction() as db:
             db.executemany(
                 "INSERT INTO frames(received_at, reason, num_bytes, frame) VALUES(?, ?, ?, ?)",
@@ -250,12 +250,12 @@ class Journal:
             )
             raise JournalError(self._failure) from error
         except apsw.Error as error:
-            self._failure = f"{self.path} cannot be written or read ({error}); look at the disk, then start again"
+            self._failure = f"{self.path} cannot be written or read ({error}); check the disk, then start again"
             raise JournalError(self._failure) from error
 
 
 def _lock(path: Path) -> BinaryIO:
-    """Locks the journal until the file returned is closed, or the process ends."""
+    """Lock the journal until the file returned is closed, or the process ends."""
     stream = Path(f"{path}.lock").open("ab")  # noqa: SIM115  open as long as the journal is
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ import msgspec
 
 from protocol.errors import ExitCode
 from protocol.runtime.child import KeptProcess
-from protocol.runtime.files import unless_full
+from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import older, read_end
 from protocol.runtime.metrics import Status
 from protocol.runtime.processes import descendants, exit_text
@@ -58,7 +58,7 @@ class Output:
     def rotate(self) -> None:
         """Empties a full file into the one before. What is written meanwhile may be lost, which no writer notices."""
         if self._size > self._max_bytes:
-            with unless_full():
+            with ignore_disk_full():
                 shutil.copyfile(self._path, older(self._path))
                 os.truncate(self._path, 0)
                 self._begin = 0

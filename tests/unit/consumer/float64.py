@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from transformers.models.qwen2 import modeling_qwen2
 
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 
-with hidden("vllm"):
+with block_import("vllm"):
     from trl.kernels import chunked_logprob
 
 

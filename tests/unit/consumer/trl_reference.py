@@ -21,11 +21,11 @@ from consumer.learn.options import GRPOConfig, build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer, TrainedStep
 from consumer.ranks.exchange import ALONE, Ranks
 from protocol.config.run import RunConfig
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 from replay.groups import RolloutGroup
 from replay.journal.schema import MicroBatchPlan
 
-with hidden("vllm"):
+with block_import("vllm"):
     from trl import GRPOTrainer
 
 LORA_STD = 0.1

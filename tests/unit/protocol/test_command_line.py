@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import protocol
-from protocol.command_line import exit_code, main, parser, say_progress
+from protocol.command_line import exit_code, main, parser, print_progress
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
@@ -332,8 +332,8 @@ def test_progress_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch
     os.close(reader)
     with open(output, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        say_progress("step 1/2")
-        say_progress("step 2/2")
+        print_progress("step 1/2")
+        print_progress("step 2/2")
         monkeypatch.undo()
         with pytest.raises(BrokenPipeError):
             stdout.close()

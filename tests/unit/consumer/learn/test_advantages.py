@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from consumer.learn.micro_batches import advantages, centred
-from protocol.runtime.processes import hidden
+from protocol.runtime.processes import block_import
 from replay.rewards import EPSILON, RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import GRPOTrainer, trl_inputs, trl_trainer
@@ -136,7 +136,7 @@ def test_equal_to_trl(reference: dict[int, GRPOTrainer], case: str, scale_reward
 @pytest.fixture(scope="module")
 def rloo(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's trainer for RLOO, with weights for two functions."""
-    with hidden("vllm"):
+    with block_import("vllm"):
         from trl import RLOOConfig, RLOOTrainer
 
     arguments = RLOOConfig(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.channel.connection_guard import ConnectionLimits, Places, limits, raise_descriptor_limit
+from protocol.channel.connection_guard import ConnectionLimits, ConnectionQuota, limits, raise_descriptor_limit
 
 
 @pytest.mark.parametrize(
@@ -29,44 +29,44 @@ LIMITS = ConnectionLimits(connections=16, unfinished=6, finished=12, of_one_key=
 
 
 def test_one_key_has_a_part_of_all_places() -> None:
-    places = Places[int](LIMITS)
+    quota = ConnectionQuota[int](LIMITS)
     for number in range(8):
-        places.finish(number)
-        assert places.speak(number, b"a")
-    assert not places.speak(8, b"a")
-    assert places.speak(9, b"b"), "another one"
+        quota.finish(number)
+        assert quota.on_first_message(number, b"a")
+    assert not quota.on_first_message(8, b"a")
+    assert quota.on_first_message(9, b"b"), "another one"
     for number in (8, 3, 3):  # an end is told twice of who had to go
-        places.end(number)
-    assert places.speak(10, b"a"), "one has left"
-    assert places.speak(9, b"b"), "its descriptor was used again"
-    assert not places.speak(9, b"a")
+        quota.end(number)
+    assert quota.on_first_message(10, b"a"), "one has left"
+    assert quota.on_first_message(9, b"b"), "its descriptor was used again"
+    assert not quota.on_first_message(9, b"a")
 
 
 def test_who_has_said_nothing_for_longest_goes_first_and_then_the_newest() -> None:
-    places = Places[int](LIMITS)
+    quota = ConnectionQuota[int](LIMITS)
     for number in range(12):
-        places.finish(number)
+        quota.finish(number)
         if number in (1, 2, 4):
-            places.speak(number, b"a")
-            places.finish(number)  # both may be seen in any order
-    assert places.take_surplus() == []
-    places.finish(12)
-    places.finish(13)
-    assert places.take_surplus() == [0, 3]
-    assert places.take_surplus() == []
+            quota.on_first_message(number, b"a")
+            quota.finish(number)  # both may be seen in any order
+    assert quota.take_surplus() == []
+    quota.finish(12)
+    quota.finish(13)
+    assert quota.take_surplus() == [0, 3]
+    assert quota.take_surplus() == []
     for number in range(20, 32):
-        places.speak(number, b"b")
-    assert places.take_surplus() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 31, 30, 29]
+        quota.on_first_message(number, b"b")
+    assert quota.take_surplus() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 31, 30, 29]
 
 
 def test_half_of_what_is_free_stays_free_of_unfinished_handshakes() -> None:
-    places = Places[int](LIMITS)
+    quota = ConnectionQuota[int](LIMITS)
     found = []
     for number in range(12):
-        found.append(places.most_unfinished)
-        places.finish(number)
+        found.append(quota.most_unfinished)
+        quota.finish(number)
     assert found == [6, 6, 6, 6, 6, 5, 5, 4, 4, 3, 3, 2]
-    assert places.most_unfinished == 2
+    assert quota.most_unfinished == 2
 
 
 @given(
@@ -77,24 +77,24 @@ def test_half_of_what_is_free_stays_free_of_unfinished_handshakes() -> None:
     )
 )
 def test_what_is_counted_is_what_is_there(events: list[tuple[str, int, bytes]]) -> None:
-    places, users = Places[int](ConnectionLimits(8, 4, 5, 3)), dict[int, bytes | None]()
+    quota, users = ConnectionQuota[int](ConnectionLimits(8, 4, 5, 3)), dict[int, bytes | None]()
     for event, number, user in events:
         match event:
             case "finish":
-                places.finish(number)
+                quota.finish(number)
                 users.setdefault(number, None)
             case "speak":
                 users[number] = user
-                assert places.speak(number, user) == (list(users.values()).count(user) <= 3)
+                assert quota.on_first_message(number, user) == (list(users.values()).count(user) <= 3)
             case "end":
-                places.end(number)
+                quota.end(number)
                 users.pop(number, None)
             case _:
-                gone = places.take_surplus()
+                gone = quota.take_surplus()
                 assert len(gone) == max(0, len(users) - 5)
                 for key in gone:
                     del users[key]
-        assert places.most_unfinished == max(1, min(4, (8 - len(users)) // 2))
+        assert quota.most_unfinished == max(1, min(4, (8 - len(users)) // 2))
 
 
 @pytest.mark.parametrize(

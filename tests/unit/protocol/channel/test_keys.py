@@ -100,7 +100,7 @@ def test_secrets_may_be_credentials_of_systemd(folder: Path, tmp_path: Path, mon
 def test_a_secret_that_others_can_read_is_refused(folder: Path, mode: int) -> None:
     file = folder / "trainer.secret"
     file.chmod(mode)
-    assert refusal(trainer_keys, folder) == f"{file}: others can read this secret. Mend it: chmod 600 {file}"
+    assert refusal(trainer_keys, folder) == f"{file}: others can read this secret. Fix: chmod 600 {file}"
     file.chmod(0o600)
     trainer_keys(folder)
 
@@ -110,7 +110,7 @@ def test_a_secret_that_others_can_read_is_refused(folder: Path, mode: int) -> No
 def test_a_folder_that_others_can_write_to_is_refused(folder: Path, place: str, mode: int) -> None:
     (folder / place).chmod(mode)
     found = Path(folder / place)
-    expected = f"transport.keys: others may write to {found}, and so add keys. Mend it: chmod go-w {found}"
+    expected = f"transport.keys: others may write to {found}, and so add keys. Fix: chmod go-w {found}"
     assert refusal(trainer_keys, folder) == refusal(producer_keys, folder, "gpu01") == expected
     assert refusal(generate, folder, "gpu02") == expected
 
@@ -244,7 +244,7 @@ def test_authorized_keys_follow_their_folder(
         "authorized: b",
         "no longer authorized: a",
         "no longer authorized: b",
-        "no producer is authorized: nobody can connect until `slipstream keys authorize` lets one in",
+        "no producer is authorized, so none can connect: authorize one with `slipstream keys authorize`",
         f"not authorized: {folder}/b.public holds the key of a",
     ]
 

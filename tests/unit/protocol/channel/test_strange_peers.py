@@ -182,15 +182,15 @@ def test_who_spoke_and_left_has_not_spoken_for_who_got_its_number(guard: Connect
     key = (0, here.fileno())
     guard._begin(key)
     guard.deliveries.note(key, b"user", b"peer")
-    speakers = guard.deliveries.take_speakers()
+    first_messages = guard.deliveries.take_first_messages()
     guard._end(key)
     guard._begin(key)
-    guard._note_speakers(speakers)
+    guard._note_first_messages(first_messages)
     guard._check()
-    assert guard._places._silent == {key: None}
+    assert guard._quota._silent == {key: None}
     guard.deliveries.note(key, b"other", b"peer")
-    guard._note_speakers(guard.deliveries.take_speakers())
-    assert guard._places._users == {key: b"other"}
+    guard._note_first_messages(guard.deliveries.take_first_messages())
+    assert guard._quota._users == {key: b"other"}
     guard._end(key)
 
 

@@ -13,7 +13,7 @@ import zmq
 from protocol.channel.authenticator import REASONS, Refusals
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
-from protocol.channel.connection_guard import Places, limits
+from protocol.channel.connection_guard import ConnectionQuota, limits
 from protocol.channel.server import ZmqServer
 from protocol.errors import ConfigError
 from protocol.wire.codec import CodecError, encode
@@ -81,7 +81,7 @@ def test_many_local_producers_that_start_together_are_all_let_in(ipc: Harness, s
     """Their connections for blobs stay silent until there is a policy, which over ipc looks like an unfinished handshake."""
     server = ipc.server()
     server._guard._limits = limits(1024)
-    server._guard._places = Places(limits(1024))
+    server._guard._quota = ConnectionQuota(limits(1024))
     context = stack.enter_context(zmq.Context(io_threads=1))
     for _ in range(72):
         stack.enter_context(context.socket(zmq.DEALER)).connect(ipc.endpoints[1])

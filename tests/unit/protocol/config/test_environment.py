@@ -85,7 +85,7 @@ def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask
         ({"reroll": {"max_attempts": 2}}, "reroll: environments of Atropos choose their items"),
         ({"reroll": {"solved_cooldown_epochs": 1}}, "reroll: environments of Atropos choose their items"),
         ({"trainer": {}}, "trainer.max_steps: needed"),
-        ({"evaluation": {"dataset": {"path": "held-out"}}}, "evaluation: nobody would score"),
+        ({"evaluation": {"dataset": {"path": "held-out"}}}, "evaluation: completions that producers generate would"),
         ({"environment": {}}, "dataset"),
     ],
 )

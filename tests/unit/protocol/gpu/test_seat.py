@@ -19,7 +19,7 @@ from protocol.gpu import reservation as seat
 from protocol.gpu import reservation as tenants
 from protocol.gpu.memory import GIB
 from protocol.gpu.nvml import Gpu, VisibleGpu, gpu_facts, mps_in_words
-from protocol.gpu.reservation import seated
+from protocol.gpu.reservation import reserve_gpu
 from tests.unit.protocol.gpu.models import run_of, write_model
 from tests.unit.protocol.gpu.nvml import fake_nvml
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 def test_both_daemons_compute_the_same_shares(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = run_of(folder)
-    with seated(config, [0], "trainer") as trainer, seated(config, [0], "producer") as producer:
+    with reserve_gpu(config, [0], "trainer") as trainer, reserve_gpu(config, [0], "producer") as producer:
         assert trainer.shares == producer.shares
         assert trainer.shares is not None
         engine = producer.with_share(config).engine
@@ -51,7 +51,7 @@ def test_both_daemons_compute_the_same_shares(folder: Path, caplog: pytest.LogCa
 
 def test_the_users_share_holds(folder: Path) -> None:
     config = run_of(folder, engine={"gpu_memory_utilization": 0.25, "max_model_len": 32})
-    with seated(config, [0], "producer") as producer:
+    with reserve_gpu(config, [0], "producer") as producer:
         assert producer.with_share(config) == config
         assert producer.shares is not None
         assert producer.shares.trainer == int(0.97 * 80 * GIB) - 3 * GIB // 2 - 20 * GIB
@@ -60,19 +60,19 @@ def test_the_users_share_holds(folder: Path) -> None:
 @pytest.mark.parametrize("free", [0.0, 71.0])
 def test_what_others_have_taken_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     monkeypatch.setattr(seat, "_FREE_WITHIN_S", 0.0)
-    with seated(run_of(folder), [0], "producer") as producer:
+    with reserve_gpu(run_of(folder), [0], "producer") as producer:
         monkeypatch.setattr(seat, "gpu_facts", lambda index: replace(GPUS[0], free_bytes=int(free * GIB)))
         said = rf"the producer's share of GPU 0 is 72.0 GiB, and {free} GiB are free"
-        with pytest.raises(DeviceError, match=said), producer.settling(1.0):
+        with pytest.raises(DeviceError, match=said), producer.exclusive_startup(1.0):
             pass
 
 
 def test_the_memory_of_a_daemon_that_was_killed_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([0, 50, 77])
-    with seated(run_of(folder), [0], "producer") as producer:
+    with reserve_gpu(run_of(folder), [0], "producer") as producer:
         monkeypatch.setattr(seat, "gpu_facts", lambda index: replace(GPUS[0], free_bytes=next(free) * GIB))
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
-        with producer.settling(1.0):
+        with producer.exclusive_startup(1.0):
             assert list(free) == []
 
 
@@ -80,20 +80,29 @@ def test_the_memory_of_a_daemon_that_was_killed_is_waited_for(folder: Path, monk
 def test_an_engine_is_loaded_when_the_trainer_has_left_the_gpu(folder: Path, gpus: list[int]) -> None:
     config = run_of(folder, pipeline={"gpu": "turns"})
     with (
-        seated(config, gpus, "producer") as producer,
+        reserve_gpu(config, gpus, "producer") as producer,
         tenants.tenancy("GPU-a", "trainer", config.run_dir) as trainer,
     ):
-        with trainer.alone(0.0, lambda: False, lambda: None), pytest.raises(StalledError), producer.settling(0.0):
+        with (
+            trainer.alone(0.0, lambda: False, lambda: None),
+            pytest.raises(StalledError),
+            producer.exclusive_startup(0.0),
+        ):
             pass
-        with producer.settling(0.0):
+        with producer.exclusive_startup(0.0):
             assert producer.with_share(config) == config
 
 
 def test_there_is_one_daemon_of_each_kind(folder: Path) -> None:
     config = run_of(folder)
     said = re.escape(f"GPU 0 has a trainer already, that of {config.run_dir}")
-    second = seated(config, [0], "trainer")
-    with seated(config, [0], "trainer"), seated(config, [1], "trainer"), pytest.raises(DeviceError, match=said), second:
+    second = reserve_gpu(config, [0], "trainer")
+    with (
+        reserve_gpu(config, [0], "trainer"),
+        reserve_gpu(config, [1], "trainer"),
+        pytest.raises(DeviceError, match=said),
+        second,
+    ):
         pass
 
 
@@ -101,9 +110,9 @@ def test_a_reward_model_is_elsewhere(folder: Path) -> None:
     def rewards(gpu: int) -> dict[str, object]:
         return {"functions": [{"model": "org/judge", "options": {"gpu": gpu}}]}
 
-    with seated(run_of(folder, rewards=rewards(1)), [0], "producer") as found:
+    with reserve_gpu(run_of(folder, rewards=rewards(1)), [0], "producer") as found:
         assert found.shares is not None
-    crowded = seated(run_of(folder, rewards=rewards(0)), [0], "producer")
+    crowded = reserve_gpu(run_of(folder, rewards=rewards(0)), [0], "producer")
     with pytest.raises(ConfigError, match=r"rewards\.functions: judge is on GPU 0, too"), crowded:
         pass
 
@@ -111,18 +120,18 @@ def test_a_reward_model_is_elsewhere(folder: Path) -> None:
 @pytest.mark.parametrize("section", ["rewards", "environment"])
 def test_reward_workers_and_environments_are_elsewhere(folder: Path, section: str) -> None:
     values = {"rewards": {"functions": [{"function": "rewards.py:exact"}]}, "environment": {"factory": "game:Game"}}
-    with seated(run_of(folder, **{section: values[section] | {"gpu": 1}}), [0], "producer") as found:
+    with reserve_gpu(run_of(folder, **{section: values[section] | {"gpu": 1}}), [0], "producer") as found:
         assert found.shares is not None
-    crowded = seated(run_of(folder, **{section: values[section] | {"gpu": 0}}), [0], "producer")
+    crowded = reserve_gpu(run_of(folder, **{section: values[section] | {"gpu": 0}}), [0], "producer")
     with pytest.raises(ConfigError, match=rf"{section}\.gpu: .* is on GPU 0, too"), crowded:
         pass
 
 
 def test_two_daemons_that_think_they_are_alone_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = run_of(folder, pipeline={})
-    with seated(config, [0], "trainer") as trainer, seated(config, [1], "producer"):
+    with reserve_gpu(config, [0], "trainer") as trainer, reserve_gpu(config, [1], "producer"):
         assert caplog.records == []
-        with seated(config, [1, 0], "producer"), trainer.settling(1.0):
+        with reserve_gpu(config, [1, 0], "producer"), trainer.exclusive_startup(1.0):
             [record] = caplog.records
     assert record.getMessage() == (
         f"the trainer of {config.run_dir} is on GPU 0, too, and neither daemon knows how much memory the other takes; set "
@@ -134,17 +143,17 @@ def test_two_daemons_that_think_they_are_alone_are_told(folder: Path, caplog: py
     ("gpus", "error", "said"),
     [
         ([0, 1], ConfigError, "--gpu names 2"),
-        ([7], DeviceError, "NVML says nothing of GPU 7"),
+        ([7], DeviceError, "NVML does not know GPU 7"),
     ],
 )
 def test_gpus_that_cannot_be_shared(folder: Path, gpus: list[int], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=f"pipeline.gpu: shared.*{said}"), seated(run_of(folder), gpus, "producer"):
+    with pytest.raises(error, match=f"pipeline.gpu: shared.*{said}"), reserve_gpu(run_of(folder), gpus, "producer"):
         pass
 
 
 def test_on_the_cpu_there_is_nothing_to_share(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = run_of(folder)
-    with seated(config, [], "trainer") as found, found.settling(1.0):
+    with reserve_gpu(config, [], "trainer") as found, found.exclusive_startup(1.0):
         assert (found.shares, found.with_share(config)) == (None, config)
     assert [record.getMessage() for record in caplog.records] == [
         "pipeline.gpu: shared means nothing here, because this daemon computes on the CPU"
@@ -191,7 +200,7 @@ def test_what_nvml_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_divided_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seat, "gpu_facts", lambda index: replace(GPUS[0], is_divided=True))
-    with pytest.raises(ConfigError, match="GPU 0 is divided by MIG"), seated(run_of(folder), [0], "producer"):
+    with pytest.raises(ConfigError, match="GPU 0 is divided by MIG"), reserve_gpu(run_of(folder), [0], "producer"):
         pass
 
 
@@ -227,11 +236,11 @@ def test_a_reward_model_counts_among_the_gpus_that_the_process_was_given(monkeyp
 def test_of_two_producers_on_a_gpu_one_comes_or_goes_at_a_time(folder: Path) -> None:
     config = run_of(folder, pipeline={"gpu": "turns", "max_staleness": 1})
     with (
-        seated(config, [0, 1], "producer") as first,
-        seated(config, [1], "producer") as second,
-        seated(config, [0], "producer") as third,
+        reserve_gpu(config, [0, 1], "producer") as first,
+        reserve_gpu(config, [1], "producer") as second,
+        reserve_gpu(config, [0], "producer") as third,
     ):
-        with first.settling(1.0):  # as a trainer that has its turn
+        with first.exclusive_startup(1.0):  # as a trainer that has its turn
             moving = first.try_moving()
             assert moving is not None
             assert second.try_moving() is None

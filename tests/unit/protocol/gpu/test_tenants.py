@@ -9,7 +9,7 @@ import pytest
 
 from protocol.errors import StalledError
 from protocol.gpu import reservation as tenants
-from protocol.gpu.reservation import Neighbour, tenancy
+from protocol.gpu.reservation import OtherDaemon, tenancy
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_second_one_sees_the_first(tmp_path: Path) -> None:
     with tenancy("GPU-1", "trainer", "runs/a") as first:
         with tenancy("GPU-1", "producer", "runs/b") as second:
-            assert (first.neighbours, second.neighbours) == ([], [Neighbour("trainer", "runs/a")])
+            assert (first.neighbours, second.neighbours) == ([], [OtherDaemon("trainer", "runs/a")])
         with (
             tenancy("GPU-1", "producer", "runs/c") as third,
             tenancy("GPU-2", "producer", "") as other,
         ):
-            assert (third.neighbours, other.neighbours) == ([Neighbour("trainer", "runs/a")], [])
+            assert (third.neighbours, other.neighbours) == ([OtherDaemon("trainer", "runs/a")], [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -33,9 +33,9 @@ def test_of_two_with_one_role_others_see_the_first() -> None:
     first, second, third = (tenancy("GPU-1", "producer", name) for name in "abc")
     with first:
         with second as seen:
-            assert seen.neighbours == [Neighbour("producer", "a")]
+            assert seen.neighbours == [OtherDaemon("producer", "a")]
         with third as seen:
-            assert seen.neighbours == [Neighbour("producer", "a")]
+            assert seen.neighbours == [OtherDaemon("producer", "a")]
     with tenancy("GPU-1", "trainer", "d") as seen:
         assert seen.neighbours == []
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.runtime.files import unless_full
+from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import append, encode_line, forget_after, open_to_append
 
 ANYTHING = st.recursive(
@@ -49,7 +49,7 @@ def test_a_line_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch: p
     append(file, b"first\n")
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", limited)
-        with unless_full():
+        with ignore_disk_full():
             append(file, b"second\n")
     append(file, b"third\n")
     os.close(file)

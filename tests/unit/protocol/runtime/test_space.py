@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocol.runtime.files import out_of_space, unless_full
+from protocol.runtime.files import ignore_disk_full, out_of_space
 
 
 def test_only_a_full_disk_is_passed_over() -> None:
-    with unless_full():
+    with ignore_disk_full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(OSError, match="Input/output error"), unless_full():
+    with pytest.raises(OSError, match="Input/output error"), ignore_disk_full():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 

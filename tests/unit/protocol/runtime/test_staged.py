@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.runtime.files import mend, staged
+from protocol.runtime.files import restore_folder, staged
 
 
 class Crash(BaseException):
@@ -78,7 +78,7 @@ def test_a_crash_anywhere_leaves_the_old_folder_or_the_new(
             write(final, OLD)
         if not dies(lambda final=final: replace(final), number, monkeypatch):
             break
-        mend(final)
+        restore_folder(final)
         found.append(content(final))
         replace(final)
         assert content(final) == NEW
