@@ -245,7 +245,7 @@ class EvaluationSection(Section):
         if self.pass_k > self.num_completions:
             yield f"pass_k={self.pass_k} is above num_completions={self.num_completions}; raise num_completions"
         if self.pass_k > 1 and self.threshold is None:
-            yield f"pass_k={self.pass_k} is above num_completions={self.num_completions}; raise num_completions"
+            yield f"pass_k={self.pass_k} needs a threshold, above which a completion passes"
 
     @property
     def score_name(self) -> str:

@@ -18,7 +18,7 @@ import zmq
 from benchmarks.groups import ENGINE_FACTS
 from campaigns.fuzz.zmtp import greeting
 from protocol.channel.client import ZmqClient
-from protocol.channel.connection_guard import limits
+from protocol.channel.connection_quota import limits
 from protocol.channel.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Reject, Welcome

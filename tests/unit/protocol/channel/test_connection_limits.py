@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.channel.connection_guard import ConnectionLimits, ConnectionQuota, limits, raise_descriptor_limit
+from protocol.channel.connection_quota import ConnectionLimits, ConnectionQuota, limits, raise_descriptor_limit
 
 
 @pytest.mark.parametrize(

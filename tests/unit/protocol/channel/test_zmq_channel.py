@@ -13,7 +13,7 @@ import zmq
 from protocol.channel.authenticator import REASONS, Refusals
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
-from protocol.channel.connection_guard import ConnectionQuota, limits
+from protocol.channel.connection_quota import ConnectionQuota, limits
 from protocol.channel.server import ZmqServer
 from protocol.errors import ConfigError
 from protocol.wire.codec import CodecError, encode
