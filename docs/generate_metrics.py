@@ -6,11 +6,11 @@ date. Run it as `python docs/generate_metrics.py`.
 
 import argparse
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
+from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -68,21 +68,13 @@ def trainer_registry() -> CollectorRegistry:
     add_process_metrics(registry, "rl_trainer", [])
     add_watch_metrics(registry, "rl_trainer", _healthy(), Counter())
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
-    buffer: Any = SimpleNamespace(totals=Counter(), depth=lambda: defaultdict(int))
-    sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}
-    fleet, arrivals = (
-        SimpleNamespace(sessions=sessions, tokens_generated=0, num_goodbyes=0),
-        SimpleNamespace(waiting=tuple),
-    )
-    store = SimpleNamespace(newest=SimpleNamespace(version=0))
-    intake: Any = SimpleNamespace(fleet=fleet, commits=arrivals, store=store, clock=lambda: 0.0)
+    parts: Any = MagicMock()  # of the daemon; each property that a metric reads has some number
+    parts.fleet.sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}
     watch_evaluation(registry, None)
     watch_turns(registry, None)
     watch_ranks(registry, [RankWork(0.0, 0.0, 0, 0)])
-    disk: Any = SimpleNamespace(used=0.0, max_used=0.0)
     commit_seconds(registry)
-    storage = RolloutStorage(buffer, SimpleNamespace(path=Path("no journal")), disk)
-    watch_trainer(registry, "RUN", storage, intake, Refusals().counts, lambda: 0.0)
+    watch_trainer(registry, "RUN", RolloutStorage(parts, parts, parts), parts, Refusals().counts, lambda: 0.0)
     return registry
 
 
@@ -95,8 +87,7 @@ def producer_registry() -> CollectorRegistry:
     metrics = ProducerMetrics(registry, ["FUNCTION"], get_args(Failure))
     metrics.watch_agent_program(lambda: 0)
     situation = Situation(Counters(), Workload((), 0, 0, 0.0), delivery, 1, 1, 1)
-    sharing = SimpleNamespace(counts=PolicyCounts(), relayed_bytes=0)
-    metrics.watch("PRODUCER", lambda: situation, sharing)
+    metrics.watch("PRODUCER", lambda: situation, MagicMock(counts=PolicyCounts()))
     ServeMetrics(registry, ClientLimiter(1, 1), Agents(()), _atropos())
     return registry
 
