@@ -21,7 +21,7 @@ from protocol.gpu.nvml import select_gpus
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from slipstream.options import Command, Function, Group, config_options, program, usage_error
-from slipstream.tables import say_json
+from slipstream.tables import write_json
 
 _COMMANDS = {
     "status": "slipstream.status.cli:status",
@@ -35,7 +35,7 @@ _COMMANDS = {
     "keys": "slipstream.keys:keys",
     "env": "slipstream.env:env",
 }
-"""Where each subcommand is. Their modules import at their head no more than `--help` needs."""
+"""The place of each subcommand. Their modules import at their head no more than `--help` needs."""
 
 
 def main() -> NoReturn:
@@ -191,7 +191,7 @@ def try_rewards(
         groups = sampled(loaded, inputs, prompts, n, "cuda" if gpus else "cpu")
     found = report(scored(loaded, inputs.tokenizer(), groups))
     if as_json:
-        say_json(found)
+        write_json(found)
     else:
         from rich.console import Console
 

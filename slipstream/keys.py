@@ -10,7 +10,7 @@ import click
 
 from protocol.errors import ConfigError
 from slipstream.options import Function, Group
-from slipstream.tables import say
+from slipstream.tables import write_line
 
 _FOLDER = "slipstream.keys"
 
@@ -48,12 +48,12 @@ def make(name: str) -> None:
 
     folder = _folder()
     public = generate(folder, name)
-    say(f"{name}  {fingerprint(public)}")
-    say(f"secret: {folder / f'{name}.secret'} (leave it on this host)")
+    write_line(f"{name}  {fingerprint(public)}")
+    write_line(f"secret: {folder / f'{name}.secret'} (leave it on this host)")
     if name == TRAINER:
-        say(f"public: {folder / f'{name}.public'} (copy it to the keys folder of every producer's host)")
+        write_line(f"public: {folder / f'{name}.public'} (copy it to the keys folder of every producer's host)")
     else:
-        say(f"public: {folder / f'{name}.public'} (on the trainer's host: slipstream keys authorize FILE)")
+        write_line(f"public: {folder / f'{name}.public'} (on the trainer's host: slipstream keys authorize FILE)")
 
 
 @keys.command()
@@ -67,15 +67,15 @@ def show() -> None:
         raise ConfigError(f"{folder}: no such folder. Make a key: slipstream keys generate --keys {folder} NAME")
     for title, place in (("keys", folder), ("authorized producers", folder / AUTHORIZED)):
         files = sorted(place.glob("*.public")) if place.is_dir() else []
-        say(f"{title} in {place}:" if files else f"no {title} in {place}")
+        write_line(f"{title} in {place}:" if files else f"no {title} in {place}")
         for file in files:
             try:
                 name, key = read_public(file)
             except ConfigError as error:
-                say(f"  {error}")
+                write_line(f"  {error}")
                 continue
             secret = "  and its secret" if file.with_name(f"{name}.secret").exists() else ""
-            say(f"  {name}  {key.decode()}  {fingerprint(key)}{secret}")
+            write_line(f"  {name}  {key.decode()}  {fingerprint(key)}{secret}")
 
 
 @keys.command()
@@ -98,14 +98,14 @@ def authorize(key: str) -> None:
     for other in sorted(place.glob("*.public")):
         owner, known = read_public(other)
         if owner == name and known == public:
-            say(f"{name} is authorized already  {fingerprint(public)}")
+            write_line(f"{name} is authorized already  {fingerprint(public)}")
             return
         if owner == name:
             raise ConfigError(f"{other} is another key of {name}; first: slipstream keys revoke --keys {folder} {name}")
         if known == public:
             raise ConfigError(f"{other} is the same key under another name; a producer has a key of its own")
     write_public(place / f"{name}.public", name, public)
-    say(f"authorized {name}  {fingerprint(public)}")
+    write_line(f"authorized {name}  {fingerprint(public)}")
 
 
 @keys.command()
@@ -121,4 +121,4 @@ def revoke(name: str) -> None:
     except FileNotFoundError:
         known = ", ".join(sorted(other.stem for other in file.parent.glob("*.public"))) or "no producer"
         raise ConfigError(f"{file}: no such file; authorized: {known}") from None
-    say(f"revoked {name}")
+    write_line(f"revoked {name}")

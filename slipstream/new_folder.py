@@ -1,7 +1,7 @@
-"""The folder that `--to` names, for the tools that make one.
+"""The folder that `--to` names, for the commands that make one.
 
-Guarantee: it appears whole and on the disk, or not at all; that it cannot be written is said before the work begins. Of two
-commands that make it at once the second is refused.
+Guarantee: it appears whole and on the disk, or not at all; a place that cannot be written is refused before the work begins. Of
+two commands that make it at once the second is refused.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from protocol.runtime.files import out_of_space, partial_of, staged
 
 @contextmanager
 def new_folder(to: Path) -> Iterator[Path]:
-    """Gives an empty folder, which becomes `to` in the end; `ConfigError` if `to` exists or cannot be written."""
+    """Give an empty folder, which becomes `to` in the end; `ConfigError` if `to` exists or cannot be written."""
     try:
         if to.exists():
             raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
@@ -40,7 +40,7 @@ def new_folder(to: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path, to: Path, locks: ExitStack) -> None:
-    """Until `locks` ends; `ConfigError` if another command has it."""
+    """Lock the folder until `locks` ends; `ConfigError` if another command has it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

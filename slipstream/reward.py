@@ -38,7 +38,7 @@ _PROMPT_WIDTH, _COMPLETION_WIDTH = 40, 60
 @dataclass
 class Group:
     """A prompt with its completions, as reward functions get them. Scoring sets `rewards`, float32 (completions, functions)
-    with NaN for missing, and `problem`, which says why nothing was scored."""
+    with NaN for missing, and `problem`, the reason why nothing was scored."""
 
     prompt: Any
     columns: dict[str, Any]
@@ -154,7 +154,7 @@ def until_stop(tokens: list[int], stop: Sequence[str], tokenizer: Any) -> list[i
 
 
 def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
-    """Scores all groups, as many at once as the workers allow. Raises ConfigError if a reward cannot be loaded, or there is
+    """Score all groups, as many at once as the workers allow. Raises ConfigError if a reward cannot be loaded, or there is
     none to try."""
     rewards = config.rewards.computed
     if not rewards.functions:

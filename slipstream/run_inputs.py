@@ -14,7 +14,7 @@ from protocol.wire.model_folder import resolve_model
 
 
 class RunInputs:
-    """Loads what a tool asks for, each time anew; `ConfigError` if there is no such model, or it cannot be loaded."""
+    """Load what a tool asks for, each time anew; `ConfigError` if there is no such model, or it cannot be loaded."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""One reader of the files that a run leaves behind, for `slipstream journal`, `slipstream status` and reports.
+"""Reads the files that a run leaves behind, for `slipstream journal`, `slipstream status` and reports.
 
 Guarantee: it changes nothing and never delays a run that goes on. A file that does not exist has no lines. A line that is still
 being written is left out, and so is a line that is no JSON object. A number that is not finite is None, whether the release that
@@ -36,7 +36,7 @@ class DaemonAddress(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How the trainer of a run ended by itself."""
+    """The end of a run by its own trainer."""
 
     step: int  # the last one that was taken
     finished: bool  # otherwise it was stopped, and `--resume` goes on
@@ -48,13 +48,13 @@ class Ended(NamedTuple):
 
 
 class RunReader:
-    """Reads the files of one run, whose folder or journal file is `place`."""
+    """Read the files of one run, whose folder or journal file is `place`."""
 
     def __init__(self, place: Path) -> None:
         self.folder, self._journal = (place.parent, place) if place.is_file() else (place, place / JOURNAL)
 
     def is_run(self) -> bool:
-        """Whether a daemon has worked there, or the journal of a run is there, as in a copy."""
+        """Return whether a daemon has worked there, or the journal of a run is there, as in a copy."""
         return (self.folder / "metrics").is_dir() or self._journal.exists()
 
     def journal(self) -> "JournalReader":
@@ -64,7 +64,7 @@ class RunReader:
         return JournalReader(self._journal)
 
     def lines(self, name: str) -> list[Line]:
-        """Those of `STEPS`, `ROLLOUTS` or `EVALUATIONS`, or of a producer's timeline."""
+        """Return the lines of `STEPS`, `ROLLOUTS` or `EVALUATIONS`, or of a producer's timeline."""
         with opened(self.folder / name) as files:
             return parsed_lines(line for file in files for line in file)
 
@@ -73,7 +73,7 @@ class RunReader:
         return self.newest_lines(STEPS, num_bytes)
 
     def newest_lines(self, name: str, num_bytes: int) -> list[Line]:
-        """Those in the last `num_bytes` of the file."""
+        """Return the lines in the last `num_bytes` of the file."""
         return parsed_lines(read_end(self.folder / name, num_bytes))
 
     def timeline_names(self) -> list[str]:
@@ -84,7 +84,7 @@ class RunReader:
         return [self.lines(name) for name in self.timeline_names()]
 
     def ended(self) -> Ended | None:
-        """How the run's trainer ended; None if it has not, was killed, or has taken steps since."""
+        """Return how the run's trainer ended; None if it has not, was killed, or has taken steps since."""
         try:
             with (self.folder / _SUMMARY).open("rb") as file:
                 said, at = json.load(file), os.fstat(file.fileno()).st_mtime
@@ -96,7 +96,7 @@ class RunReader:
         return None if newest > found.step else found
 
     def daemons(self) -> Iterator[DaemonAddress]:
-        """The daemons that are running, and those that were killed and whose files nobody has removed yet."""
+        """Yield the daemons that are running, and those that were killed and left their files."""
         for file in sorted((self.folder / "metrics").glob("*.json")):
             try:
                 with file.open("rb") as stream:
@@ -109,7 +109,7 @@ class RunReader:
 
 
 def is_name_of_a_run(name: str) -> bool:
-    """Whether a daemon writes JSON lines into the run's folder under this name."""
+    """Return whether a daemon writes JSON lines into the run's folder under this name."""
     path = Path(name)
     newer = path.stem.removesuffix(".1") + path.suffix
     return newer in (STEPS, ROLLOUTS, EVALUATIONS) or Path(newer).match(_TIMELINES)

@@ -2,7 +2,7 @@
 
 Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole and
 on the disk. Every option of `trl.SFTConfig` that is not refused is TRL's own; only the completions count in the loss unless
-`sft.completion_only_loss` says otherwise.
+`sft.completion_only_loss` is set otherwise.
 """
 
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ _LARGER = "take a GPU with more memory, or --gpu cpu"
 
 
 def check_libraries(config: RunConfig) -> None:
-    """Validates the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
+    """Validate the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
     build_lora(config)
     build_sft_arguments(config, Path(config.run_dir), on_gpu=False)
 
 
 def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
-    """Writes the adapter to the new folder `to`, or raises a `SlipstreamError`."""
+    """Write the adapter to the new folder `to`, or raises a `SlipstreamError`."""
     if len(gpus) > 1:
         # transformers would copy the model to all of them in every step (DataParallel), which PEFT does not support.
         named = ",".join(map(str, gpus))
@@ -92,7 +92,7 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
 
 
 def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Dataset) -> PeftModel:
-    """Returns the model with the trained adapter; `ConfigError` if TRL or PEFT refused. The rows have `prompt` and
+    """Return the model with the trained adapter; `ConfigError` if TRL or PEFT refused. The rows have `prompt` and
     `completion`, and perhaps `chat_template_kwargs`."""
     with loading("TRL or PEFT refused to build the trainer", _LARGER):
         trainer = SFTTrainer(

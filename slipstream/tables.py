@@ -15,16 +15,16 @@ from protocol.runtime.json_lines import encode_line
 _ROWS_AT_ONCE = 500
 
 
-def say(line: str = "") -> None:
+def write_line(line: str = "") -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def say_json(value: Any) -> None:
-    say(encode_line(value))
+def write_json(value: Any) -> None:
+    write_line(encode_line(value))
 
 
-def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
-    """Writes aligned columns. A long table is written in parts, and its columns only grow. `right` names the columns that
+def write_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
+    """Write aligned columns. A long table is written in parts, and its columns only grow. `right` names the columns that
     hold numbers."""
     to_the_right = [name in right.split() for name in header]
     widths = [0] * len(header)
@@ -33,7 +33,9 @@ def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str =
         widths = [max(width, *map(len, cells)) for width, cells in zip(widths, zip(*part, strict=True), strict=True)]
         for row in part:
             cells = zip(row, widths, to_the_right, strict=True)
-            say("  ".join(f"{cell:>{width}}" if end else f"{cell:<{width}}" for cell, width, end in cells).rstrip())
+            write_line(
+                "  ".join(f"{cell:>{width}}" if end else f"{cell:<{width}}" for cell, width, end in cells).rstrip()
+            )
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -60,7 +62,7 @@ def number(value: float | None) -> str:
 
 
 def plain(values: Any) -> Any:
-    """The same lists with None in place of NaN."""
+    """Return the same lists with None in place of NaN."""
     if isinstance(values, list):
         return [plain(value) for value in values]
     return None if isinstance(values, float) and values != values else values
@@ -77,7 +79,7 @@ def span_of_steps(first: int, last: int) -> str:
 
 
 def with_progress(groups: Iterable[Any], total: int) -> Iterator[Any]:
-    """The same groups, with a progress bar on standard error if that is a terminal."""
+    """Yield the same groups, with a progress bar on standard error if that is a terminal."""
     from tqdm import tqdm
 
     yield from tqdm(groups, total=total, unit="group", disable=not sys.stderr.isatty(), leave=False)
@@ -115,8 +117,8 @@ def whole(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """One character per value, whose height is between the smallest and the greatest of `values`. If there are more than `width`
-    of them, neighbours share a character."""
+    """Draw one character per value, whose height is between the smallest and the greatest of `values`. If there are more
+    than `width` of them, neighbours share a character."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

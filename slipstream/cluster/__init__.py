@@ -1,7 +1,7 @@
-"""`slipstream cluster`: a run on many machines, which Ray or another scheduler places.
+"""`slipstream cluster`: a run on many machines under Ray.
 
-Guarantee: What it starts are the commands that people start by hand; data never travels over the scheduler. Only this room
-knows Ray. It stands above the other tools, of which it uses `status` and `keys`.
+Guarantee: It starts the commands that people start by hand; data never travels over Ray. Only this room
+knows Ray. It stands above the other subcommands, of which it uses `status` and `journal`.
 """
 
 MOST_PRODUCERS = 4096

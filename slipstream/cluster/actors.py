@@ -1,7 +1,7 @@
 """The named actors of one run, with a placement group for each.
 
-Guarantee: whoever has connected to Ray in the run's namespace finds the same ones. No call waits for an actor that does not
-answer, and at most one question to each is open. Nothing here decides anything.
+Guarantee: every process that has connected to Ray in the run's namespace finds the same ones. No call waits for an actor that
+does not answer, and at most one question to each is open. Nothing here decides anything.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _FOREVER = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 
 
 class Actors:
-    """Those of the daemons; the manager is not among them."""
+    """The actors of the daemons; the manager is not among them."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class Actors:
         return set(ray.util.list_named_actors()) - {MANAGER}
 
     def create(self, plan: Plan, name: str) -> None:
-        """Returns before it has a place."""
+        """Return before it has a place."""
         group = _group(name) or placement_group([plan.needs(name)], "STRICT_PACK", name=name, lifetime="detached")
         ray.remote(Daemon).options(
             name=name,
@@ -43,13 +43,13 @@ class Actors:
         ).remote(msgspec.json.encode(plan), name)
 
     def kill(self, name: str) -> None:
-        """Ends the command without its consent, and the actor; waits for it, but not for an actor that does not answer."""
+        """End the command without its consent, and the actor; waits for it, but not for an actor that does not answer."""
         with contextlib.suppress(ValueError, RayError):
             ray.get(ray.get_actor(name).kill.remote(), timeout=_ANSWER_S)
         self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Ends the actor, and gives its resources back. A command that still runs is told to end by its keeper."""
+        """End the actor, and give its resources back. The keeper of a command that still runs ends it."""
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name))
         group = _group(name)
@@ -64,7 +64,7 @@ class Actors:
         self._tell(name, "drain")
 
     def reports(self) -> dict[str, DaemonReport | str]:
-        """What each says, or why it says nothing."""
+        """Return the report of each, or the reason why there is none."""
         for name in self.names():
             if name not in self._asked:
                 with contextlib.suppress(ValueError):
@@ -85,7 +85,7 @@ class Actors:
         return found
 
     def last_lines(self, name: str, count: int) -> list[str] | None:
-        """None if there is no such actor, or it does not answer."""
+        """Return the last lines of a daemon; None if there is no such actor, or it does not answer."""
         try:
             return list(ray.get(ray.get_actor(name).last_lines.remote(count), timeout=_ANSWER_S))
         except (ValueError, RayError):
@@ -105,7 +105,7 @@ class Actors:
 
 
 def free_per_node() -> dict[str, Amounts]:
-    """By address, with the beginning of Ray's id where several nodes have one address."""
+    """Return free resources by address, with the beginning of Ray's id where several nodes have one address."""
     alive = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
     addresses = list(alive.values())
     return {

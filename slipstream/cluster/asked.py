@@ -26,7 +26,7 @@ _NETWORK = {
 }  # fmt: skip
 
 
-_PORTS = range(20_000, 30_000, 2)  # none that the kernel gives to who asks for any
+_PORTS = range(20_000, 30_000, 2)  # outside of those that the kernel gives to connections
 _TRIES = 1000
 
 
@@ -47,14 +47,14 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 def look(host: str, run_dir: str, config: str) -> bytes:
-    """On the node: `NodeFacts` as JSON."""
+    """Return `NodeFacts` of this node as JSON."""
     place = Path(run_dir)
     facts = NodeFacts(host, __version__, file_system(place), digest(config), _has_journal(place), _free_port())
     return msgspec.json.encode(facts)
 
 
 def check(facts: NodeFacts, run_dir: str, config: str) -> None:
-    """Here, where `slipstream cluster up` runs.
+    """Check the node's facts where `slipstream cluster up` runs.
 
     Raises:
         ConfigError: the run cannot be on that node.
@@ -90,7 +90,7 @@ def file_system(place: Path) -> str:
 
 
 def mount_of(place: Path) -> tuple[str, str]:
-    """Where the file system of `place` is mounted, and its kind."""
+    """Return the place where the file system of `place` is mounted, and its kind."""
     path = os.path.realpath(place)
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     found = max((mount for mount in mounts if _is_below(path, mount)), key=len, default="/")
@@ -117,7 +117,7 @@ def _has_journal(run_dir: Path) -> bool:
 
 
 def _free_port() -> int:
-    """It stays free while a trainer starts again. Adapters travel over the next one."""
+    """Return a port that stays free while a trainer starts again. Adapters travel over the next one."""
     for _ in range(_TRIES):
         port = _PORTS[secrets.randbelow(len(_PORTS))]
         if _is_free(port) and _is_free(port + 1):
@@ -158,7 +158,7 @@ def check_gpu_use(config: RunConfig, num_gpus: int) -> None:
         num_gpus: of each producer; 0: everything computes on the CPU.
 
     Raises:
-        ConfigError: trainer and producer are to be on one GPU, and whoever places daemons gives each GPUs of its own.
+        ConfigError: trainer and producer are to be on one GPU, and Ray gives each daemon GPUs of its own.
     """
     if num_gpus and config.pipeline.gpu != "own":
         raise ConfigError(
@@ -168,18 +168,18 @@ def check_gpu_use(config: RunConfig, num_gpus: int) -> None:
 
 
 def producer_gpus(config: RunConfig, num_gpus: int) -> int:
-    """Of each producer, where each is to have `num_gpus`: the clients of `engine_server` use none."""
+    """Return the GPUs of each producer, where each is to have `num_gpus`: the clients of `engine_server` use none."""
     return 0 if config.engine_server is not None else num_gpus
 
 
 def server_files(config: RunConfig) -> dict[str, Path]:
-    """Those that are given; none without `engine_server`. Relative names begin in the working directory."""
+    """Return the files that are given; none without `engine_server`. Relative names begin in the working directory."""
     given = {key: getattr(config.engine_server, key, None) for key in _KEYS}
     return {key: Path(os.path.abspath(os.path.expanduser(value))) for key, value in given.items() if value is not None}
 
 
 def plan_of(asked: Asked, config: RunConfig, run_dir: Path, facts: NodeFacts) -> Plan:
-    """The daemons meet over TCP with keys, because Ray may place them on any node."""
+    """Plan the run. The daemons meet over TCP with keys, because Ray may place them on any node."""
     transport, bounds = config.transport, config.producers
     least, most = (bounds.min, bounds.max) if bounds else (0, 0)
     producers = asked.producers or max(1, least)

@@ -70,13 +70,13 @@ def _run_id(copy: Path) -> str | None:
         return None
 
 
-def start(run_dir: str, folder: Callable[[], str], say: Callable[[str], None]) -> None:
+def start(run_dir: str, folder: Callable[[], str], note: Callable[[str], None]) -> None:
     """Make copies on a thread that ends with its process, while `folder` returns a place for them and not an empty text."""
 
     def work() -> None:
         while True:
             time.sleep(EVERY_S)
             if place := folder():
-                say(back_up(run_dir, place))
+                note(back_up(run_dir, place))
 
     threading.Thread(target=work, name="backups", daemon=True).start()

@@ -15,7 +15,7 @@ import click
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError
 from slipstream.cluster import MOST_PRODUCERS
 from slipstream.options import Function, Group, config_options, json_option, named_run, run_option
-from slipstream.tables import printable, say
+from slipstream.tables import printable, write_line
 
 if TYPE_CHECKING:
     from slipstream.cluster.manager import ManagerHandle
@@ -136,7 +136,7 @@ def logs(name: str | None, lines: int) -> None:
     if found is None:
         raise NoAnswerError(f"{name} does not run or does not answer; slipstream cluster status has the names")
     for line in found:
-        say(printable(line, keep="\t"))
+        write_line(printable(line, keep="\t"))
 
 
 @cluster.command()
@@ -161,7 +161,7 @@ def scale(wanted: int) -> None:
                 f"no room for {wanted} producers, so nothing was changed: {missing_text(homeless, free)}"
             )
         manager.scale(wanted)
-    say(f"producers: {report.wanted} -> {wanted}")
+    write_line(f"producers: {report.wanted} -> {wanted}")
 
 
 @cluster.command()

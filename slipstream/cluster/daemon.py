@@ -56,7 +56,7 @@ class Output:
         return file
 
     def rotate(self) -> None:
-        """Empties a full file into the one before. What is written meanwhile may be lost, which no writer notices."""
+        """Empty a full file into the one before. What is written meanwhile may be lost, which no writer notices."""
         if self._size > self._max_bytes:
             with ignore_disk_full():
                 shutil.copyfile(self._path, older(self._path))
@@ -64,12 +64,12 @@ class Output:
                 self._begin = 0
 
     def last_lines(self, count: int) -> list[str]:
-        """Of all processes, oldest first."""
+        """Return the last lines of all processes, oldest first."""
         lines = [line.decode(errors="replace") for line in read_end(self._path, self._max_bytes)]
         return lines[-count:] if count else []
 
     def last_words(self) -> str:
-        """How the newest process ended: its error, or its last lines."""
+        """Return the error of the newest process, or its last lines."""
         try:
             with self._path.open("rb") as file:
                 file.seek(max(self._begin, self._size - 16 * _LONGEST_MESSAGE))
@@ -88,7 +88,7 @@ _OF_RAY = ("CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLET_PID")
 
 
 class _NotStartedError(Exception):
-    """There is no process; the text says why."""
+    """The command was not started; the text has the reason."""
 
 
 class Daemon:
@@ -111,7 +111,7 @@ class Daemon:
         self._draining = asyncio.Event()
 
     async def begin(self, keys: dict[str, bytes]) -> None:
-        """Starts the command; nothing if it was started.
+        """Start the command; nothing if it was started.
 
         Args:
             keys: files for a producer, by name.
@@ -128,7 +128,7 @@ class Daemon:
         return self._output.last_lines(count)
 
     async def drain(self) -> None:
-        """Has the command end well, within `DRAIN_S`; it is not started again. Does not wait."""
+        """Have the command end well, within `DRAIN_S`; it is not started again. Does not wait."""
         self._draining.set()
         self._note(self._report.phase)
         if self._process is not None:
@@ -137,7 +137,7 @@ class Daemon:
             self._note("ended")
 
     async def kill(self) -> None:
-        """Ends the command with everything that it started, at once."""
+        """End the command with everything that it started, at once."""
         self._draining.set()
         if self._process is not None:
             for pid in reversed(descendants(self._process.pid)):
@@ -147,7 +147,7 @@ class Daemon:
     async def _live_or_say(self, keys: dict[str, bytes]) -> None:
         try:
             await self._live(keys)
-        except OSError as error:  # whoever looks at the run would wait for it
+        except OSError as error:  # `slipstream cluster up` would wait for it
             await self.drain()
             self._note("ended", exit_code=ExitCode.BUG, pid=None, message=f"its actor failed: {error}")
 
@@ -174,7 +174,7 @@ class Daemon:
                     return self._note("ended")
 
     async def _run(self, keys: Path) -> tuple[int, float]:
-        """One process, from start to end: exit code and seconds."""
+        """Run one process from start to end; return its exit code and seconds."""
         started = time.monotonic()
         command = daemon_command(self._plan, self._name, self._gpus, self._folder, keys)
         try:
@@ -206,7 +206,7 @@ class Daemon:
             os.close(output)
 
     async def _lock_is_free(self) -> bool:
-        """Waits until no other trainer works in run_dir; notes the end if that takes too long."""
+        """Wait until no other trainer works in run_dir; notes the end if that takes too long."""
         file, until = Path(self._plan.run_dir) / "journal.sqlite.lock", time.monotonic() + LOCK_DEADLINE_S
         while _is_locked(file):
             self._note("locked", message=f"another trainer still works in {self._plan.run_dir}; waiting for its end")
@@ -231,7 +231,7 @@ class Daemon:
 
 
 def daemon_folder(plan: Plan, name: str) -> Path:
-    """Of one daemon on its node: the trainer's is in run_dir, a producer's in the user's cache, where only its owner may look."""
+    """Return the folder of a daemon on its node: the trainer's is in run_dir, a producer's in the user's cache."""
     if name == TRAINER:
         return Path(plan.run_dir) / "cluster"
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

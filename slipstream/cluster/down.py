@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cluster import session
 from slipstream.cluster.session import Session
-from slipstream.tables import say
+from slipstream.tables import write_line
 
 if TYPE_CHECKING:
     from slipstream.cluster.actors import Actors
@@ -37,10 +37,10 @@ def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> Non
     for some, drain_at in ((names - {TRAINER}, farewell), (names & {TRAINER}, 0.0)):
         _drain(actors, some, drain_at, time.monotonic() + deadline_s)
     if plan is not None and plan.backup:
-        say(last_backup(plan))
+        write_line(last_backup(plan))
     if ray.own is not None:
         session.end_own(place, ray.own)
-    say(f"{place}: the run is down")
+    write_line(f"{place}: the run is down")
 
 
 def _has_finished(actors: "Actors") -> bool:
@@ -52,7 +52,7 @@ def _has_finished(actors: "Actors") -> bool:
 
 
 def _drain(actors: "Actors", names: set[str], drain_at: float, until: float) -> None:
-    """Waits for their end, tells them to end at `drain_at`, and kills what is left at `until`."""
+    """Wait for their end, drain them at `drain_at`, and kill the rest at `until`."""
     from slipstream.cluster.plan import DaemonReport
 
     left, told = set(names), False
@@ -66,11 +66,11 @@ def _drain(actors: "Actors", names: set[str], drain_at: float, until: float) -> 
             left.discard(name)
         for name, report in actors.reports().items():
             if name in left and isinstance(report, DaemonReport) and report.is_over:
-                say(f"{name}: ended" + ("" if report.exit_code is None else f" with {report.exit_code}"))
+                write_line(f"{name}: ended" + ("" if report.exit_code is None else f" with {report.exit_code}"))
                 actors.remove(name)
                 left.discard(name)
         if left and time.monotonic() > until:
-            say(f"killed, because they had not ended by the deadline: {', '.join(sorted(left))}")
+            write_line(f"killed, because they had not ended by the deadline: {', '.join(sorted(left))}")
             for name in left:
                 actors.kill(name)
             return

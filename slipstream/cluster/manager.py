@@ -1,4 +1,4 @@
-"""The manager of a run: it brings the daemons that there are to those that there should be.
+"""The manager of a run: it starts, ends and scales daemons until they are those that are wanted.
 
 Guarantee: it decides from what it sees at every tick and keeps nothing that a new manager would miss, but the plan and the wanted
 number of producers, which are in `RUN_DIR/cluster/plan.json`. Each change is one event. When the trainer has finished, the
@@ -54,7 +54,7 @@ class Events:
         self._count = 0
         self._lock = threading.Lock()
 
-    def say(self, text: str) -> None:
+    def add(self, text: str) -> None:
         line = f"{time.strftime('%H:%M:%S')} {printable(' | '.join(text.splitlines()))}"
         with self._lock:
             self._lines.append(line)
@@ -69,7 +69,7 @@ class Events:
             return self._count, list(self._lines)[len(self._lines) - new :]
 
     def last_lines(self, count: int) -> list[str]:
-        """Of the file."""
+        """The number of the event in the file."""
         return [line.decode(errors="replace") for line in read_end(self._file.path, _MAX_BYTES)][-count:]
 
 
@@ -78,7 +78,7 @@ _STRAY_S = 5.0  # for which an actor may stay silent before it is an event
 
 
 class Daemons(Protocol):
-    """What `slipstream.cluster.actors` does."""
+    """The part of `Actors` that the manager uses."""
 
     def names(self) -> set[str]: ...
     def create(self, plan: Plan, name: str) -> None: ...
@@ -136,7 +136,7 @@ class Manager:
         )
 
     def scale_by_load(self) -> None:
-        """One look at the load, and a decision if the plan leaves a choice."""
+        """Measure the load, and decide if the plan leaves a choice."""
         now = self._clock()
         self._looks.add(now, answers(self.report.daemons, time.time()))
         plan = self._plan
@@ -149,7 +149,7 @@ class Manager:
             self._set(msgspec.structs.replace(plan, producers=plan.producers + decision.change), decision.why)
 
     def _is_finished(self, trainer: DaemonReport | None) -> bool:
-        """Whether it ended well so long ago that producers have ended by themselves, unless they hang."""
+        """Return whether the trainer ended well so long ago that producers have ended by themselves, unless they hang."""
         return (
             trainer is not None
             and trainer.is_over
@@ -162,12 +162,12 @@ class Manager:
 
     def _set(self, plan: Plan, why: str) -> None:
         if plan.producers != self._plan.producers:
-            self._events.say(f"producers: {self._plan.producers} -> {plan.producers}, {why}")
+            self._events.add(f"producers: {self._plan.producers} -> {plan.producers}, {why}")
         self._plan = plan
         save(plan)
 
     def _move(self, report: DaemonReport, *, stays: bool) -> None:
-        """One step of one daemon towards where it should be."""
+        """Bring one daemon one step towards its wanted state."""
         name = report.name
         if not stays and report.is_over:
             self._daemons.remove(name)
@@ -190,12 +190,12 @@ class Manager:
                 self._say(name, report)
         for name in self._said.keys() - found.keys():
             self._said.pop(name)
-            self._events.say(f"{name}: removed")
+            self._events.add(f"{name}: removed")
 
     def _say(self, name: str, text: str) -> None:
         if self._said.get(name) != text:
             self._said[name] = text
-            self._events.say(f"{name}: {text}")
+            self._events.add(f"{name}: {text}")
 
 
 def _order(name: str) -> tuple[bool, int, str]:
@@ -204,7 +204,7 @@ def _order(name: str) -> tuple[bool, int, str]:
 
 
 def in_words(report: DaemonReport) -> str:
-    """What a daemon does, on one line or with its last words below."""
+    """Describe a daemon on one line, with its last words below."""
     match report.phase:
         case "running":
             times = f", start {report.starts}" if report.starts > 1 else ""
@@ -251,7 +251,7 @@ class ManagerActor:
         self._events = Events(Path(kept.run_dir) / "cluster" / "events.log")
         self._manager = Manager(Actors(), kept, self._events)
         self._lock = threading.Lock()
-        backups.start(kept.run_dir, lambda: self._manager.report.plan.backup, self._events.say)
+        backups.start(kept.run_dir, lambda: self._manager.report.plan.backup, self._events.add)
         threading.Thread(target=self._run, name="manager", daemon=True).start()
 
     def report(self) -> bytes:
@@ -284,7 +284,7 @@ class ManagerActor:
                 failure = ""
             except (RayError, SlipstreamError, OSError, ValueError) as error:  # the next tick sees anew what there is
                 if failure != (failure := f"manager: {type(error).__name__}: {error}"):
-                    self._events.say(failure)
+                    self._events.add(failure)
             tick += 1
             time.sleep(_TICK_S)
 
@@ -332,12 +332,12 @@ NoAnswer = (GetTimeoutError, RayError)
 
 
 def last_line(error: Exception) -> str:
-    """What a long error of Ray's ends with: what was raised in the actor."""
+    """Return the end of a long error of Ray's: the error that was raised in the actor."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
 
 
 def last_backup(plan: Plan) -> str:
-    """Of a run that has ended, on its node; what came of it, in words."""
+    """Back up a run that has ended, on its node; return the outcome in words."""
     make = ray.remote(backups.back_up).options(num_cpus=0, resources=on_host(plan.host), max_retries=0)
     try:
         return str(ray.get(make.remote(plan.run_dir, plan.backup)))

@@ -1,4 +1,4 @@
-"""From the arguments of `slipstream cluster up` and a configuration to a manager that runs.
+"""Places a run: from the arguments of `slipstream cluster up` to a manager that runs.
 
 Guarantee: a run that does not fit, or cannot be on its node, is refused before anything of it was started. Of a run that is there
 already the manager goes on, with what was asked anew.
@@ -19,7 +19,7 @@ from slipstream.cluster.actors import free_per_node
 from slipstream.cluster.asked import Asked, NodeFacts, plan_of
 from slipstream.cluster.manager import ManagerHandle, NoAnswer, last_line
 from slipstream.cluster.plan import Need, Plan, missing_text, on_host, without_place
-from slipstream.tables import say
+from slipstream.tables import write_line
 
 _FITS_WITHIN_S = 20.0
 _PROBE_S = 40.0
@@ -63,25 +63,25 @@ def wait_for_room(plan: Plan) -> None:
         if time.monotonic() > until:
             raise NoResourcesError(f"no room for the run, so nothing was started: {text}")
         if not told:
-            say(f"waiting {_FITS_WITHIN_S:g} s for room: {text}")
+            write_line(f"waiting {_FITS_WITHIN_S:g} s for room: {text}")
             told = True
         time.sleep(0.5)
 
 
 def _adopted(manager: ManagerHandle, asked: Asked, config: RunConfig) -> ManagerHandle:
-    """What runs keeps its place, its endpoint and its keys."""
+    """Hand the plan to the manager. Running daemons keep their place, their endpoint and their keys."""
     plan = manager.report().plan
     facts = NodeFacts(plan.host, "", "", None, True, int(plan.endpoint.rpartition(":")[2]))
     wanted = plan_of(asked, config, Path(plan.run_dir), facts)
     if asked.producers is None:
         wanted = msgspec.structs.replace(wanted, producers=max(plan.producers, wanted.least))
-    say(f"found the run at {plan.host}; what runs keeps its configuration until it starts again")
+    write_line(f"found the run at {plan.host}; what runs keeps its configuration until it starts again")
     manager.adopt(wanted)
     return manager
 
 
 def _facts(host: str, run_dir: Path, file: str) -> NodeFacts:
-    """Looked at there; `ConfigError` if Slipstream cannot be used on that node."""
+    """Ask the trainer's node for its facts; `ConfigError` if Slipstream cannot be used on that node."""
     look = ray.remote(probe.look).options(num_cpus=0, resources=on_host(host), max_retries=0)
     try:
         return msgspec.json.decode(ray.get(look.remote(host, str(run_dir), file), timeout=_PROBE_S), type=NodeFacts)

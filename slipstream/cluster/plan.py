@@ -1,4 +1,4 @@
-"""What a run in the cluster is: how it is started, what it needs, and what its actors tell of it.
+"""The plan of a run in the cluster: its commands, its resources, its exit codes, and the reports of its actors.
 
 Guarantee: values travel as JSON and are checked when they are read; none of them is a secret.
 """
@@ -25,7 +25,7 @@ Phase = Literal["new", "locked", "running", "pausing", "ended"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run as `slipstream cluster up` places it. Paths are those of the trainer's node.
+    """A run as `slipstream cluster up` places it. Paths are those of the trainer's node.
 
     Args:
         folder: where the commands are started, because paths in `config` are relative to it.
@@ -74,7 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DaemonReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor says of its command. Times are Unix times."""
+    """The report of an actor about its command. Times are Unix times."""
 
     name: str
     phase: Phase
@@ -93,7 +93,7 @@ class DaemonReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manager knows.
+    """The report of the manager.
 
     Args:
         missing: what has no room now, and what is free, in words.
@@ -114,7 +114,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def namespace(run_dir: str | Path) -> str:
-    """Of Ray, one for each run."""
+    """Return Ray's namespace of a run."""
     place = os.path.abspath(run_dir)
     return f"slipstream-{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
@@ -124,7 +124,7 @@ def producer_name(number: int) -> str:
 
 
 def on_host(host: str) -> dict[str, float]:
-    """What binds to a host: Ray gives each node one of this."""
+    """Return the resource that binds to a host; each node of Ray has one."""
     return {f"node:{host}": 0.001}
 
 
@@ -156,7 +156,7 @@ class Restart(NamedTuple):
 
 
 def restart(exit_code: int, ran_s: float, failures: int) -> Restart | None:
-    """What follows the end of a process, or None if it stays down.
+    """Decide what follows the end of a process; None: it stays down.
 
     Args:
         exit_code: negative for a signal.
@@ -195,7 +195,7 @@ def producer_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, k
 
 
 def _program(script: str, gpus: Sequence[str]) -> list[str]:
-    """By its module, because the folder of scripts need not be on the path of Ray's workers."""
+    """Start the program by its module, because the folder of scripts need not be on the path of Ray's workers."""
     return [sys.executable, "-P", "-m", _SCRIPTS[script], "--gpu", ",".join(gpus) or "cpu"]
 
 
@@ -204,7 +204,7 @@ def _set(*overrides: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """Makes the trainer's key if there is none; `ConfigError` if that cannot be written."""
+    """Make the trainer's key if there is none; `ConfigError` if that cannot be written."""
     if not (folder / f"{TRAINER}.secret").exists():
         generate(folder, TRAINER)
 
@@ -234,7 +234,7 @@ class Need(NamedTuple):
 
 
 def without_place(needs: Sequence[Need], free: Mapping[str, Amounts]) -> list[Need]:
-    """Those that no node has room for after the others were placed, in order, each on the fullest node that holds it.
+    """Return the needs that no node has room for after the others were placed, in order, each on the fullest node that holds it.
 
     Args:
         free: by node.
@@ -253,12 +253,12 @@ def without_place(needs: Sequence[Need], free: Mapping[str, Amounts]) -> list[Ne
 
 
 def num_places(amounts: Amounts, free: Mapping[str, Amounts], most: int) -> int:
-    """How many such needs fit, counted up to `most`."""
+    """Count how many such needs fit, up to `most`."""
     return most - len(without_place([Need("", amounts)] * most, free))
 
 
 def missing_text(homeless: Sequence[Need], free: Mapping[str, Amounts]) -> str:
-    """In words; empty if everything has a place."""
+    """Describe in words what is missing; empty if everything has a place."""
     if not homeless:
         return ""
     same: dict[str, int] = {}

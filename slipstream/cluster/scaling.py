@@ -1,4 +1,4 @@
-"""How many producers a run should have: a pure function of what was measured.
+"""The number of producers that a run should have, decided from its measured load.
 
 Guarantee: the number stays within its bounds, moves by one, and does not oscillate. A producer is added while the trainer waits
 for rollouts and no producer is idle, and taken away only if those that stay would still have time to spare. A condition has to
@@ -24,7 +24,7 @@ LONGEST_SETTLE_S = 7200.0
 
 
 class Load(NamedTuple):
-    """What was measured over the last seconds.
+    """The load that was measured over the last seconds.
 
     Args:
         at: seconds of any clock that never goes back.
@@ -44,7 +44,7 @@ class Load(NamedTuple):
 
 
 class History(NamedTuple):
-    """What the next decision has to know of those before."""
+    """The decisions so far, as far as the next one depends on them."""
 
     direction: int = 0  # of the condition that holds now
     holds_since: float = 0.0
@@ -145,7 +145,7 @@ class Looks:
 
 
 def answers(reports: Sequence[DaemonReport], at: float) -> list[Answer]:
-    """As `slipstream status` would have got them from the daemons' addresses."""
+    """Return the reports as `slipstream status` gets them from the daemons' addresses."""
     return [
         Answer(
             DaemonAddress(report.node or "?", "rl-trainer" if report.name == TRAINER else "rl-producer", report.name),

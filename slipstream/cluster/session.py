@@ -1,4 +1,4 @@
-"""The connection of a command to Ray, and a Ray on this machine where nobody named one.
+"""The connection of a command to Ray, and a Ray on this machine where none was named.
 
 Guarantee: a Ray that does not answer, or is of another version, is named with the fix within a minute. A Ray that
 `slipstream cluster up` started outlives it, and `slipstream cluster down` ends it by its process id; others are never stopped.
@@ -42,7 +42,7 @@ class OwnRay(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> psutil.Process | None:
-        """None if it is gone, or another process has its number."""
+        """Return the process; None if it is gone, or another process has its number."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE:
@@ -56,7 +56,7 @@ class Session(NamedTuple):
 
 
 def find_address(run_dir: Path, named: str | None) -> str | None:
-    """What `--address` or Ray's own variable says, else the Ray that `up` has started for this run, if that is alive."""
+    """Return the address of `--address` or Ray's own variable, else of a Ray that `up` started and that is alive."""
     own = _own(run_dir)
     return named or os.environ.get("RAY_ADDRESS") or (own.address if own and own.process else None)
 
@@ -90,7 +90,7 @@ def connected(run_dir: Path, named: str | None) -> Iterator[Session]:
 
 
 def start_here(run_dir: Path, num_cpus: int) -> None:
-    """Starts a Ray with one node, for this machine alone, and leaves word of it in run_dir. Its CPUs are what the run needs: a
+    """Start a Ray with one node, for this machine alone, and leaves word of it in run_dir. Its CPUs are what the run needs: a
     machine of one's own may be overbooked."""
     require_ray()
     folder = run_dir / "cluster"
@@ -118,13 +118,13 @@ def start_here(run_dir: Path, num_cpus: int) -> None:
             time.sleep(0.1)
         with staged(folder / "ray.json") as partial:
             partial.write_bytes(msgspec.json.encode(own))
-    except BaseException:  # as of Ctrl-C, which it does not get: nobody would know of it
+    except BaseException:  # as of Ctrl-C, which the started Ray does not get
         end_own(run_dir, own)
         raise
 
 
 def end_own(run_dir: Path, own: OwnRay) -> None:
-    """Ends the Ray that `up` started, with its processes."""
+    """End the Ray that `up` started, with its processes."""
     process = own.process
     if process is not None:
         family = [psutil.Process(pid) for pid in descendants(own.pid) if psutil.pid_exists(pid)]
@@ -158,11 +158,11 @@ def _init(address: str, run_dir: Path) -> None:
 
 
 def _say_nothing(*_: object, **__: object) -> None:
-    """In place of what Ray tells every driver of every process that died anywhere: the manager's events say what that means."""
+    """Silence Ray's messages about processes that died anywhere: the manager's events explain them."""
 
 
 def explained(error: RuntimeError, address: str) -> Exception:
-    """What Ray says when it cannot be joined, for the user."""
+    """Turn Ray's error when it cannot be joined into one for the user."""
     text = " ".join(str(error).split())
     if "Version mismatch" in text:
         return IncompatiblePeerError(f"--address {address}: {text}. Install the same Ray and Python on all nodes")
@@ -177,7 +177,7 @@ def _check_answers(address: str) -> None:
 
 
 def _answers(address: str) -> bool:
-    """Whether a gRPC server does: Ray itself would wait for minutes. Behind TLS a connection has to do."""
+    """Return whether a gRPC server answers: Ray itself would wait for minutes. Behind TLS a connection has to do."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:

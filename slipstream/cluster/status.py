@@ -1,4 +1,4 @@
-"""`slipstream cluster status`: what runs where, and what the daemons say of themselves.
+"""`slipstream cluster status` shows the daemons, their nodes, and their own numbers.
 
 Guarantee: it reads. The numbers are those of slipstream status, from the daemons' own documents, wherever they were placed.
 """
@@ -11,12 +11,12 @@ import msgspec
 from rich.console import Console
 
 from slipstream.cluster.plan import DaemonReport, FleetReport
-from slipstream.tables import clock, printable, say, say_json, say_table
+from slipstream.tables import clock, printable, write_json, write_line, write_table
 
 
 def show(report: FleetReport, *, as_json: bool = False) -> None:
     if as_json:
-        say_json(msgspec.to_builtins(report))
+        write_json(msgspec.to_builtins(report))
         return
     from slipstream.cluster.scaling import answers
     from slipstream.status.reading import read
@@ -25,11 +25,13 @@ def show(report: FleetReport, *, as_json: bool = False) -> None:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    say_table(("daemon", "is", "node", "pid", "starts", "since", "last exit"), map(_row, report.daemons), "pid starts")
+    write_table(
+        ("daemon", "is", "node", "pid", "starts", "since", "last exit"), map(_row, report.daemons), "pid starts"
+    )
     for line in (*report.unreachable, *([f"no room: {report.missing}"] if report.missing else [])):
-        say(printable(line))
+        write_line(printable(line))
     bounds = f" (between {report.plan.least} and {report.plan.most})" if report.plan.most else ""
-    say(f"producers wanted: {report.wanted}{bounds}")
+    write_line(f"producers wanted: {report.wanted}{bounds}")
     if any(daemon.status for daemon in report.daemons):
         view = read([answers(report.daemons, time.time())])
         console = Console()

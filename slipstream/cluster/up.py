@@ -1,7 +1,7 @@
-"""`slipstream cluster up`: places a run and watches it, or finds one that runs and goes on with it.
+"""`slipstream cluster up` places a run and watches it, or goes on with one that runs.
 
-Guarantee: nothing is started before everything was found to have a place, and what is missing is said within a minute. The run
-goes on without this process: Ctrl-C leaves it running.
+Guarantee: nothing is started before everything was found to have a place, and a missing resource is reported within a minute. The
+run goes on without this process: Ctrl-C leaves it running.
 """
 
 import os
@@ -14,7 +14,7 @@ from slipstream.cluster import session
 from slipstream.cluster.asked import Asked, check_gpu_use
 from slipstream.cluster.manager import ManagerHandle, NoAnswer, last_line
 from slipstream.cluster.plan import TRAINER, DaemonReport, FleetReport
-from slipstream.tables import printable, say
+from slipstream.tables import printable, write_line
 
 _PLACED_S = 60.0
 _SILENCE_S = 60.0
@@ -29,7 +29,7 @@ class Watch:
         self._heard = time.monotonic()
 
     def wait_until_it_runs(self) -> None:
-        """Until every daemon was started, or `NoResourcesError` if one has no place within a minute."""
+        """Wait until every daemon was started, or raise `NoResourcesError` if one has no place within a minute."""
         until = time.monotonic() + _PLACED_S
         while True:
             report = self._look()
@@ -48,11 +48,11 @@ class Watch:
             time.sleep(_LOOK_EVERY_S)
 
     def wait_until_it_ends(self) -> ExitCode:
-        """Until the trainer has ended for good, or somebody has taken the run down; the trainer's exit code."""
+        """Wait until the trainer has ended for good, or the run was taken down; return the trainer's exit code."""
         while True:
             report = self._look()
             if report is None and ManagerHandle.find() is None:
-                say("the run was taken down")
+                write_line("the run was taken down")
                 return ExitCode.OK
             trainer = report.trainer if report else None
             if trainer is not None and trainer.is_over and trainer.exit_code is not None:
@@ -61,7 +61,7 @@ class Watch:
             time.sleep(_LOOK_EVERY_S)
 
     def _look(self) -> FleetReport | None:
-        """Shows what is new; None if the manager does not answer now."""
+        """Show what is new; None if the manager does not answer now."""
         try:
             self._seen, lines = self._manager.events(self._seen)
             report = self._manager.report()
@@ -75,7 +75,7 @@ class Watch:
             return None
         self._heard = time.monotonic()
         for line in lines:
-            say(printable(line))
+            write_line(printable(line))
         return report
 
 
@@ -123,5 +123,7 @@ def up(asked: Asked) -> ExitCode:
 
 
 def _leave(run_dir: Path) -> ExitCode:
-    say(f"the run goes on: slipstream cluster status --run {run_dir}; slipstream cluster down --run {run_dir} ends it")
+    write_line(
+        f"the run goes on: slipstream cluster status --run {run_dir}; slipstream cluster down --run {run_dir} ends it"
+    )
     return ExitCode.OK

@@ -19,7 +19,7 @@ from protocol.runtime.files import aside, staged
 from protocol.runtime.json_lines import opened
 from replay.journal.reader import JournalReader
 from slipstream.run_reader import EVALUATIONS, ROLLOUTS, STEPS
-from slipstream.tables import say, size
+from slipstream.tables import size, write_line
 
 _ATTEMPTS = 5
 _LINES = (STEPS, ROLLOUTS)
@@ -47,12 +47,12 @@ def backup(reader: JournalReader, to: Path) -> None:
         raise JournalError(f"--to {to}: cannot be written: {why}; choose another place") from error
     found = checkpoints.latest(to / "checkpoints")
     start = f"checkpoint-{found.step}" if found else "no checkpoint"
-    say(f"{start} and a journal of {size((to / reader.path.name).stat().st_size)} in {to}")
-    say(f"go on from it: rl-trainer --resume --set run_dir={to} ...")
+    write_line(f"{start} and a journal of {size((to / reader.path.name).stat().st_size)} in {to}")
+    write_line(f"go on from it: rl-trainer --resume --set run_dir={to} ...")
 
 
 def _copy(reader: JournalReader, to: Path) -> bool:
-    """Copies into `to`. Returns False if that has to be done again.
+    """Copy into `to`. Returns False if that has to be done again.
 
     The order matters. The checkpoint is copied first: a resumed run forgets what came after it, but needs the groups that the
     journal keeps for it, and these are there if the checkpoint still exists when the journal has been copied. A version is
@@ -87,7 +87,7 @@ def _copy(reader: JournalReader, to: Path) -> bool:
 
 
 def _copy_files(files: Iterable[Path], to: Path) -> None:
-    """Those that are still there."""
+    """Return the files that are still there."""
     for file in files:
         with suppress(FileNotFoundError):
             shutil.copy2(file, to / file.name)
@@ -101,7 +101,7 @@ def _copy_lines(path: Path, to: Path) -> None:
 
 
 def _copy_folder(folder: Path, to: Path) -> bool:
-    """Copies a folder that is replaced in two renames, between which nothing has its name. Returns False if it was replaced
+    """Copy a folder that is replaced in two renames, between which nothing has its name. Returns False if it was replaced
     meanwhile."""
     for source in (folder, aside(folder), folder):
         with suppress(FileNotFoundError):

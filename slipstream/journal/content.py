@@ -30,7 +30,7 @@ class Content:
     reward_names: list[str]  # (F,)
 
     def why_missing(self, missing: Sequence[MissingReward], completion: int) -> dict[str, str]:
-        """Of each reward that this completion lacks why, as far as that is known."""
+        """Return why rewards of this completion are missing, as far as that is known."""
         about = [one for one in missing if not one.completions or completion in one.completions]
         lacking = np.flatnonzero(np.isnan(self.group.rewards[completion])).tolist()
         return {name: _why(name, about) for name in (self.reward_names[column] for column in lacking)}
@@ -86,7 +86,7 @@ def _why(function: str, about: list[MissingReward]) -> str:
 
 
 def content_of(frame: bytes, names: list[str]) -> Content:
-    """What a frame that was kept says; `CodecError` or `InvalidGroupError`. `names` are those of the rewards, if they fit."""
+    """Decode a frame that was kept; raise `CodecError` or `InvalidGroupError`. `names` are those of the rewards, if they fit."""
     message = decode(frame)
     if not isinstance(message, Group):
         raise InvalidGroupError(f"the body is a {type(message).__name__}")
@@ -111,11 +111,11 @@ def _shape_of(message: Group) -> GroupShape:
 
 
 def load_tokenizer(facts: dict[str, str]) -> Any:
-    """The tokenizer of the run, or `JournalError` that says why not. It is never downloaded, and code that comes with a model
+    """The tokenizer of the run, or a `JournalError` with the reason. It is never downloaded, and code that comes with a model
     is never run: a journal is data, and reading one is no decision to run what it names."""
     folder = facts.get("model_path")
     if folder is None:
-        raise JournalError("the journal does not say which model it is of")
+        raise JournalError("the journal does not name its model")
     try:
         expected, trusted = facts.get("tokenizer_digest"), facts.get("trust_remote_code") == "true"
         is_local = expected is not None and Path(folder).is_dir()

@@ -18,7 +18,7 @@ from replay.journal.schema import GroupFilter, GroupRow
 from slipstream.journal.content import Content, ContentReader
 from slipstream.journal.views import as_dict
 from slipstream.run_reader import is_name_of_a_run
-from slipstream.tables import plain, say, with_progress
+from slipstream.tables import plain, with_progress, write_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +28,7 @@ _ROW_GROUP_BYTES = 64 * 2**20
 
 
 def export(reader: JournalReader, wanted: GroupFilter, newest: int, to: Path) -> None:
-    """Writes the newest so many groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written, or is a
+    """Write the newest so many groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written, or is a
     file that the run itself writes."""
     if is_name_of_a_run(to.name) and to.resolve().parent == reader.path.resolve().parent:
         raise JournalError(f"--to {to}: the run itself writes a file of this name; choose another name")
@@ -41,7 +41,7 @@ def export(reader: JournalReader, wanted: GroupFilter, newest: int, to: Path) ->
             count = write(records, partial)
     except OSError as error:
         raise JournalError(f"--to {to}: cannot be written: {error.strerror or error}; choose another place") from error
-    say(f"{count} groups in {to}")
+    write_line(f"{count} groups in {to}")
 
 
 def _record(row: GroupRow, content: Content) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.schema import MAX_TRIES, GroupRow
 from slipstream.journal.content import Content, ContentReader, load_tokenizer
-from slipstream.tables import clock, number, printable, say, say_table, span, span_of_steps
+from slipstream.tables import clock, number, printable, span, span_of_steps, write_line, write_table
 
 Span = NDArray[Any]
 
@@ -33,13 +33,13 @@ def show(reader: JournalReader, lease_id: str, *, every_token: bool) -> None:
         tokenizer = load_tokenizer(reader.facts())
     except JournalError as error:
         tokenizer = None
-        say(f"token ids instead of text: {error}")
+        write_line(f"token ids instead of text: {error}")
     group, missing = content.group, contents.missing(row)
-    say()
-    say(f"prompt, {len(group.prompt_ids)} tokens")
+    write_line()
+    write_line(f"prompt, {len(group.prompt_ids)} tokens")
     _text(tokenizer, group.prompt_ids)
     for record, tokens in enumerate(group.records):
-        say()
+        write_line()
         _record(content, missing, tokenizer, record, tokens, every_token=every_token)
 
 
@@ -61,7 +61,7 @@ def _head(row: GroupRow, content: Content, replayed: list[str]) -> None:
         "size": f"{content.group.num_completions} completions, {row.num_tokens} tokens, {row.num_bytes} bytes",
         "reward": number(row.reward),
     }.items():
-        say(f"{name:<10}{printable(value)}")
+        write_line(f"{name:<10}{printable(value)}")
 
 
 def _record(
@@ -76,19 +76,19 @@ def _record(
     part = f", record {record - siblings[0] + 1} of {len(siblings)}" if len(siblings) > 1 else ""
     rewards = zip(content.reward_names, group.rewards[index].tolist(), strict=True)
     shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in rewards)
-    say(f"completion {index + 1} of {group.num_completions}{part}, {len(sampled)} tokens{others}{cut}")
-    say(f"rewards: {shown or 'none'}")
+    write_line(f"completion {index + 1} of {group.num_completions}{part}, {len(sampled)} tokens{others}{cut}")
+    write_line(f"rewards: {shown or 'none'}")
     for name, why in content.why_missing(missing, index).items():
         if why:
-            say(f"{printable(name)} is missing: {printable(why)}")
-    say(f"log-probs: {_summary(group.logprobs[tokens][sampled])}")
+            write_line(f"{printable(name)} is missing: {printable(why)}")
+    write_line(f"log-probs: {_summary(group.logprobs[tokens][sampled])}")
     if group.token_versions is not None:
         shares = group.tokens_by_version(tokens).items()
-        say(f"policies: {', '.join(f'version {version} sampled {count} tokens' for version, count in shares)}")
+        write_line(f"policies: {', '.join(f'version {version} sampled {count} tokens' for version, count in shares)}")
     _text(tokenizer, group.completion_ids[tokens])
     if every_token:
         header = ("token", "id", "version", "log-prob", "text")
-        say_table(header, _token_rows(group, tokenizer, tokens), right="token id version log-prob")
+        write_table(header, _token_rows(group, tokenizer, tokens), right="token id version log-prob")
 
 
 def _summary(logprobs: Span) -> str:
@@ -114,6 +114,6 @@ def _token_rows(group: RolloutGroup, tokenizer: Any, tokens: slice) -> list[tupl
 
 def _text(tokenizer: Any, ids: Span) -> None:
     if tokenizer is None:
-        say(textwrap.fill(" ".join(map(str, ids.tolist())), 120, initial_indent="  ", subsequent_indent="  "))
+        write_line(textwrap.fill(" ".join(map(str, ids.tolist())), 120, initial_indent="  ", subsequent_indent="  "))
     else:
-        say(textwrap.indent(printable(tokenizer.decode(ids.tolist()), keep="\n\t"), "  ", lambda line: True))
+        write_line(textwrap.indent(printable(tokenizer.decode(ids.tolist()), keep="\n\t"), "  ", lambda line: True))

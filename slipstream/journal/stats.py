@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from replay.journal.reader import JournalReader
-from replay.journal.schema import GroupFilter
-from slipstream.tables import clock, number, say, say_json, say_table, size, span
+from replay.journal.rows import GroupFilter
+from slipstream.tables import clock, number, size, span, write_json, write_line, write_table
 
 _MEANING = {
     "ready": "in no step yet",
@@ -22,35 +22,35 @@ _MEANING = {
 def stats(reader: JournalReader, *, as_json: bool) -> None:
     found = collect(reader)
     if as_json:
-        say_json(found)
+        write_json(found)
         return
     letters = ", ".join(f"{reason} {count}" for reason, count in found["dead_letters"].items())
     quarantined = sum(states.get("quarantined", 0) for states in found["groups_by_outcome"].values())
-    say(f"journal       {reader.path}, {size(found['file_bytes'])}, run {found['run_id'] or 'unknown'}")
-    say(
+    write_line(f"journal       {reader.path}, {size(found['file_bytes'])}, run {found['run_id'] or 'unknown'}")
+    write_line(
         f"groups        {found['groups']} with {found['tokens']} tokens in {size(found['group_bytes'])}; "
         f"{found['groups_deleted']} older ones deleted"
     )
-    say(f"arrived       {' to '.join(clock(time) for time in found['arrived']) or '-'}")
-    say(f"steps         {span(*found['steps'])}")
-    say(f"policies      {span(*found['policies'])}")
-    say(f"dead letters  {sum(found['dead_letters'].values())}{letters and ': '}{letters}")
-    say(f"quarantine    {quarantined} groups, {found['frames_quarantined']} frames")
+    write_line(f"arrived       {' to '.join(clock(time) for time in found['arrived']) or '-'}")
+    write_line(f"steps         {span(*found['steps'])}")
+    write_line(f"policies      {span(*found['policies'])}")
+    write_line(f"dead letters  {sum(found['dead_letters'].values())}{letters and ': '}{letters}")
+    write_line(f"quarantine    {quarantined} groups, {found['frames_quarantined']} frames")
     replays, age = found["replays"], found["replays"]["mean_age_versions"]
     shown_age = "" if age is None else f", {age:.1f} versions old in the mean"
-    say(f"replays       {replays['uses']} uses of {replays['groups']} groups{shown_age}")
+    write_line(f"replays       {replays['uses']} uses of {replays['groups']} groups{shown_age}")
     if found["verdicts"]:
-        say(f"verdicts      {', '.join(f'{name} {count}' for name, count in found['verdicts'].items())}")
+        write_line(f"verdicts      {', '.join(f'{name} {count}' for name, count in found['verdicts'].items())}")
     if found["groups"]:
-        say()
+        write_line()
         rows = (
             (outcome, state, str(count), _MEANING.get(state, ""))
             for outcome, states in found["groups_by_outcome"].items()
             for state, count in states.items()
         )
-        say_table(("outcome", "state", "groups", ""), rows, right="groups")
+        write_table(("outcome", "state", "groups", ""), rows, right="groups")
     if found["attempts"]:
-        say()
+        write_line()
         _say_attempts(found["attempts"])
 
 
@@ -64,7 +64,7 @@ def _say_attempts(attempts: list[dict[str, Any]]) -> None:
         for one in attempts
     )  # fmt: skip
     header = ("attempt", "groups", "completions", "success-rate", "groups-with-success")
-    say_table(header, rows, right=" ".join(header))
+    write_table(header, rows, right=" ".join(header))
 
 
 def collect(reader: JournalReader) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _replays(reader: JournalReader) -> dict[str, Any]:
-    """How often groups were replayed, and how old they were then, against the policy that they trained."""
+    """Count the replays of groups, and how old groups were then, against the policy that they trained."""
     num_uses = num_aged = age = 0
     step, version = -1, None
     for use in reader.uses():

@@ -1,6 +1,6 @@
 """`slipstream journal verify` checks whether a journal is whole.
 
-Guarantee: every group is read, whatever is wrong with the others; each problem is one line that says what and where.
+Guarantee: every group is read, whatever is wrong with the others; each problem is one line with its place.
 """
 
 import statistics
@@ -10,21 +10,21 @@ from protocol.errors import ExitCode, JournalError
 from replay.journal.reader import JournalReader
 from replay.journal.schema import RecordedBatch
 from slipstream.journal.content import ContentReader
-from slipstream.tables import say, size, span_of_steps, with_progress
+from slipstream.tables import size, span_of_steps, with_progress, write_line
 
 
 def verify(reader: JournalReader) -> ExitCode:
     count = 0
     for check in (JournalReader.database_problems, _groups, _steps, _replays):
-        problems: list[str] = []  # said afterwards, so that they do not run into the progress bar
+        problems: list[str] = []  # written afterwards, so that they do not run into the progress bar
         try:
             problems.extend(check(reader))
         except JournalError as error:  # the table cannot be read to its end
             problems.append(str(error))
         for problem in problems:
-            say(problem.removeprefix(f"{reader.path}: "))
+            write_line(problem.removeprefix(f"{reader.path}: "))
         count += len(problems)
-    say(f"{count} problem{'' if count == 1 else 's'}")
+    write_line(f"{count} problem{'' if count == 1 else 's'}")
     return ExitCode.JOURNAL if count else ExitCode.OK
 
 
@@ -38,7 +38,7 @@ def _groups(reader: JournalReader) -> Iterator[str]:
             bodies.read(row)
         except JournalError as error:
             yield str(error)
-    say(f"read {num_groups} groups, {size(num_bytes)}")
+    write_line(f"read {num_groups} groups, {size(num_bytes)}")
 
 
 def _steps(reader: JournalReader) -> Iterator[str]:

@@ -10,14 +10,14 @@ from typing import Any
 
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
-from replay.journal.schema import GroupFilter, GroupRow
-from slipstream.tables import clock, number, say, say_json, say_table, size, span, span_of_steps
+from replay.journal.rows import GroupFilter, GroupRow
+from slipstream.tables import clock, number, size, span, span_of_steps, write_json, write_line, write_table
 
 
 def list_groups(rows: Iterator[GroupRow], *, as_json: bool) -> None:
     if as_json:
         for row in rows:
-            say_json(as_dict(row))
+            write_json(as_dict(row))
         return
     header = (
         "group", "state", "step", "version", "reward", "verdict", "tokens", "prompt", "reroll", "replays", "producer",
@@ -31,18 +31,18 @@ def list_groups(rows: Iterator[GroupRow], *, as_json: bool) -> None:
         )
         for row in rows
     )  # fmt: skip
-    say_table(header, table, right="step version reward tokens prompt reroll replays")
+    write_table(header, table, right="step version reward tokens prompt reroll replays")
 
 
 def quarantine(reader: JournalReader, *, as_json: bool) -> None:
     groups = reader.rows(GroupFilter(state="quarantined"))
     if as_json:
         for row in groups:
-            say_json({"kind": "group"} | as_dict(row))
+            write_json({"kind": "group"} | as_dict(row))
         for frame in reader.refused_frames():
-            say_json({"kind": "frame"} | asdict(frame) | {"head": frame.head.hex()})
+            write_json({"kind": "frame"} | asdict(frame) | {"head": frame.head.hex()})
         for letter in reader.dead_letters():
-            say_json({"kind": "dead_letter"} | asdict(letter))
+            write_json({"kind": "dead_letter"} | asdict(letter))
         return
     found = (
         (row.lease_id, span(row.step, row.last_step), str(row.prompt_id), str(row.policy_version), row.producer,
@@ -72,11 +72,11 @@ def quarantine(reader: JournalReader, *, as_json: bool) -> None:
 
 
 def lineage(reader: JournalReader, step: int) -> None:
-    """Shows which groups made optimizer step `step`; `JournalError` if the journal does not hold it."""
+    """Show which groups made optimizer step `step`; `JournalError` if the journal does not hold it."""
     batch = next(reader.batches(step), None)
     if batch is None or batch.step > step:
         raise JournalError(
-            f"{reader.path} holds no groups of step {step}; `slipstream journal stats` says which steps it holds"
+            f"{reader.path} holds no groups of step {step}; `slipstream journal stats` shows which steps it holds"
         )
     started_from = reader.policy_at(batch.step - 1)
     fresh = [row for lease_id in batch.lease_ids[: batch.num_fresh] if (row := reader.row(lease_id)) is not None]
@@ -84,8 +84,8 @@ def lineage(reader: JournalReader, step: int) -> None:
     replayed = f", {len(again)} of them replayed" if again else ""
     iterations = "" if batch.step == batch.last_step else f", as all of {span_of_steps(batch.step, batch.last_step)}"
     open_end = "; it has not ended" if any(row.state == "claimed" for row in fresh) else ""
-    say(f"step {step} trains {len(fresh) + len(again)} groups{replayed}{iterations}{open_end}")
-    say()
+    write_line(f"step {step} trains {len(fresh) + len(again)} groups{replayed}{iterations}{open_end}")
+    write_line()
     header = ("position", "use", "group", "prompt", "version", "staleness", "reward", "verdict", "tokens", "producer")
     trained = [(row.position, "first", row) for row in fresh] + [(use.position, "replayed", row) for use, row in again]
     rows = (
@@ -96,13 +96,13 @@ def lineage(reader: JournalReader, step: int) -> None:
         )
         for position, use, row in trained
     )  # fmt: skip
-    say_table(header, rows, right="position prompt version staleness reward tokens")
-    say()
+    write_table(header, rows, right="position prompt version staleness reward tokens")
+    write_line()
     made = reader.policy_at(step)
     if made is None or made.step != step:
-        say("policy: none")
+        write_line("policy: none")
     else:
-        say(f"policy: version {made.version}, sha256 {made.digest}, published {clock(made.published_at)}")
+        write_line(f"policy: version {made.version}, sha256 {made.digest}, published {clock(made.published_at)}")
 
 
 def verdict(row: GroupRow) -> str:
@@ -116,7 +116,7 @@ def as_dict(row: GroupRow) -> dict[str, Any]:
 
 def _section(title: str, header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:
     first = next(rows, None)
-    say(f"{title}: {'none' if first is None else ''}".rstrip())
+    write_line(f"{title}: {'none' if first is None else ''}".rstrip())
     if first is not None:
-        say_table(header, chain([first], rows), right="prompt version size epoch reroll attempts")
-    say()
+        write_table(header, chain([first], rows), right="prompt version size epoch reroll attempts")
+    write_line()

@@ -1,5 +1,5 @@
-"""`slipstream status`: what a run does, in one screen.
+"""`slipstream status` shows what a run does in one screen.
 
-Guarantee: It shows what the daemons and the run's files say, and says so where it cannot read them. Its command line and
+Guarantee: It shows the numbers of the daemons and of the run's files, and names those that it cannot read. Its command line and
 `slipstream/view` enter.
 """

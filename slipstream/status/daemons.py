@@ -1,4 +1,4 @@
-"""One look at the daemons of a run: all are asked for their status at the same time.
+"""Asks all daemons of a run for their status at the same time.
 
 Guarantee: a daemon that does not answer, answers nonsense or never finishes takes at most some seconds and raises no error. Each
 address is asked once.

@@ -19,7 +19,7 @@ from slipstream.status.daemons import Answer
 
 
 class TrainerView(Struct, frozen=True, kw_only=True):
-    """The trainer. A field has the name that the status document gives it, or says which."""
+    """The trainer. A field has the name that the status document gives it, or names it."""
 
     address: str | None = None
     daemon: str | None = None
@@ -33,7 +33,7 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     max_steps: int | None = None
     epoch: int | None = None
     policy_version: int | None = None
-    gpu_turn: dict[str, int] = {}  # 1 for whose turn it is; all 0 where the GPU is nobody else's
+    gpu_turn: dict[str, int] = {}  # 1 for whose turn it is; all 0 where the GPU is not shared
     gpu_turn_age_s: float | None = field(name="gpu_turn_age_seconds", default=None)
     gpu_turn_s: dict[str, float] = field(name="gpu_turn_seconds", default_factory=dict)
     since_last_step_s: float | None = None
@@ -93,7 +93,7 @@ class TrainerView(Struct, frozen=True, kw_only=True):
 
 
 class ProducerView(Struct, frozen=True, kw_only=True):
-    """One producer: what it says itself, and what the trainer says of it."""
+    """A producer, by its own document and the trainer's."""
 
     name: str
     address: str | None = None  # None if only the trainer knows it
@@ -102,7 +102,7 @@ class ProducerView(Struct, frozen=True, kw_only=True):
     release: str | None = None
     rates_over_s: float | None = None
     rates_since_start: bool | None = None
-    connected: bool | None = None  # as it says itself or, if it does not answer, the trainer
+    connected: bool | None = None  # by its own document or, if it does not answer, the trainer's
     policy_version: int | None = None
     lag: int | None = None  # versions by which it is behind the newest
     refused_version: int | None = None  # that it refuses to serve; -1 if there is none
@@ -120,13 +120,13 @@ class View(Struct, frozen=True, kw_only=True):
     at: float  # Unix time
     trainer: TrainerView | None
     producers: list[ProducerView]
-    silent: dict[str, str]  # addresses of which nobody knows what they are, and why they say nothing
+    silent: dict[str, str]  # unknown addresses, and why they do not answer
     rewards: dict[int, float] = {}  # mean ones of the last steps, by step
-    ended: Ended | None = None  # if nobody answers, because the trainer has ended by itself
+    ended: Ended | None = None  # if no daemon answers, because the trainer has ended by itself
 
     @property
     def answers(self) -> bool:
-        """Whether any daemon does."""
+        """Return whether any daemon answers."""
         daemons = (self.trainer, *self.producers)
         return any(daemon is not None and daemon.address is not None and daemon.error is None for daemon in daemons)
 
@@ -149,7 +149,7 @@ Daemon = TypeVar("Daemon", TrainerView, ProducerView)
 
 
 def read(looks: Sequence[Sequence[Answer]]) -> View:
-    """The view of what all daemons said at each of the last looks, oldest first."""
+    """Return the view from the answers of all daemons, asked several times, oldest first."""
     newest = looks[-1]
     trainers = [answer for answer in newest if answer.job == "rl-trainer"]
     trainer = min(trainers, key=lambda answer: answer.error is not None, default=None)
@@ -232,7 +232,7 @@ def _producer(answer: Answer, said: list[Status], trainer: Status | None) -> Pro
 
 
 def _known_to(trainer: Status | None, producer: str) -> dict[str, Any]:
-    """What the trainer says of it; nothing if it is not connected."""
+    """Return the trainer's numbers of a producer; none if it is not connected."""
     of_it = {
         name: _by_label(trainer, f"producer_{name}").get(producer)
         for name in ("policy_version", "lag_versions", "refused_version", "heard_seconds", "leases")
@@ -281,7 +281,7 @@ class Rates:
 
     @property
     def since_start(self) -> bool:
-        """Whether they are over the whole life of the process."""
+        """Return whether the rates are over the whole life of the process."""
         return self._before is None
 
     @property
@@ -310,7 +310,7 @@ class Rates:
 
 
 def newest_mean(said: Sequence[Status], histogram: str) -> float | None:
-    """What the histogram observed last: the mean between the two newest looks between which it observed anything."""
+    """Return the newest observation of a histogram: the mean between the two newest looks between which it observed anything."""
     for before, after in reversed(list(pairwise(said))):
         if before.started == after.started:
             amount, count = (

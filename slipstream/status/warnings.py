@@ -1,7 +1,7 @@
-"""Says what is wrong with a run, and what to do about it.
+"""Warns of what is wrong with a run, with the fix.
 
 Guarantee: pure; there is one rule for each known trouble; every threshold is in `LIMITS`, and a rule whose numbers are not known
-says nothing. docs/monitoring.md lists the rules by name. The trainer's numbers are all None where there is no trainer.
+is silent. docs/monitoring.md lists the rules by name. The trainer's numbers are all None where there is no trainer.
 """
 
 from collections.abc import Iterator
@@ -52,12 +52,12 @@ _CURES = {
     "trainer": "start the trainer with the same file, or compare `control endpoint` in --check",
     "swap": "restart it if the next versions are refused, too",
     "weights": "they come with the first policy version",
-    "journal": "look at the disk of run_dir",
+    "journal": "check the disk of run_dir",
 }
 
 
 def warnings(view: View) -> list[Warned]:
-    """Those that apply, the worst first."""
+    """Return the warnings that apply, the worst first."""
     trainer = view.trainer or TrainerView()
     found = [
         *_of_daemons(view, trainer),
@@ -90,12 +90,15 @@ def _of_daemons(view: View, trainer: TrainerView) -> Iterator[Warned]:
                 yield Warned("not_ready", f"{name} is not ready ({why})", "wait")
             elif what != "disk":  # has a rule of its own
                 text = f"{name} is not ready ({what}: {why})"
-                yield Warned("not_ready", text, _CURES.get(what, "its log says more"))
+                yield Warned("not_ready", text, _CURES.get(what, "its log has more"))
 
 
 def _of_producers(view: View) -> Iterator[Warned]:
     for producer in view.producers:
-        name, cure = f"producer {producer.name}", "it goes on with the one before; its log and the trainer's say why"
+        name, cure = (
+            f"producer {producer.name}",
+            "it goes on with the one before; its log and the trainer's have the reason",
+        )
         if (version := producer.refused_version) is not None and version >= 0:
             yield Warned("swaps_refused", f"{name} refuses policy version {version}", cure)
         elif count := producer.swaps.get("refused", 0):
@@ -103,7 +106,7 @@ def _of_producers(view: View) -> Iterator[Warned]:
             yield Warned("swaps_refused", text, cure)
         if producer.heard_s is not None and producer.heard_s > LIMITS.heard_s:
             text = f"the trainer has not heard {name} for {producer.heard_s:.0f} s"
-            cure = "look at its machine; after transport.heartbeat_timeout_s its prompts go out again"
+            cure = "check its machine; after transport.heartbeat_timeout_s its prompts go out again"
             yield Warned("heartbeat_stale", text, cure)
         if producer.idle_share is not None and producer.idle_share > LIMITS.idle_share:
             text = f"{name} has nothing to do {percent(producer.idle_share)} of the time"
@@ -114,7 +117,7 @@ def _of_the_pipeline(view: View, trainer: TrainerView) -> Iterator[Warned]:
     since_s, pace_s = trainer.since_last_step_s, trainer.step_pace_s
     if since_s is not None and pace_s is not None and since_s > max(LIMITS.no_step_s, LIMITS.step_paces * pace_s):
         text = f"no step for {since_s:.0f} s, at a pace of one in {pace_s:.1f} s"
-        cure = "its log says whom the trainer waits for; it ends with code 75 after pipeline.stall_timeout_s"
+        cure = "its log names whom the trainer waits for; it ends with code 75 after pipeline.stall_timeout_s"
         yield Warned("no_progress", text, cure)
     used, limit = trainer.disk_used_share, trainer.disk_limit_share
     if used is not None and limit is not None and used > LIMITS.disk_share * limit:
@@ -151,7 +154,7 @@ def _of_training(trainer: TrainerView) -> Iterator[Warned]:
         text = f"{percent(share)} of the completions are cut off at the greatest length"
         yield Warned("completions_truncated", text, "raise sampling.max_completion_length, or punish length (rewards)")
     if (share := trainer.zero_signal_share or 0.0) > LIMITS.zero_signal_share:
-        text = f"{percent(share)} of the groups have nothing to teach, all their rewards are equal"
+        text = f"{percent(share)} of the groups have no signal: all their rewards are equal"
         yield Warned("zero_signal", text, "an easier or harder mix of prompts; replay.mode: signal fills the batches")
 
 
@@ -160,11 +163,11 @@ def _of_what_was_refused(trainer: TrainerView) -> Iterator[Warned]:
     finished = given_up + sum(trainer.groups_received.get(outcome, 0) for outcome in ("accepted", "no_signal"))
     if given_up > LIMITS.num_dead_letters and given_up > LIMITS.dead_letter_share * finished:
         text = f"{percent(given_up / finished)} of the prompts were given up, {given_up}"
-        yield Warned("dead_letters", text, "slipstream journal quarantine says which and why")
+        yield Warned("dead_letters", text, "slipstream journal quarantine lists them with reasons")
     for reason, count in trainer.connections_refused.items():
         if count:
             text = f"{_number_of(count, 'connection')} refused since the trainer's start: {reason.replace('_', ' ')}"
-            yield Warned("connections_refused", text, "its log says whose; `slipstream keys authorize` lets a key in")
+            yield Warned("connections_refused", text, "its log names them; `slipstream keys authorize` lets a key in")
     if frames := trainer.frames_refused:
         text = f"{_number_of(frames, 'frame')} that came in {'was' if frames == 1 else 'were'} no message"
         yield Warned(

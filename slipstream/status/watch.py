@@ -1,6 +1,6 @@
-"""Looks at a run again and again, for `slipstream status` and the page that says the same.
+"""Watches a run for `slipstream status` and the page with the same numbers.
 
-Guarantee: a look takes seconds at most, whatever the daemons do; what is remembered is bounded by `WINDOW_S`.
+Guarantee: one view takes seconds at most, whatever the daemons do; what is remembered is bounded by `WINDOW_S`.
 """
 
 import time
@@ -18,7 +18,7 @@ _TAIL_BYTES = 512 * 1024  # the lines of some 200 steps
 
 
 class Watch:
-    """Looks again and again, and remembers the looks that rates are over, and rewards for a run without files."""
+    """Watches one run. It remembers the answers that rates are computed from, and rewards for a run without files."""
 
     def __init__(self, run: RunReader | None, addresses: Sequence[str]) -> None:
         self._run = run

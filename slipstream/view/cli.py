@@ -13,7 +13,7 @@ import click
 
 from protocol.errors import ConfigError
 from slipstream.options import Command, named_run, run_option
-from slipstream.tables import say
+from slipstream.tables import write_line
 
 _NICE = 10  # the daemons of the run come first
 
@@ -54,5 +54,5 @@ def view(port: int, compare: Path | None, tokenizer: Path | None) -> None:
 
 
 def _say_url(url: str) -> None:
-    say(f"open {url} in a browser of this machine; Ctrl-C ends it")
+    write_line(f"open {url} in a browser of this machine; Ctrl-C ends it")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Builds the index beside the server, on a thread of its own that gives way to everything else.
 
 Guarantee: it goes on where an earlier process stopped. A run that is not there yet, ends, is damaged or is replaced by another
-ends nothing: it looks again. Whoever looks at the same run as somebody who builds already waits for their turn.
+ends nothing: it tries again. Of several viewers of one run one builds, and the others wait for their turn.
 """
 
 import os
@@ -30,7 +30,7 @@ _NICE = 19
 
 
 class Builder:
-    """Builds within its context. `find_decoder` is asked when a journal is there."""
+    """Build within its context. `find_decoder` is asked when a journal is there."""
 
     def __init__(self, run: RunReader, place: Path, find_decoder: Callable[[dict[str, str]], Decoder | None]) -> None:
         self._run, self._place = run, place
@@ -54,13 +54,13 @@ class Builder:
                     if ours:
                         self._build()
             except (JournalError, apsw.Error, OSError):
-                pass  # the pages say what is wrong with the journal; a cache that cannot be written has no index
+                pass  # the pages show what is wrong with the journal; a cache that cannot be written has no index
             except Exception as error:
                 self._say(error)
             self._stopped.wait(_AGAIN_S)
 
     def _build(self) -> None:
-        """Until it is stopped, or another file lies in the place of journal or index."""
+        """Build until it is stopped, or another file lies in the place of journal or index."""
         with closing(self._run.journal()) as reader:
             facts = reader.facts()
             with closing(create(self._place, facts.get("run_id", ""))) as db:
@@ -74,13 +74,13 @@ class Builder:
         return [path.stat().st_ino for path in (reader.path, self._place)]
 
     def _say(self, bug: Exception) -> None:
-        """Once, because the next attempt may meet the same."""
+        """Write a bug once, because the next attempt may meet the same."""
         if self._said != (said := repr(bug)):
             self._said = said
             traceback.print_exception(bug)
 
     def _round(self, reader: JournalReader, rows: RowIndex, steps: StepIndex, texts: TextIndex) -> None:
-        """What came since the last round, then words for as long as a round takes."""
+        """Index new groups and steps, then words for as long as a round takes."""
         while steps.add_new() and not self._stopped.is_set():
             pass
         while rows.add_new(reader) and not self._stopped.is_set():

@@ -1,7 +1,7 @@
 """The file of the index, in the user's cache, one for each journal.
 
-Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again;
-whoever reads it sees to that, too. One process builds an index, others that look at the same run read it. No page waits longer
+Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again,
+also by its readers. One process builds an index, other viewers of the run read it. No page waits longer
 than `_LONGEST_S` for its statements. An index that was neither built nor read for `_UNUSED_DAYS` is removed.
 """
 
@@ -41,11 +41,11 @@ CREATE VIRTUAL TABLE texts USING fts5(text, content='', contentless_delete=1, to
 
 
 class SlowQueryError(TimeoutError):
-    """A question to the index took too long, and was given up."""
+    """A question to the index took too long and was ended."""
 
 
 def place_of(journal: Path) -> Path:
-    """Where the index of this journal lies."""
+    """Return the place of the index of this journal."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(str(journal.resolve()).encode()).hexdigest()[:16]
     return cache / "slipstream" / "view" / f"{name}.sqlite"
@@ -57,7 +57,7 @@ class DamagedIndexError(Exception):
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Whether this process is the one that builds the index, for as long as the context lasts."""
+    """Lock the index; the value is whether this process builds it, for as long as the context lasts."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_unused(path.parent)
     with path.with_suffix(".lock").open("ab") as lock:
@@ -85,7 +85,7 @@ def create(path: Path, run_id: str) -> apsw.Connection:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[apsw.Connection | None]:
     """A connection that reads the index; None if there is none yet. `SlowQueryError` if a statement takes too long,
-    `DamagedIndexError` if the file is none that SQLite can read."""
+    `DamagedIndexError` if SQLite cannot read the file."""
     try:
         connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
     except apsw.CantOpenError:
@@ -107,7 +107,7 @@ def opened(path: Path) -> Iterator[apsw.Connection | None]:
 
 
 def answer(db: apsw.Connection, sql: str, bindings: Any = ()) -> list[Any]:
-    """All rows of an answer that has few."""
+    """Return all rows of an answer that has few."""
     return db.execute(sql, bindings).fetchall()
 
 

@@ -18,7 +18,7 @@ class Decoder:
         self._tokenizer = tokenizer
 
     def texts(self, sequences: list[list[int]]) -> list[str]:
-        """One text for each sequence of ids, with special tokens."""
+        """Return one text for each sequence of ids, with special tokens."""
         return list(self._tokenizer.decode_batch(sequences, skip_special_tokens=False))
 
     def pieces(self, ids: list[int]) -> list[str]:
@@ -38,7 +38,7 @@ def find_decoder(facts: dict[str, str], folder: Path | None = None) -> tuple[Dec
     """The decoder of a run, and why there is none. `folder` has the tokenizer if it is not where the run had it."""
     name = facts.get("model_path")
     if folder is None and name is None:
-        return None, "the journal does not say which model it is of"
+        return None, "the journal does not name its model"
     place = folder or Path(str(name))
     file = place / "tokenizer.json" if place.is_dir() else _cached(str(name))
     if file is None or not file.is_file():

@@ -1,7 +1,7 @@
-"""One page of a list of groups: which ones, in which order, and where the pages before and behind it begin.
+"""A page of a list of groups: its groups, their order, and where the pages before and behind it begin.
 
 Guarantee: a page takes the same time wherever it is, because it begins at a value and not at a number of rows; no value of a
-request becomes part of a statement. Of the groups that have the words of a search the newest `MOST_FOUND` are looked at.
+request becomes part of a statement. Of the groups that have the words of a search the newest `MOST_FOUND` are listed.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _COLUMN = {"arrival": "seq"}
 
 
 class Cursor(NamedTuple):
-    """Where a page begins: behind (or, going back, before) the group `seq`, whose value of the sorted column is `value`."""
+    """The beginning of a page: behind (or, going back, before) the group `seq`, whose value of the sorted column is `value`."""
 
     value: float
     seq: int
@@ -31,7 +31,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which groups, in which order. Bounds are inclusive; what is None does not matter."""
+    """The wanted groups and their order. Bounds are inclusive; None does not restrict."""
 
     state: str | None = None
     verdict: str | None = None
@@ -55,14 +55,14 @@ class Wanted:
 
     @property
     def needs_texts(self) -> bool:
-        """Whether it asks for what is indexed with the texts."""
+        """Return whether it filters by columns that are indexed with the texts."""
         return bool(self.text) or any(
             value is not None for value in (self.truncated, self.least_length, self.most_length)
         )
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is every group, in order of arrival, for which nobody needs an index."""
+        """Return whether it is every group in order of arrival, which needs no index."""
         return self == Wanted(ascending=self.ascending)
 
 

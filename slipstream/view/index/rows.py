@@ -37,7 +37,7 @@ _UPSERT = (
 
 
 class RowIndex:
-    """Writes the table `groups`. Belongs to one thread."""
+    """Write the table `groups`. Belongs to one thread."""
 
     def __init__(self, db: apsw.Connection) -> None:
         self._db = db
@@ -51,14 +51,14 @@ class RowIndex:
         return int(answer(self._db, "SELECT coalesce(max(seq), 0) FROM groups")[0][0])
 
     def add_new(self, reader: JournalReader) -> bool:
-        """Adds one chunk of new groups; returns whether there may be more."""
+        """Add one chunk of new groups; returns whether there may be more."""
         new = reader.seqs(after=self.last_seq, limit=_CHUNK)
         if new:
             self._put(list(reader.rows_between(new[0], new[-1])))
         return bool(new)
 
     def follow(self, reader: JournalReader) -> None:
-        """Compares what is likely to change: groups that are not trained yet, and the newest."""
+        """Compare what is likely to change: groups that are not trained yet, and the newest."""
         newest = self.last_seq
         waiting = "SELECT seq FROM groups WHERE state < 2 AND seq <= ? ORDER BY seq LIMIT ?"
         unsettled = [seq for (seq,) in answer(self._db, waiting, (newest - _CHUNK, _CHUNK))]
@@ -68,7 +68,7 @@ class RowIndex:
         self._delete("seq < ?", (oldest,))
 
     def sweep(self, reader: JournalReader) -> None:
-        """Compares the next chunk, and begins again behind the last one."""
+        """Compare the next chunk, and begins again behind the last one."""
         chunk = "SELECT seq FROM groups WHERE seq > ? ORDER BY seq LIMIT ?"
         ((end,),) = answer(self._db, f"SELECT max(seq) FROM ({chunk})", (self._swept, _CHUNK))  # noqa: S608
         if end is None:
@@ -78,7 +78,7 @@ class RowIndex:
         self._swept = end
 
     def _compare(self, reader: JournalReader, first: int, last: int) -> None:
-        """Makes the rows from `first` to `last` those of the journal."""
+        """Make the rows from `first` to `last` those of the journal."""
         rows = list(reader.rows_between(first, last))
         there = {row.seq for row in rows}
         mine = answer(self._db, "SELECT seq FROM groups WHERE seq BETWEEN ? AND ?", (first, last))

@@ -21,7 +21,7 @@ _MOST = 2**63  # of SQLite's integers
 
 
 class StepIndex:
-    """Writes the table `steps`. Belongs to one thread."""
+    """Write the table `steps`. Belongs to one thread."""
 
     def __init__(self, db: apsw.Connection, folder: Path) -> None:
         self._db = db
@@ -29,7 +29,7 @@ class StepIndex:
         self._inode, self._position, self._tail = 0, 0, b""  # of the newer file; the last bytes that were read of it
 
     def add_new(self) -> bool:
-        """Reads on, a part of the file at a time; returns whether there may be more."""
+        """Read on, a part of the file at a time; returns whether there may be more."""
         with opened(self._path) as files:
             if not files:
                 self._begin_again(0)
@@ -49,7 +49,7 @@ class StepIndex:
         return bool(whole)
 
     def _goes_on(self, file: Any) -> bool:
-        """Whether the file is the one that was read, with more lines behind."""
+        """Return whether the file is the one that was read, with more lines behind."""
         state = os.fstat(file.fileno())
         if state.st_ino != self._inode or state.st_size < self._position:
             return False
@@ -77,19 +77,19 @@ def _number(line: dict[str, Any], name: str) -> float | None:
 
 
 def newest_lines(db: apsw.Connection, most: int) -> list[dict[str, Any]]:
-    """Those of the newest steps, oldest first."""
+    """Return the lines of the newest steps, oldest first."""
     found = answer(db, "SELECT line FROM steps ORDER BY step DESC LIMIT ?", (most,))
     return [decode(line) for (line,) in reversed(found)]
 
 
 def line_of(db: apsw.Connection, step: int) -> dict[str, Any]:
-    """That of one step; empty if there is none."""
+    """Return the line of one step; empty if there is none."""
     found = answer(db, "SELECT line FROM steps WHERE step = ?", (step,))
     return dict(decode(found[0][0])) if found else {}
 
 
 def lines_since(db: apsw.Connection, since: float, most: int) -> list[dict[str, Any]]:
-    """Of the steps that ended after `since` (Unix time), as many as are wanted, evenly."""
+    """Return at most `most` lines of the steps that ended after `since` (Unix time), evenly."""
     ((count,),) = answer(db, "SELECT count(*) FROM steps WHERE t >= ?", (since,))
     every = -(-count // most) or 1
     found = answer(db, "SELECT line FROM steps WHERE t >= ? AND step % ? = 0 ORDER BY step", (since, every))
@@ -102,7 +102,7 @@ def ends(db: apsw.Connection) -> list[dict[str, Any]]:
 
 
 def times_since(db: apsw.Connection, since: float) -> list[dict[str, Any]]:
-    """When each of these steps ended, and how long it waited and trained."""
+    """Return when each of these steps ended, and how long it waited and trained."""
     return _times(db, "WHERE t >= ? ORDER BY step", (since,))
 
 

@@ -23,7 +23,7 @@ _UPDATE = "UPDATE groups SET longest = ?, truncated = ?, scoring_s = ? WHERE seq
 
 
 class TextIndex:
-    """Writes the table `texts`, and what only a group's body says into `groups`. Belongs to one thread. Without `decoder` there
+    """Write the table `texts`, and what only a group's body has into `groups`. Belongs to one thread. Without `decoder` there
     are no words."""
 
     def __init__(self, db: apsw.Connection, decoder: Decoder | None) -> None:
@@ -31,7 +31,7 @@ class TextIndex:
         self._decoder = decoder
 
     def add(self, reader: JournalReader) -> bool:
-        """Indexes the next groups of those that have a row; returns whether there may be more."""
+        """Index the next groups of those that have a row; returns whether there may be more."""
         bounds = self._next()
         if bounds is None:
             return False
@@ -85,7 +85,7 @@ def _read(contents: ContentReader, row: GroupRow) -> Content | None:
 
 
 def words(query: str) -> Iterator[str]:
-    """What SQLite's full-text search is asked for: every word, or every "quoted phrase", must be there."""
+    """Yield the terms for SQLite's full-text search: every word, or every "quoted phrase", must be there."""
     for index, part in enumerate(query.split('"')):
         for word in [part.strip()] if index % 2 else part.split():
             if any(character.isalnum() for character in word):
@@ -98,7 +98,7 @@ class Progress(NamedTuple):
 
 
 def progress(db: apsw.Connection | None, newest: int) -> Progress:
-    """How much of a journal whose newest group is `newest` is in the index."""
+    """Return the share of a journal that is in the index; its newest group is `newest`."""
     if db is None or not newest:
         return Progress(0.0, 0.0)
     (rows,), (texts,) = answer(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 BINS = 1_200
 MOST_PRODUCERS = 12
-_GAP_S = 10.0  # a producer says its totals every second; with a longer gap it was away
+_GAP_S = 10.0  # a producer writes its totals every second; with a longer gap it was away
 
 
 class Segment(NamedTuple):
@@ -59,7 +59,7 @@ def coverage(segments: Iterable[Segment], start: float, end: float, bins: int = 
 
 
 def span_of(steps: Iterable[dict[str, Any]], producers: dict[str, list[dict[str, Any]]]) -> tuple[float, float] | None:
-    """From the first to the last moment of which anything is known."""
+    """Return the first and the last known moment."""
     times = [segment.start for part in _trainer(steps) for segment in part]
     times += [line["t"] for line in steps if _is_number(line.get("t"))]
     times += [event["t"] for events in producers.values() for event in events if _is_number(event.get("t"))]
@@ -155,7 +155,7 @@ def charts(
 
 
 def staleness_shares(steps: Sequence[dict[str, Any]], counts: Iterable[tuple[int, int, int]]) -> Chart | None:
-    """How many of a step's groups were how many versions old when it began; None where nothing is known. `counts` are step,
+    """Count a step's groups by their age in versions when it began; None where nothing is known. `counts` are step,
     version that sampled, and number of groups."""
     began = {
         line["step"]: (line["t"], line["policy_version"])

@@ -1,6 +1,6 @@
 """The filters of a list of groups, as they stand in a URL.
 
-Guarantee: every list has one URL, which says all of it; what does not make sense is refused with the name of the field.
+Guarantee: every list has one complete URL; a value that makes no sense is refused with the name of its field.
 """
 
 import math
@@ -55,7 +55,7 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
 
 
 def cursor_of(query: Mapping[str, str]) -> Cursor | None:
-    """Where the page begins: `at=VALUE,SEQ`, with `back=1` for the page before it."""
+    """Return where the page begins: `at=VALUE,SEQ`, with `back=1` for the page before it."""
     if not (text := query.get("at", "")):
         return None
     value, _, seq = text.partition(",")
@@ -64,7 +64,7 @@ def cursor_of(query: Mapping[str, str]) -> Cursor | None:
     except ValueError:
         found = None
     if found is None or not math.isfinite(found.value) or not 0 <= found.seq < _MOST:
-        raise FormError(f"at: expected what a link of a list says (got {text[:40]!r})")
+        raise FormError(f"at: expected the value of a list's link (got {text[:40]!r})")
     return found
 
 
@@ -76,7 +76,7 @@ def with_cursor(fields: dict[str, str], cursor: Cursor | None) -> str | None:
 
 
 def list_fields(query: Mapping[str, str]) -> dict[str, str]:
-    """Those that say which list it is, as they were given."""
+    """Return the fields that make the list, as they were given."""
     return {name: query[name] for name in FIELDS if query.get(name)}
 
 

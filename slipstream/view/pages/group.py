@@ -1,4 +1,4 @@
-"""One group: its prompt and its completions, the best rewarded first.
+"""A group: its prompt and its completions in coloured spans and turns, the best rewarded first.
 
 Guarantee: what is shown was checked against the journal's checksum. At most `COMPLETIONS` completions are on a page, and of a
 record the first and the last `_TOKENS` tokens; what is left out is counted.
@@ -75,7 +75,7 @@ _PARTS = {"think": "thinking", "tool_call": "tool call", "tool_response": "tool 
 
 
 class Turn(NamedTuple):
-    role: str  # "" where nothing says whose it is
+    role: str  # "" where it is unknown
     spans: list[Span]
 
 
@@ -161,7 +161,7 @@ def group_page(
     missing: Sequence[MissingReward] = (),
 ) -> GroupPage:
     """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text.
-    `missing` says why rewards are missing."""
+    `missing` has the reasons of missing rewards."""
     group = content.group
     totals = _totals(content, facts)
     worth = [-math.inf if total is None else total for total in totals]

@@ -1,6 +1,6 @@
 """The application: which page is at which address, and how it is served.
 
-Guarantee: an error that a user can act on is a page that says so; any other is answered with 500, and its traceback goes to
+Guarantee: an error that a user can act on is a page; any other is answered with 500, and its traceback goes to
 standard error. Pages are made on threads, so that none delays another.
 """
 
@@ -50,7 +50,7 @@ _OWN_SITES = (
     "same-origin",
     "none",
     "",
-)  # what browsers say of a request: from here, typed or from a bookmark, or nothing
+)  # the origin of a request: from here, typed or from a bookmark, or nothing
 
 
 class Guard:
@@ -127,7 +127,7 @@ _CODES: dict[type[Exception], int] = {
 
 
 class _Number(IntegerConvertor):
-    """Of as many digits as SQLite takes."""
+    """A number of as many digits as SQLite takes."""
 
     regex = "[0-9]{1,18}"
 
@@ -136,7 +136,7 @@ register_url_convertor("number", _Number())
 
 
 def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGIApp:
-    """Answers those who have the token. `other` is another run to compare with."""
+    """Answer those who have the token. `other` is another run to compare with."""
     run, groups, history, compared = (
         RunPages(viewer),
         GroupPages(viewer),
@@ -151,7 +151,7 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
     def bug(request: Request, error: Exception) -> Response:
         traceback.print_exception(error)
         return page(
-            request, "problem.html", viewer.name, 500, text="a bug of slipstream view; its standard error says more"
+            request, "problem.html", viewer.name, 500, text="a bug of slipstream view; its standard error has more"
         )
 
     def keys(request: Request) -> Response:
@@ -175,7 +175,7 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
 
 
 def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> None:
-    """Serves the first run, beside which there may be another to compare with, until the process is interrupted.
+    """Serve the first run, beside which there may be another to compare with, until the process is interrupted.
     `EndpointInUseError` if another process has the port."""
     token = secrets.token_urlsafe(32)
     limiter = ConnectionLimiter(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, on_refused=lambda reason: None)
@@ -187,7 +187,7 @@ def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> N
 
 
 async def _serve(server: Server, door: socket.socket, say_place: Callable[[str], None]) -> None:
-    """Until a signal comes. An interrupt as an exception would be lost in a request that is answered at that moment."""
+    """Serve until a signal comes. An interrupt as an exception would be lost in a request that is answered at that moment."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)

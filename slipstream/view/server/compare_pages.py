@@ -54,7 +54,7 @@ def by_version(db: apsw.Connection, prompt: int) -> list[tuple[int, int, float]]
 
 
 def mean_rewards(db: apsw.Connection, versions: Versions) -> Means:
-    """Of the prompts that these versions answered."""
+    """Return means of the prompts that these versions answered."""
     sql = (
         "SELECT prompt, avg(reward), max(seq) FROM groups WHERE version BETWEEN ? AND ? AND reward > ? GROUP BY prompt"
     )
@@ -77,7 +77,7 @@ _LAST = 2**62
 
 
 class Text(NamedTuple):
-    """One of a pair."""
+    """A side of the comparison."""
 
     reward: float
     shown: GroupPage | None  # None: it is gone, or was not kept
@@ -155,7 +155,7 @@ class ComparePages:
         )  # fmt: skip
 
     def _sides(self, request: Request) -> tuple[Side, Side, bool]:
-        """What comes before, what after, and whether the former is the other run."""
+        """Return both sides, and whether the first is the other run."""
         query = request.query_params
         first, last = forms.versions(query, "a"), forms.versions(query, "b")
         if self._other is not None and query.get("with") != "this":

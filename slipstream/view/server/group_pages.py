@@ -1,6 +1,6 @@
 """The pages of groups: the list, one group.
 
-Guarantee: what a page says of a group is read from the journal when the page is made; the index only says which groups they are.
+Guarantee: a page reads its groups from the journal when it is made; the index only finds them.
 """
 
 from typing import Any
@@ -97,7 +97,7 @@ class GroupPages:
 
 
 def _in_order_of_arrival(reader: JournalReader, wanted: Wanted, cursor: Cursor | None) -> Page:
-    """What needs no index."""
+    """List groups without the index."""
     ascending = wanted.ascending != bool(cursor and cursor.back)
     at = cursor.seq if cursor else (0 if ascending else None)
     seqs = reader.seqs(after=at or 0, limit=_ROWS + 1) if ascending else reader.seqs(before=at, limit=_ROWS + 1)

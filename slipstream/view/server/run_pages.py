@@ -45,7 +45,7 @@ class RunPages:
         )  # fmt: skip
 
     def live(self, request: Request) -> Response:
-        """What changes from second to second."""
+        """Show the part that changes from second to second."""
         return fragment("live.html", live=self._live())
 
     def data(self, request: Request) -> Response:
@@ -134,14 +134,14 @@ def _producer_name(file: str, lines: list[Line]) -> str:
 
 
 def _scoring(db: apsw.Connection, start: float, end: float) -> list[Any]:
-    """When the newest groups arrived, and for how long each was scored."""
+    """Return when the newest groups arrived, and for how long each was scored."""
     newest = "SELECT arrived, scoring_s FROM groups ORDER BY seq DESC LIMIT 20000"
     sql = f"SELECT * FROM ({newest}) WHERE scoring_s > 0 AND arrived BETWEEN ? AND ?"  # noqa: S608
     return answer(db, sql, (start, end))
 
 
 def _versions_of_steps(db: apsw.Connection) -> list[Any]:
-    """Of the newest steps: step, version, number of groups."""
+    """Return step, version and number of groups of the newest steps."""
     newest = f"(SELECT coalesce(max(step), 0) - {_STALENESS_STEPS} FROM groups)"  # noqa: S608
     sql = f"SELECT step, version, count(*) FROM groups WHERE step > max(0, {newest}) GROUP BY step, version"  # noqa: S608
     return answer(db, sql)

@@ -1,4 +1,4 @@
-"""What all pages read from: the run's files, the index, the tokenizer, the daemons.
+"""The source of all pages: the run's files, the index, the tokenizer, the daemons.
 
 Guarantee: a journal or an index is open for one page at a time and closed with it. The daemons are asked once for all who want to
 know within `_FRESH_S`.
@@ -48,7 +48,7 @@ class Viewer:
         return self.run.folder.resolve().name
 
     def builder(self) -> Builder:
-        """Builds the index of this run."""
+        """Build the index of this run."""
         return Builder(self.run, self._index, lambda facts: self.decoder(facts)[0])
 
     def journal(self) -> AbstractContextManager[JournalReader]:
@@ -57,7 +57,7 @@ class Viewer:
 
     @contextmanager
     def journal_if_any(self) -> Iterator[JournalReader | None]:
-        """None where none is there yet. `JournalError` if it cannot be read."""
+        """Open the journal; None where none is there yet. `JournalError` if it cannot be read."""
         if not self._journal.is_file():
             yield None
             return
@@ -97,7 +97,7 @@ class Viewer:
         return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0, missing=missing)
 
     def status(self) -> View:
-        """What the daemons say, at most some seconds ago."""
+        """Return the view of the daemons, at most some seconds old."""
         with self._looking:
             if self._seen is None or time.monotonic() - self._seen[0] > _FRESH_S:
                 view = self._watch.look()

@@ -62,14 +62,14 @@ def test_a_full_disk_and_a_file_that_somebody_deletes(tmp_path: Path, monkeypatc
 def test_events_are_lines_and_nobody_gets_one_twice(tmp_path: Path) -> None:
     events = Events(tmp_path / "events.log")
     for number in range(3):
-        events.say(f"event {number}\nand \x1b[2J more")
+        events.add(f"event {number}\nand \x1b[2J more")
     count, lines = events.since(1)
     assert count == 3
     assert [line.split(" ", 1)[1] for line in lines] == [f"event {n} | and \\x1b[2J more" for n in (1, 2)]
     assert events.since(3) == (3, [])
     assert len(events.last_lines(2)) == 2
     for number in range(2000):
-        events.say(str(number))
+        events.add(str(number))
     assert len(events.since(0)[1]) == 1000
     assert events.since(2002)[1][0].endswith(" 1999")
     assert Events(tmp_path / "events.log").last_lines(1)[0].endswith(" 1999"), "the file outlives its manager"

@@ -39,7 +39,7 @@ def test_show_with_token_ids(journal: Journal, command: Command) -> None:
         "producer  p, 1.50 s to generate, 0.00 s to score",
         f"size      2 completions, 4 tokens, {len(encode(message))} bytes",
         "reward    0.500",
-        "token ids instead of text: the journal does not say which model it is of",
+        "token ids instead of text: the journal does not name its model",
         "",
         "prompt, 2 tokens",
         "  1 2",

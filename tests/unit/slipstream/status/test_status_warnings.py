@@ -55,7 +55,7 @@ CASES: dict[str, tuple[View, str, View]] = {  # one that it speaks of, what it s
         seen({"truncated_share": 0.25}),
     ),
     "zero_signal": (
-        seen({"zero_signal_share": 0.6}), "60 % of the groups have nothing to teach",
+        seen({"zero_signal_share": 0.6}), "60 % of the groups have no signal",
         seen({"zero_signal_share": 0.5}),
     ),
     "dead_letters": (

@@ -266,7 +266,7 @@ def test_a_tokenizer_that_is_another_one_is_refused(tmp_path: Path) -> None:
         None, f"the tokenizer in {tmp_path / 'model'} is not the one of the run",
     )  # fmt: skip
     assert "--tokenizer" in find_decoder(found | {"model_path": str(tmp_path)})[1]
-    assert find_decoder({})[1] == "the journal does not say which model it is of"
+    assert find_decoder({})[1] == "the journal does not name its model"
     assert find_decoder(found | {"model_path": "/gone"}, tmp_path / "model")[0] is not None
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     assert "cannot be loaded" in find_decoder({"model_path": str(tmp_path / "model")})[1]
