@@ -1,4 +1,4 @@
-"""A PEFT adapter on disk, as `save_pretrained`, `rl-sft` and every checkpoint write it, and as a run may start from it.
+"""A PEFT adapter on disk, as `save_pretrained`, `slipstream sft` and every checkpoint write it, and as a run may start from it.
 
 Guarantee: an adapter that was read is a LoRA in safetensors, finite, and changes the model that it is put on. It becomes the
 policy tensor for tensor, or the run does not start and the message names the setting, module or tensor that does not agree with
