@@ -7,9 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from replay.journal.rows import GroupFilter
-
 from replay.journal.reader import JournalReader
+from replay.journal.schema import GroupFilter
 from slipstream.tables import clock, number, size, span, write_json, write_line, write_table
 
 _MEANING = {

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from replay.journal.rows import GroupFilter, GroupRow
-
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
+from replay.journal.schema import GroupFilter, GroupRow
 from slipstream.tables import clock, number, size, span, span_of_steps, write_json, write_line, write_table
 
 
