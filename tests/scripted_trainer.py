@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from protocol.channel.channel import ServerChannel
+from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.wire.messages import (
     Ack,
     BlobChunk,
@@ -106,7 +106,8 @@ class ScriptedTrainer:
             with self._lock:
                 arrived = self.channel.poll(0.01)
             time.sleep(0.001)
-            for peer, message in arrived:
+            for peer, given in arrived:
+                message = given.message if isinstance(given, ReceivedGroup) else given
                 if not self.silent:
                     self._answer(peer, message)
                 self.received.append(message)

@@ -421,7 +421,6 @@ async def test_what_a_killed_producer_left_goes_from_server_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_TIDY_EVERY_S", 0.01)
-    monkeypatch.setattr(servers_module, "LINGER_S", 0.0)
     async with servers() as started:
         (server,) = started
         left = tmp_path / "adapters" / f"{PREFIX}0123456789ab" / "v7"
@@ -429,7 +428,10 @@ async def test_what_a_killed_producer_left_goes_from_server_and_folder(
         (left.parent / "alive").write_bytes(adapter_folder._boot_id())
         server.adapters = {f"{left.parent.name}-v7-1": str(left), "mine": "/somewhere/mine", "deep": str(left / "x")}
         async with running(tmp_path, started):
-            assert set(server.adapters) == {"mine", "deep"}
+            assert set(server.adapters) == {"mine", "deep"}, "it was inspected before it was ready"
+            monkeypatch.setattr(
+                servers_module, "LINGER_S", 0.0
+            )  # removed earlier, the folder would not show whose it was
             await until(lambda: not left.parent.exists())
 
 
