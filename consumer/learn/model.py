@@ -74,13 +74,10 @@ def load_policy(
         check_room(config, folder, ranks.world)
     set_seed(options.seed)  # PEFT draws the adapter
     quantization = quantization_config(config.model)
-    base = load_model(
-        folder,
-        trust_remote_code=options.trust_remote_code,
-        device_map=device_map(gpu, on_gpu=on_gpu, num_ranks=ranks.world),
-        **({} if quantization is None else {"quantization_config": quantization}),
-        **options.model_init_kwargs,
-    )
+    of_run: dict[str, Any] = {"device_map": device_map(gpu, on_gpu=on_gpu, num_ranks=ranks.world)}
+    if quantization is not None:
+        of_run["quantization_config"] = quantization
+    base = load_model(folder, **{"trust_remote_code": options.trust_remote_code} | options.model_init_kwargs | of_run)
     base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad_token_id
     router_loss_coef(options, base)
     model = get_peft_model(base, within_text_model(lora, folder))

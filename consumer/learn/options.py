@@ -3,6 +3,7 @@
 Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.model_folder import VisionLanguage
+
+logger = logging.getLogger(__name__)
 
 _OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")
 CHOICES = {
@@ -134,6 +137,12 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
             f"correction.preset: {config.correction.preset} has one ratio per completion, and trainer.loss_type: vespo "
             "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"
         )
+    of_sequence = arguments.importance_sampling_level == "sequence"
+    if of_sequence != (arguments.loss_type == "luspo") and arguments.loss_type not in ("grpo", "sapo"):
+        logger.warning(
+            "trainer.loss_type: %s with importance_sampling_level %s is not the combination of its paper; docs/algorithms.md has "
+            "those", arguments.loss_type, arguments.importance_sampling_level,
+        )  # fmt: skip
     check_optimizer(str(getattr(arguments.optim, "value", arguments.optim)), on_gpu=not arguments.use_cpu)
     if arguments.use_cpu and (arguments.gradient_checkpointing_kwargs or {}).get("offload"):
         raise ConfigError(

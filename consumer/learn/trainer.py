@@ -12,6 +12,7 @@ used here, each with a test in tests/contract: `_prepare_inputs`, `_get_grad_nor
 
 import contextlib
 import functools
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -462,7 +463,8 @@ class SlipstreamTrainer(Trainer):
         }
         advantages = self.recipe.advantages_of(groups).tolist() if groups else []
         shown = self.args.num_completions_to_print
-        print_prompt_completions_sample(table["prompt"], table["completion"], rewards, advantages, step, shown)
+        if importlib.util.find_spec("rich") is not None:
+            print_prompt_completions_sample(table["prompt"], table["completion"], rewards, advantages, step, shown)
         rows = Dataset.from_dict(table | rewards | {"advantage": advantages})
         folder = Path(self.args.output_dir) / "completions"
         folder.mkdir(parents=True, exist_ok=True)
@@ -471,7 +473,7 @@ class SlipstreamTrainer(Trainer):
         if self.args.log_unique_prompts:
             frame = frame.drop_duplicates("prompt")
         for name in {"wandb", "trackio"} & set(self.args.report_to):
-            tracker = __import__(name)
+            tracker = importlib.import_module(name)
             if name == "trackio" or tracker.run is not None:
                 tracker.log({"completions": tracker.Table(dataframe=frame)})
 

@@ -85,6 +85,17 @@ def test_a_base_without_room_is_refused_before_it_is_loaded(
     assert len(asked) == 3
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapter_of_the_lm_head_is_refused(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    config = run_config(tmp_path, tiny_model, lora={"target_modules": ["lm_head"]}, swap={"probe_every": 0})
+    options = build_arguments(config, on_gpu=False, num_prompts=8)
+    with pytest.raises(ConfigError, match=r"lora.target_modules: .*leave it out"):
+        base_loading.load_policy(config, options, build_lora(config), tiny_model, pad_token_id=0)
+
+
 def test_a_refusal_names_all_sizes() -> None:
     with pytest.raises(DeviceError, match=r"81.0 GiB.*80.0 GiB of 80.0 GiB.*take another one"):
         check_base_fits(81 * GIB, "take another one")
