@@ -131,7 +131,7 @@ class Acceptor:
             batch = self.buffer.next_batch(0.1)
             if batch is None:
                 continue
-            self._version = batch.step + 1
+            self._version = batch.first_step
             self.journal.end_step(self._version)
             self.journal.note_policy(self._version, self._version, "0" * 64)
             self._publish()

@@ -173,7 +173,7 @@ class LockstepFeed:
         arrivals = [GroupStats.of(group) for group in with_signal] + [
             GroupStats.of(group, "no_signal") for group in without
         ]
-        return TrainingBatch(step, 1, step + 1, groups, len(groups), arrivals)
+        return TrainingBatch(step + 1, 1, step + 1, groups, len(groups), arrivals)
 
     def _sample(self, step: int, turn: int, version: int) -> list[RolloutGroup]:
         """A round of groups; prompts and noise depend on seed, step and round alone."""

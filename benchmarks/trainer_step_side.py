@@ -232,7 +232,7 @@ def exchange(ranks: Ranks, groups: list[RolloutGroup]) -> dict[str, float]:
         ranks.add([gradient])
         seconds["gradients_s"].append(time.perf_counter() - began)
         began = time.perf_counter()
-        ranks.share(Train.of(TrainingBatch(0, 1, 1, groups, len(groups))) if ranks.rank == 0 else None)
+        ranks.share(Train.of(TrainingBatch(1, 1, 1, groups, len(groups))) if ranks.rank == 0 else None)
         seconds["plan_s"].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in seconds.items()}
 

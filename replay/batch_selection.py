@@ -54,9 +54,9 @@ Load = Callable[[Sequence[str]], list[RolloutGroup]]
 class TrainingBatch(NamedTuple):
     """The groups of the next optimizer steps, and the numbers of all groups that arrived since the last batch."""
 
-    step: int  # taken before the batch was first trained: its policy selected the batch
+    first_step: int  # over the batch, counted from 1; the policy before it selected the batch
     num_iterations: int  # optimizer steps to take over it from now on
-    last_step: int  # of them, counted from 1
+    last_step: int  # of them
     groups: list[RolloutGroup]
     num_fresh: int  # of the groups, which come first; the others are replayed
     arrivals: Sequence[GroupStats] = ()
@@ -183,4 +183,6 @@ class BatchSelector:
             for group in fresh:
                 self.replay.insert(group, self.signal(group))
             self.replay.expire(self.budget.version_at(self.next_step))
-        return TrainingBatch(step, self.budget.num_iterations - num_taken, self.next_step, fresh + replayed, len(fresh))
+        return TrainingBatch(
+            step + 1, self.budget.num_iterations - num_taken, self.next_step, fresh + replayed, len(fresh)
+        )

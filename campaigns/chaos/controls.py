@@ -62,7 +62,7 @@ def train_twice() -> None:
         batch = next_batch(buffer, timeout_s, **options)
         if batch is None:
             return None
-        if previous and batch.step % 5 == 4:
+        if previous and batch.first_step % 5 == 0:
             batch = batch._replace(groups=[previous[0], *batch.groups[1:]])
         previous[:] = batch.groups
         return batch

@@ -150,7 +150,7 @@ class RecordedRun:
             if len(lease_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
                 raise _missing(step)  # or a partial batch; where groups were deleted nobody can tell
             groups = [shape.load(frame) for frame in self._reader.frames(lease_ids)]
-            yield TrainingBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
+            yield TrainingBatch(step, last_step - expected + 1, last_step, groups, num_fresh)
             expected = last_step + 1
         if expected == from_step:
             raise _missing(expected)

@@ -203,7 +203,7 @@ class Run(TrainerCallback):
         self._step_began = time.monotonic()
         batch = self._batch
         if batch.last_step - batch.num_iterations == state.global_step:
-            cut_by = self.setup.budget.version_at(batch.step)
+            cut_by = self.setup.budget.version_at(batch.first_step - 1)
             self.report.batch([cut_by - group.policy_version for group in batch.groups[: batch.num_fresh]])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -213,7 +213,7 @@ class Run(TrainerCallback):
         if published:
             self.publish(step)
         self._report(step)
-        self._rollouts.note(step, batch, self.setup.budget.version_at(batch.step))
+        self._rollouts.note(step, batch, self.setup.budget.version_at(batch.first_step - 1))
         if self.evaluation is not None:
             self.evaluation.collect(self.trainer.log_now)
         self.feed.wait_s = 0.0  # further iterations over the same batch do not wait
@@ -236,7 +236,7 @@ class Run(TrainerCallback):
         """Make one record of the step, for the report and for trackers."""
         batch, trained, feed = self._batch, self.trainer.last, self.feed
         assert trained is not None
-        cut_by = self.setup.budget.version_at(batch.step)  # further iterations over the batch are some versions on
+        cut_by = self.setup.budget.version_at(batch.first_step - 1)  # further iterations over the batch are some versions on
         weights, names = self.trainer.recipe.rewards.weights, self.trainer.reward_names
         of_batch = batch_metrics(batch, cut_by, weights, names)
         of_batch["policy_version"] = float(self.setup.budget.version_at(step - 1))

@@ -49,7 +49,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="piece"
 class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
     """Take the steps over this batch. Fields as of `replay.batch_selection.TrainingBatch`."""
 
-    step: int
+    first_step: int
     num_iterations: int
     last_step: int
     num_fresh: int
@@ -58,11 +58,11 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
     @classmethod
     def of(cls, batch: TrainingBatch) -> "Train":
         groups = [message_of(group) for group in batch.groups]
-        return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, groups)
+        return cls(batch.first_step, batch.num_iterations, batch.last_step, batch.num_fresh, groups)
 
     def batch(self, shape: GroupShape) -> TrainingBatch:
         groups = [shape.parse(message) for message in self.groups]
-        return TrainingBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
+        return TrainingBatch(self.first_step, self.num_iterations, self.last_step, groups, self.num_fresh)
 
 
 Plan = Begin | Piece | Train

@@ -231,7 +231,7 @@ class Trainings:
     def batches(self, first: int, last: int) -> Iterator[TrainingBatch]:
         for number in range(first, last):
             groups = [rollout_group([[3 + number], [4, 5], [6], [7, number]]) for _ in range(2)]
-            yield TrainingBatch(number, 1, number + 1, groups, len(groups))
+            yield TrainingBatch(number + 1, 1, number + 1, groups, len(groups))
         raise Interrupted
 
     def keep(self, step: int, staged: Path, write: Callable[[], None]) -> None:

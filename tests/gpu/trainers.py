@@ -53,7 +53,7 @@ def trainer(
                 rollout_group(list(completions), lease_id=f"s-{number}-{i}", prompt=prompt, sampled=in_loss)
                 for i in range(2)
             ]
-            yield TrainingBatch(number, iterations, (number + 1) * iterations, groups, len(groups))
+            yield TrainingBatch(number + 1, iterations, (number + 1) * iterations, groups, len(groups))
 
     return SlipstreamTrainer(
         config,

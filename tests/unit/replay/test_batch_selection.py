@@ -51,7 +51,7 @@ def test_a_batch_is_full_or_nothing(journal: Journal) -> None:
     first += insert(selection, journal, 3, 4)
     batch = selection.take(delivered=5, trained=0, partial=False)
     assert batch is not None
-    assert (names(batch.groups), batch.num_fresh, batch.step, batch.last_step) == (first[:4], 4, 0, 1)
+    assert (names(batch.groups), batch.num_fresh, batch.first_step, batch.last_step) == (first[:4], 4, 1, 1)
     assert (selection.num_ready, selection.next_step, selection.num_replayable) == (1, 1, 0)
 
 
@@ -226,7 +226,7 @@ def test_iterations_that_the_checkpoint_has_are_not_taken_again(journal: Journal
     for step in (1, 2):
         journal.end_step(step)
     batch = cut(resumed(journal, replay.state(), 2, **arguments))
-    assert (batch.step, batch.num_iterations, batch.last_step) == (0, 1, 3)
+    assert (batch.first_step, batch.num_iterations, batch.last_step) == (1, 1, 3)
 
 
 def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:
@@ -255,6 +255,6 @@ def test_a_group_that_grows_stale_while_batches_are_cut_again_is_dropped_at_once
         replay.published(step + 1)
     restored = resumed(journal, None, 0, **arguments)
     assert restored.offer([delivery("0-3-0-1-s", 0)]) == ["accepted"]
-    steps = [cut(restored).step for _ in range(3)]
-    assert (steps, restored.totals["went_stale"], restored.depth()["ready"]) == ([0, 1, 2], 1, 0)
+    steps = [cut(restored).first_step for _ in range(3)]
+    assert (steps, restored.totals["went_stale"], restored.depth()["ready"]) == ([1, 2, 3], 1, 0)
     assert restored.state()["ledger"]["unsettled"] == [[0, 3, 0, 0, 0, 0, 0]]

@@ -100,7 +100,7 @@ def test_a_batch_holds_the_first_groups_and_everything_that_arrived(journal: Jou
     assert offer(replay, dull, signal=False) == "no_signal"
     assert offer(replay, third) == "accepted"
     batch = cut(replay)
-    assert (batch.step, batch.num_iterations) == (0, 1)
+    assert (batch.first_step, batch.num_iterations) == (1, 1)
     assert names(batch.groups) == [first, third]
     assert [(arrival.outcome, len(arrival.rewards)) for arrival in batch.arrivals] == [
         ("accepted", 2),
@@ -111,7 +111,7 @@ def test_a_batch_holds_the_first_groups_and_everything_that_arrived(journal: Jou
     offer(replay, second)
     fill(replay, 1, count=1)
     following = cut(replay)
-    assert following.step == 1
+    assert following.first_step == 2
     assert len(following.arrivals) == 2
 
 

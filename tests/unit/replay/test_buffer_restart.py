@@ -83,7 +83,7 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     assert lease(restored) == "0-5-0-1-t"
     assert offer(restored, out) == "accepted"
     batch = cut(restored)
-    assert (batch.step, names(batch.groups)) == (1, [ids[2], out])
+    assert (batch.first_step, names(batch.groups)) == (2, [ids[2], out])
     assert restored.totals["trained"] == 4
     assert restored.totals["leased"] == 4 + 1
     assert restored.totals["adopted"] == 1

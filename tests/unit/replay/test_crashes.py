@@ -271,7 +271,11 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         if batch is None or expected is None:
             return
         assert names(batch.groups) == expected.ids
-        assert (batch.step, batch.last_step, batch.num_fresh) == (expected.first - 1, expected.last, expected.num_fresh)
+        assert (batch.first_step, batch.last_step, batch.num_fresh) == (
+            expected.first,
+            expected.last,
+            expected.num_fresh,
+        )
         assert batch.num_iterations == expected.last - max(expected.first - 1, self.step)
         self.was_cut(expected)
 

@@ -117,7 +117,7 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
                 batch = replay.next_batch(0.0)
                 if batch is None:
                     continue
-                assert batch.step == step
+                assert batch.first_step == step + 1
                 ages += [budget.version_at(step) - g.policy_version for g in batch.groups]
                 num_batches += 1
                 for _ in range(budget.num_iterations):

@@ -41,7 +41,7 @@ def record(journal: Journal, num_batches: int, *, num_iterations: int = 1) -> li
         fill(replay)
         batch = replay.next_batch(0.0)
         assert batch is not None
-        for step in range(batch.step + 1, batch.last_step + 1):
+        for step in range(batch.first_step, batch.last_step + 1):
             journal.end_step(step)
             journal.note_policy(step, step, f"digest {step}")
         replay.published(number + 1)
@@ -59,15 +59,15 @@ def recorded(tmp_path: Path, journal: Journal) -> Iterator[RecordedRun]:
 
 def batches(recorded: RecordedRun, from_step: int = 1) -> list[tuple[int, int, int, list[str]]]:
     return [
-        (batch.step, batch.num_iterations, batch.last_step, [group.lease_id for group in batch.groups])
+        (batch.first_step, batch.num_iterations, batch.last_step, [group.lease_id for group in batch.groups])
         for batch in recorded.batches(from_step, SHAPE)
     ]
 
 
 def test_every_recorded_batch_in_order_and_nothing_else(journal: Journal, recorded: RecordedRun) -> None:
     made = record(journal, 3)
-    assert batches(recorded) == [(0, 1, 1, made[0]), (1, 1, 2, made[1]), (2, 1, 3, made[2])]
-    assert batches(recorded, 3) == [(2, 1, 3, made[2])]
+    assert batches(recorded) == [(1, 1, 1, made[0]), (2, 1, 2, made[1]), (3, 1, 3, made[2])]
+    assert batches(recorded, 3) == [(3, 1, 3, made[2])]
 
 
 def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded: RecordedRun) -> None:
@@ -77,7 +77,7 @@ def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded
     for step in (1, 2):
         assert replay.next_batch(0.0) is not None
         journal.end_step(step)
-    assert batches(recorded) == [(0, 1, 1, made[0]), (1, 1, 2, made[1])]
+    assert batches(recorded) == [(1, 1, 1, made[0]), (2, 1, 2, made[1])]
     assert [batch.num_fresh for batch in recorded.batches(1, SHAPE)] == [2, 1]
     counts: Counter[str] = Counter()
     with pytest.raises(StopRequested):
@@ -107,7 +107,7 @@ def test_groups_of_a_batch_come_in_the_order_of_the_step_and_not_of_arrival(
     [[first, second]] = record(journal, 1)
     journal.claim(1, 1, [second, first], 2)
     journal.end_step(1)
-    assert batches(recorded) == [(0, 1, 1, [second, first])]
+    assert batches(recorded) == [(1, 1, 1, [second, first])]
 
 
 def test_groups_are_what_the_producer_sent(journal: Journal, recorded: RecordedRun) -> None:
@@ -121,9 +121,9 @@ def test_groups_are_what_the_producer_sent(journal: Journal, recorded: RecordedR
 def test_several_iterations_and_a_start_between_them(journal: Journal, recorded: RecordedRun) -> None:
     """A run may end by max_steps between the iterations over a batch, and go on from there."""
     made = record(journal, 2, num_iterations=3)
-    assert batches(recorded) == [(0, 3, 3, made[0]), (3, 3, 6, made[1])]
-    assert batches(recorded, 3) == [(0, 1, 3, made[0]), (3, 3, 6, made[1])]
-    assert batches(recorded, 5) == [(3, 2, 6, made[1])]
+    assert batches(recorded) == [(1, 3, 3, made[0]), (4, 3, 6, made[1])]
+    assert batches(recorded, 3) == [(1, 1, 3, made[0]), (4, 3, 6, made[1])]
+    assert batches(recorded, 5) == [(4, 2, 6, made[1])]
 
 
 def test_a_batch_that_retention_left_a_part_of_is_a_gap(journal: Journal, recorded: RecordedRun) -> None:
@@ -138,7 +138,7 @@ def test_a_batch_that_retention_left_a_part_of_is_a_gap(journal: Journal, record
         "--from-journal: the groups of step 1 are not in the journal (any more). "
         "Runs that will be trained again need replay.keep_all: true"
     )
-    assert batches(recorded, 2)[0] == (1, 1, 2, made[1]), "what is needed is there"
+    assert batches(recorded, 2)[0] == (2, 1, 2, made[1]), "what is needed is there"
 
 
 def test_a_gap_in_the_middle_is_found_after_what_comes_before_it(journal: Journal, recorded: RecordedRun) -> None:

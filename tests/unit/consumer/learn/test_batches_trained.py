@@ -125,8 +125,8 @@ def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) ->
     options = {"beta": 0.1, "max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
     trainer = new_trainer(tmp_path, one_layer_model, **options)
     trainer._batches = [
-        TrainingBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
-        TrainingBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
+        TrainingBatch(first_step=1, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
+        TrainingBatch(first_step=2, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
     ]
     beats: list[str] = []
     health: Any = SimpleNamespace(beat=beats.append)

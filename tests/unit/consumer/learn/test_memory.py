@@ -29,7 +29,7 @@ def batches() -> list[TrainingBatch]:
         rollout_group([[3, 4, 5, 6], [7, 8], [9], [5, 5, 5]], prompt=[3] * 4, rewards=[0.0, 1.0, 2.0, 4.0]),
         rollout_group([[6, 4, 5, 6], [7, 9], [8], [5, 6, 5]], prompt=[4] * 3, rewards=[3.0, 1.0, 2.0, 0.0]),
     ]
-    return [TrainingBatch(0, 2, 2, groups, 2), TrainingBatch(2, 2, 4, groups[::-1], 2)]
+    return [TrainingBatch(1, 2, 2, groups, 2), TrainingBatch(3, 2, 4, groups[::-1], 2)]
 
 
 def trainer_of(folder: Path, model: Path, cuts: dict[int, MicroBatchPlan], **options: Any) -> SlipstreamTrainer:

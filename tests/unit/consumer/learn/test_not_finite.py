@@ -75,7 +75,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
         lease_id="0-7-0-1-s",
         version=3,
     )
-    batch = TrainingBatch(4, 1, 5, [group], 1)
+    batch = TrainingBatch(5, 1, 5, [group], 1)
     for loss in (1.0, float("nan")):  # a second try replaces what the first left
         folder = keep(tmp_path, 5, batch, {"loss": loss, "grad_norm": float("inf")})
     assert folder == tmp_path / "inspect" / "step-5"
@@ -114,7 +114,7 @@ def test_a_full_disk_costs_the_batch_and_nothing_else(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    keep(tmp_path, 1, TrainingBatch(0, 1, 1, [rollout_group([[3], [4]])], 1), {})
+    keep(tmp_path, 1, TrainingBatch(1, 1, 1, [rollout_group([[3], [4]])], 1), {})
     assert list((tmp_path / "inspect").iterdir()) == []
 
 
@@ -124,7 +124,7 @@ def test_of_a_run_that_is_started_again_and_again_the_newest_batches_are_kept(tm
         folder.mkdir(parents=True)
     (mine[0] / "step.json").write_text("{}")
     (tmp_path / "inspect" / "step-notes").write_text("mine")
-    batch = TrainingBatch(0, 1, 1, [rollout_group([[3], [4]])], 1)
+    batch = TrainingBatch(1, 1, 1, [rollout_group([[3], [4]])], 1)
     for number, step in enumerate((90, *range(1, 12))):  # step 90 was undone
         folder = keep(tmp_path, step, batch, {})
         os.utime(folder, (1e9 + number, 1e9 + number))

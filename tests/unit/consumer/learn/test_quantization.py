@@ -162,7 +162,7 @@ def test_adamw_with_a_state_of_8_bits_goes_the_way_of_adamw_and_on_from_a_checkp
     def trainer(name: str) -> SlipstreamTrainer:
         config = run_config(tmp_path / name, one_layer_model, trainer=options | {"optim": name}, lora={"r": 64})
         found = slipstream_trainer(config, one_layer_model)
-        found._batches = [TrainingBatch(step, 1, step + 1, groups, 2) for step in range(3)]
+        found._batches = [TrainingBatch(step + 1, 1, step + 1, groups, 2) for step in range(3)]
         return found
 
     def weights(trained: SlipstreamTrainer) -> torch.Tensor:

@@ -178,7 +178,9 @@ def test_forward_passes(tmp_path: Path, tiny_model: Path, options: dict[str, Any
     trainer = slipstream_trainer(config, tiny_model)
     groups = [rollout_group([[3], [4], [5], [6]]), rollout_group([[7], [8], [9], [3]])]
     iterations = options.get("num_iterations", 1)
-    trainer._batches = [TrainingBatch(n * iterations, iterations, (n + 1) * iterations, groups, 2) for n in range(2)]
+    trainer._batches = [
+        TrainingBatch(n * iterations + 1, iterations, (n + 1) * iterations, groups, 2) for n in range(2)
+    ]
     with patch.object(trainer, "_head", wraps=trainer._head) as head:
         for batch in trainer.get_train_dataloader():
             loss_and_gradients(trainer, trainer._prepare_inputs(batch))
@@ -188,7 +190,7 @@ def test_forward_passes(tmp_path: Path, tiny_model: Path, options: dict[str, Any
 def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_model: Path) -> None:
     correction = {"preset": "geometric_mask", "token_veto": 1e-4, "probability_difference_max": 0.3}
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, correction=correction), tiny_model)
-    trainer._batches = [TrainingBatch(0, 1, 1, [rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)], 2)]
+    trainer._batches = [TrainingBatch(1, 1, 1, [rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)], 2)]
     [batch] = trainer.get_train_dataloader()
     loss_and_gradients(trainer, trainer._prepare_inputs(batch))
     prefix = "sampling/importance_sampling_ratio/"
@@ -241,7 +243,7 @@ def test_batches_are_repeated_for_every_iteration_that_is_left_and_cut(tmp_path:
     )
     trainer = slipstream_trainer(config, tiny_model)
     first, second = ([rollout_group([[n], [n], [n], [n]]) for n in pair] for pair in ((3, 4), (5, 6)))
-    begun_before, whole = TrainingBatch(0, 1, 2, first, len(first)), TrainingBatch(2, 2, 4, second, len(second))
+    begun_before, whole = TrainingBatch(1, 1, 2, first, len(first)), TrainingBatch(3, 2, 4, second, len(second))
     trainer._batches = [begun_before, whole]
     seen = [[batch["completion_ids"][:, 0].tolist() for batch in batches] for batches in trainer.get_train_dataloader()]
     assert seen == [[[3] * 4, [4] * 4], *[[[5] * 4, [6] * 4]] * 2], "rows of 3 tokens, 12 at a time"
@@ -253,7 +255,7 @@ def test_completions_are_logged_as_trl_does(
     config = run_config(tmp_path, tiny_model, trainer={"log_completions": True})
     trainer = slipstream_trainer(config, tiny_model)
     groups = [rollout_group([[3], [4, 5], [6], [7]], prompt=[8]), rollout_group([[9]] * 4, prompt=[8, 8])]
-    trainer._batches = [TrainingBatch(0, 1, 1, groups, len(groups))]
+    trainer._batches = [TrainingBatch(1, 1, 1, groups, len(groups))]
     next(iter(trainer.get_train_dataloader()))
     trainer.log({"loss": 0.0})
     table = pd.read_parquet(tmp_path / "checkpoints" / "completions" / "completions_00000.parquet")

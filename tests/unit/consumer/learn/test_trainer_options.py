@@ -51,7 +51,7 @@ def trained(folder: Path, model: Path, *, dropout: float = 0.0, **options: Any) 
     """The adapter after two steps, as one vector, and what was logged."""
     trainer_section = {"max_steps": 2, "save_strategy": "no", "optim": "adamw_torch", **options}
     config = run_config(folder, model, lora={"lora_dropout": dropout}, trainer=trainer_section)
-    batches = [TrainingBatch(step, 1, step + 1, some_groups(2, seed=step), 2) for step in range(2)]
+    batches = [TrainingBatch(step + 1, 1, step + 1, some_groups(2, seed=step), 2) for step in range(2)]
     arguments = build_arguments(config, on_gpu=False, num_prompts=8)
     trainer = SlipstreamTrainer(
         config, arguments, build_lora(config), model, batches, lambda step, staged, write: write()

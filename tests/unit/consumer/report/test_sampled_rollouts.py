@@ -33,7 +33,7 @@ FRESH = rollout_group(
     [[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], lease_id="0-7-0-1-s", version=3
 )
 OLD = rollout_group([[6, 7], [8]], rewards=[[0.5, 0.0], [1.0, 0.0]], lease_id="0-9-1-1-s", version=1)
-BATCH = TrainingBatch(4, 1, 5, [FRESH, OLD], 1)
+BATCH = TrainingBatch(5, 1, 5, [FRESH, OLD], 1)
 
 
 def log(folder: Path, *, first_step: int = 0, num_samples: int = 2, max_bytes: int = 10**6) -> RolloutLog:

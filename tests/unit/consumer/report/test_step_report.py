@@ -40,7 +40,7 @@ def test_metrics_by_hand() -> None:
     used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3,
                          token_versions=[3, 3, 4])  # fmt: skip
     dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
-    batch = TrainingBatch(5, 1, 6, [used], 1, [GroupStats.of(used), GroupStats.of(dull, "no_signal")])
+    batch = TrainingBatch(6, 1, 6, [used], 1, [GroupStats.of(used), GroupStats.of(dull, "no_signal")])
     metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
     # weighted sums 2, 0, 1; the completion without any reward is left out
     assert metrics == pytest.approx(
@@ -74,7 +74,7 @@ def test_counts_that_grow_meanwhile_are_reported_as_they_were(tmp_path: Path) ->
 
 def test_metrics_when_nothing_was_scored() -> None:
     group = rollout_group([[3], [4]], rewards=[math.nan, math.nan])
-    metrics = batch_metrics(TrainingBatch(0, 1, 1, [group], 1), 0, np.array([1.0]), ["first"])
+    metrics = batch_metrics(TrainingBatch(1, 1, 1, [group], 1), 0, np.array([1.0]), ["first"])
     assert math.isnan(metrics["reward"])
     assert "rewards/first/mean" not in metrics
 
@@ -82,14 +82,14 @@ def test_metrics_when_nothing_was_scored() -> None:
 def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
     """One that is trained again after a crash, or from a journal."""
     group = rollout_group([[3], [4, 5, 6]], rewards=[0.0, 1.0], version=2)
-    metrics = batch_metrics(TrainingBatch(3, 1, 4, [group], 1), 3, np.array([2.0]), ["first"])
+    metrics = batch_metrics(TrainingBatch(4, 1, 4, [group], 1), 3, np.array([2.0]), ["first"])
     numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
     assert numbers == (1.0, 2.0, 1.0)
 
 
 def test_replayed_groups_have_an_age_and_no_staleness() -> None:
     fresh, recent, old = (rollout_group([[3], [4]], version=version) for version in (8, 5, 2))
-    metrics = batch_metrics(TrainingBatch(9, 1, 10, [fresh, recent, old], 1), 9, np.array([1.0]), ["first"])
+    metrics = batch_metrics(TrainingBatch(10, 1, 10, [fresh, recent, old], 1), 9, np.array([1.0]), ["first"])
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 1.0)
     assert metrics["replay/share"] == pytest.approx(2 / 3)
     assert (metrics["replay/age/mean"], metrics["replay/age/max"]) == (5.5, 7.0)
