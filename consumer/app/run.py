@@ -236,7 +236,8 @@ class Run(TrainerCallback):
         """Make one record of the step, for the report and for trackers."""
         batch, trained, feed = self._batch, self.trainer.last, self.feed
         assert trained is not None
-        cut_by = self.setup.budget.version_at(batch.first_step - 1)  # further iterations over the batch are some versions on
+        # Further iterations over the batch are some versions on.
+        cut_by = self.setup.budget.version_at(batch.first_step - 1)
         weights, names = self.trainer.recipe.rewards.weights, self.trainer.reward_names
         of_batch = batch_metrics(batch, cut_by, weights, names)
         of_batch["policy_version"] = float(self.setup.budget.version_at(step - 1))
