@@ -23,13 +23,13 @@ class StopRequested(Exception):  # noqa: N818  a request, not an error
 
 
 class ThreadErrors:
-    """What ended threads beside the main thread, which raises it."""
+    """The errors that ended other threads, for the main thread to raise."""
 
     def __init__(self) -> None:
         self.first: BaseException | None = None
 
     def note(self, error: BaseException) -> None:
-        """May be called by any thread."""
+        """Note an error. Any thread may call it."""
         self.first = self.first or error
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class WaitPolicy:
         limit: Limit | None = None,
         progress: Callable[[], object] = lambda: None,
     ) -> _Result:
-        """Calls `attempt` until it returns something, and returns that.
+        """Call `attempt` until it returns something, and return that.
 
         Args:
             what: is waited for.
@@ -94,7 +94,7 @@ class WaitPolicy:
 
 
 def write_when_there_is_room(write: Callable[[], None], waits: WaitPolicy, folder: Path, what: str) -> None:
-    """Calls `write`, again and again while the disk of `folder` is too full for it.
+    """Call `write`, again and again while the disk of `folder` is too full for it.
 
     Args:
         what: is written.

@@ -56,7 +56,7 @@ class BatchFeed:
             yield self.last
 
     def await_turn(self) -> None:
-        """Returns when the GPU is the trainer's, which is when there is a batch."""
+        """Return when the GPU is the trainer's: as soon as there is a batch."""
         if self.turns is not None:
             self._wait_for(lambda: self._has_turn() or None)
 
@@ -65,7 +65,7 @@ class BatchFeed:
             self.turns.hand_over()
 
     def waiting_s(self) -> float:
-        """Of the wait in progress; 0 if there is none. May be called from any thread."""
+        """Return the seconds of the wait in progress, 0 if there is none. Any thread may call it."""
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -125,7 +125,7 @@ class RecordedRun:
         return int(json.loads(self._facts["num_threads"]))
 
     def check(self, facts: dict[str, str]) -> str:
-        """Returns the id of the recorded run.
+        """Compare the facts of this run, and return the id of the recorded one.
 
         Raises:
             ConfigError: the configuration does not fit its groups.

@@ -25,7 +25,7 @@ from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.snapshots import NUM_TOKENS, Probe
 from consumer.ranks.exchange import Begin, Piece, PlanError, ProcessRanks, Ranks, Train
-from consumer.ranks.presence import SignsOfLife, last_words
+from consumer.ranks.presence import HeartbeatThread, report_failure
 from consumer.ranks.rendezvous import FOREVER_S, connect
 from consumer.ranks.team import Member
 from protocol.config.run import RunConfig
@@ -39,7 +39,7 @@ from replay.groups import GroupShape
 
 
 class PlannedBatches:
-    """The batches that rank 0 says, without an end."""
+    """The batches that rank 0 announces, without an end."""
 
     def __init__(self, ranks: Ranks, shape: GroupShape) -> None:
         self._ranks = ranks
@@ -63,7 +63,7 @@ class _Probes(TrainerCallback):  # type: ignore[misc]
         self._sync_interval = config.pipeline.sync_interval
 
     def measure(self, step: int) -> None:
-        """As rank 0 does when it publishes the policy that step `step` starts from."""
+        """Measure as rank 0 does when it publishes the policy that step `step` starts from."""
         self._probe.measure(step // self._sync_interval)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -142,13 +142,13 @@ def main() -> None:
     config = RunConfig.model_validate_json(bytes(member.config))
     logs.configure(f"rl-trainer rank {member.rank}", config.observability.log_level, config.observability.log_format)
     store, signs = (connect(member.host, member.port) for _ in range(2))
-    SignsOfLife(signs, member.rank).start()
+    HeartbeatThread(signs, member.rank).start()
     logs.adopt_libraries()
     transformers.utils.logging.disable_progress_bar()
     # It takes these ranks for those of a DistributedDataParallel that was not started as it likes.
     logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
     device = torch.device("cuda" if member.on_gpu else "cpu")
-    with last_words(store, member.rank, member.silence_s):
+    with report_failure(store, member.rank, member.silence_s):
         ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)
         follow(config, ranks, on_gpu=member.on_gpu)
 

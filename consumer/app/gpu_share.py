@@ -25,10 +25,10 @@ class Device(Protocol):
     """A GPU as torch's allocator sees it."""
 
     def limit(self, share: float) -> int:
-        """Has every allocation fail that would take more than this share of the GPU. Returns the limit in bytes."""
+        """Make every allocation fail that would take more than this share of the GPU. Return the limit in bytes."""
 
     def reserve(self, num_bytes: int) -> object:
-        """Takes so much from the GPU, for tensors to come, as long as the result lives. Raises torch.OutOfMemoryError."""
+        """Take `num_bytes` of the GPU for tensors to come, as long as the result lives. Raises torch.OutOfMemoryError."""
 
 
 class CudaDevice:
@@ -49,7 +49,7 @@ class CudaDevice:
 def gpu_share(
     config: RunConfig, placement: Placement, must_stop: Callable[[], bool], device: Device | None = None
 ) -> Iterator[object]:
-    """Takes the share before anything else is on the GPU; what it yields keeps it. Only under `pipeline.gpu: shared` anything is
+    """Take the share before anything else is on the GPU; what it yields keeps it. Only under `pipeline.gpu: shared` anything is
     limited.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consumer.app.feed import BatchFeed
-from consumer.app.run import Heartbeat, Run
+from consumer.app.run import Liveness, Run
 from consumer.learn import checkpoints
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.device_moves import DeviceMoves
@@ -40,7 +40,7 @@ class LiveRun(Run):
     feed: BatchFeed
     storage: RolloutStorage
     intake: Intake
-    heartbeat: Heartbeat
+    heartbeat: Liveness
     turns: GpuTurns | None = None
     refusals: Mapping[str, int] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class LiveRun(Run):
             self._disk.spend_reserve()  # the next checkpoint tries again
 
     def _announce(self, step: int, policy: PublishedPolicy) -> bool:
-        """On the publisher's thread."""
+        """Record a policy and announce it; the publisher's thread calls this. False: no room on the disk."""
         try:
             self._journal.note_policy(policy.version, step, policy.digest)
             if self.evaluation is not None:

@@ -57,7 +57,7 @@ class Feed(Protocol):
 
 
 @dataclass(eq=False)
-class Heartbeat(TrainerCallback):
+class Liveness(TrainerCallback):
     """The main thread's signs of life, one for each micro-batch. After a stop request it reports the stop at once, because the
     step in progress may take long."""
 
@@ -309,7 +309,7 @@ class Run(TrainerCallback):
 
     @property
     def _has_trained(self) -> bool:
-        """Whether there is no step left to take."""
+        """True if there is no step left to take."""
         return self._took_all_steps or self.early_stop_reason is not None
 
     def _take_steps(self) -> None:
@@ -321,7 +321,7 @@ class Run(TrainerCallback):
             self.trainer.state.global_step = self.start.step
 
     def _keep(self) -> bool:
-        """Brings what was trained to the disk: a checkpoint if the run may have to go on from here, and the final adapter.
+        """Write the trained weights: a checkpoint if the run may have to continue from here, and the final adapter.
         False: there was no room until a stop was requested."""
         what, then = "a checkpoint", "the steps since the last one will be taken again"
         try:
@@ -336,13 +336,13 @@ class Run(TrainerCallback):
         return True
 
     def _save_checkpoint(self) -> None:
-        """Unless nothing was trained since the last one."""
+        """Save a checkpoint, unless nothing was trained since the last one."""
         step, folder = self.trainer.state.global_step, Path(self.trainer.args.output_dir)
         if step > self.start.step and not is_committed(folder / f"checkpoint-{step}"):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def _explain(self, found: NotFiniteStep) -> str:
-        """Keeps the batch, and says what was found and how to go on."""
+        """Keep the batch, and return what was found and how to continue."""
         trainer = self.trainer
         step, batch = trainer.state.global_step + 1, self.feed.last
         assert batch is not None
@@ -421,7 +421,7 @@ class Run(TrainerCallback):
         self.report.say(f"rl-trainer: {outcome} at step {step} of {self.trainer.args.max_steps}{hint}")
 
     def _write(self, final: Path, write: Callable[[str], object], what: str) -> None:
-        """Has `write` make a file or folder that appears whole, as soon as there is room for it."""
+        """Let `write` make a file or folder that appears whole, as soon as there is room for it."""
 
         def attempt() -> None:
             with staged(final) as partial:

@@ -30,7 +30,7 @@ from replay.staleness import StalenessBudget
 
 
 class RunStart(NamedTuple):
-    """Where a process takes a run up."""
+    """The point from which a process continues a run."""
 
     run_id: str
     checkpoint: Checkpoint | None = None  # None: from the beginning
@@ -42,13 +42,13 @@ class RunStart(NamedTuple):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Of the pipeline at the checkpoint; empty without one."""
+        """The run's state at the checkpoint; empty without one."""
         return self.checkpoint.state if self.checkpoint else {}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every way of training needs."""
+    """Everything that follows from the configuration alone."""
 
     config: RunConfig
     stop: Callable[[], bool]

@@ -16,7 +16,7 @@ import torch
 
 from consumer.app.feed import BatchFeed, RecordedFeed, RecordedRun
 from consumer.app.live_run import LiveRun
-from consumer.app.run import Heartbeat, Run
+from consumer.app.run import Liveness, Run
 from consumer.app.setup import RunStart, Setup
 from consumer.evaluate.control import EvaluationControl
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
@@ -95,7 +95,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
         evaluations=evaluation.leases if evaluation else None,
     )  # fmt: skip
     errors = ThreadErrors()
-    heartbeat = Heartbeat(watch.health, setup.stop, errors)
+    heartbeat = Liveness(watch.health, setup.stop, errors)
     resumed = start.checkpoint is not None or bool(before)
     turns = _turns(setup, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
     terms = _terms(setup, facts, session, turns)
@@ -152,7 +152,7 @@ def _turns(setup: Setup, gpus: Sequence[int], opened: ExitStack, *, resumed: boo
 
 
 def _comparable(start: RunStart, journal: Journal, before: dict[str, str], facts: dict[str, str]) -> bool:
-    """Whether the groups in the journal can be trained now."""
+    """Return whether the groups in the journal can be trained with this configuration."""
     same_shape = comparable(before, facts, journal.path)
     if start.checkpoint is not None or journal.last_seq > 0:
         changed = dataset_change(before, facts, journal.path)
@@ -231,7 +231,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
 
 
 def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
-    """How often a prompt is tried again, for training and for evaluations alike."""
+    """Return how often a prompt is tried again, for training and for evaluations alike."""
     return {
         "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
         "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
@@ -246,7 +246,7 @@ def evaluation_of(
     first_step: int,
     say: Callable[..., None],
 ) -> EvaluationControl | None:
-    """None for a run without evaluations.
+    """Wire the evaluations of a run; None for a run without.
 
     Args:
         session: unique per trainer process.
@@ -298,7 +298,7 @@ def _metric(config: RunConfig, section: EvaluationSection) -> Metric:
 
 def recorded_run(
     setup: Setup, recorded: RecordedRun, watch: Watch, *, resume: bool
-) -> tuple[Run, Heartbeat, Counter[str]]:
+) -> tuple[Run, Liveness, Counter[str]]:
     """A run that trains the batches of a journal again, and the counts of its groups."""
     config = setup.config
     run_id = recorded.check(setup.facts("?"))
@@ -309,7 +309,7 @@ def recorded_run(
     checkpoints.clear_leftovers(folder)
     counts: Counter[str] = Counter()
     report = setup.report(counts, start.step, watch.registry)
-    heartbeat = Heartbeat(watch.health, setup.stop, ThreadErrors())
+    heartbeat = Liveness(watch.health, setup.stop, ThreadErrors())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     feed = RecordedFeed(recorded, setup.shape, heartbeat.check, start.step, counts)
     return Run(setup, start, feed, waits, report, recorded=recorded.newest_plan), heartbeat, counts

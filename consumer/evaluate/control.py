@@ -60,7 +60,7 @@ class EvaluationControl:
     def wait_for_last(
         self, waits: WaitPolicy, describe: Callable[[], str], log: Callable[[Mapping[str, float]], None]
     ) -> None:
-        """Returns when every version that is due has its result, or nothing came in for too long; raises what `waits.check`
+        """Return when every version that is due has its result, or nothing came in for too long; raise what `waits.check`
         raises."""
 
         def attempt() -> bool | None:
@@ -84,7 +84,7 @@ class EvaluationControl:
             )
 
     def _record(self, finished: RunningEvaluation, log: Callable[[Mapping[str, float]], None]) -> bool:
-        """False: no room on the disk; it is tried again."""
+        """Record a result. False: no room on the disk, so it is tried again."""
         policy = finished.due.policy
         result = {
             "version": policy.version,

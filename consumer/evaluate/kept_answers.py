@@ -22,7 +22,7 @@ _FILE = re.compile(r"(?P<half>\.)?version-(?P<version>\d{1,19})-step-(?P<step>\d
 
 
 class KeptAnswer(msgspec.Struct, frozen=True):
-    """One prompt of the held-out dataset. `frame` is the encoded group, empty where the prompt was given up or `MAX_BYTES` left
+    """A prompt of the held-out dataset. `frame` is the encoded group, empty where the prompt was given up or `MAX_BYTES` left
     no room; a prompt of which too few completions were scored has no score."""
 
     prompt_id: int
@@ -36,7 +36,7 @@ class _Evaluation(msgspec.Struct, frozen=True):
 
 
 class KeptAnswers:
-    """Belongs to the main thread. Files of steps after `first_step` are of no step that was taken."""
+    """The files of answers, which belong to the main thread. Files of steps after `first_step` are of no step that was taken."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         self._folder = run_dir / FOLDER
@@ -53,7 +53,7 @@ class KeptAnswers:
                 partial.write_bytes(msgspec.msgpack.encode(_Evaluation(version, list(answers))))
 
     def prune(self, best: int | None) -> None:
-        """Keeps the newest, and the version `best`."""
+        """Delete all files but those of the newest versions and of version `best`."""
         for version, file in list(kept_versions(self._folder.parent).items())[:-NEWEST]:
             if version != best:
                 file.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def kept_versions(run_dir: Path) -> dict[int, Path]:
 
 
 def read_answers(file: Path) -> list[KeptAnswer]:
-    """In the order of the prompts; none if the file is damaged, or gone meanwhile."""
+    """Return the answers in the order of the prompts; none if the file is damaged, or gone meanwhile."""
     try:
         if file.stat().st_size > _MOST_READ:
             return []

@@ -28,7 +28,7 @@ from replay.prompt_table import FailureClass, RetryBudget
 
 
 class Progress(NamedTuple):
-    """Of the evaluation in progress; all 0 while there is none."""
+    """Counts of the evaluation in progress; all 0 while there is none."""
 
     version: int = 0
     num_done: int = 0
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationRules:
-    """How the versions of a run are evaluated."""
+    """The rules by which the versions of a run are evaluated."""
 
     num_prompts: int  # that each is asked
     sampling: Sampling
@@ -52,7 +52,8 @@ class EvaluationRules:
 
 @dataclass(eq=False)
 class RunningEvaluation(Evaluation):
-    """Of a version that is due. It takes from its first lease to its last answer, and keeps what was answered, within bounds."""
+    """The evaluation of a version that is due. It takes from its first lease to its last answer, and keeps what was answered,
+    within bounds."""
 
     due: DueVersion = field(kw_only=True)
     began: float | None = None
@@ -66,7 +67,7 @@ class RunningEvaluation(Evaluation):
             self._frames[prompt_id] = frame
 
     def kept(self) -> list[KeptAnswer]:
-        """Of the prompts that are done, in their order."""
+        """Return the answers of the prompts that are done, in their order."""
         return [
             KeptAnswer(prompt_id, self._answers[prompt_id].score, self._frames.get(prompt_id, b""))
             for prompt_id in sorted(self._answers)
@@ -75,7 +76,8 @@ class RunningEvaluation(Evaluation):
 
 @dataclass(eq=False)
 class EvaluationLeases:
-    """Belongs to the intake's thread; `finished` and `progress` may be read by any. `warn` is told what went wrong."""
+    """The leases of evaluations. They belong to the intake's thread; `finished` and `progress` may be read by any. `warn` logs a
+    problem."""
 
     store: PolicyStore
     channel: ServerChannel
@@ -98,7 +100,7 @@ class EvaluationLeases:
         return Progress(it.version, it.num_done, it.num_prompts, it.leases.num_leases) if it else Progress()
 
     def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
-        """Ends what is due, begins what can begin, gives leases. Returns the producers that cannot be reached."""
+        """End and begin evaluations, and give leases. Return the producers that cannot be reached."""
         rules = self.rules
         if self._running is None and (due := self.due.begin()) is not None:
             self.store.pin(due.published)

@@ -34,8 +34,8 @@ _REMEMBERED = 1024  # versions, of which only the newest can be asked about
 
 
 class EvaluationResults:
-    """Belongs to the main thread. An evaluation of which more than `max_unscored_share` of the prompts has no score is reported
-    and nothing else. Lines of steps after `first_step` are of no step that was taken."""
+    """The results of a run, which belong to the main thread. An evaluation of which more than `max_unscored_share` of the prompts
+    has no score is reported and nothing else. Lines of steps after `first_step` are of no step that was taken."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EvaluationResults:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """What `checkpoints/best` is, if its score can be compared with those to come."""
+        """The result behind `checkpoints/best`, if its score can be compared with those to come."""
         try:
             found: dict[str, Any] = json.loads((self._best / _RESULT).read_text(encoding="utf-8"))
         except OSError:
@@ -72,7 +72,7 @@ class EvaluationResults:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run should end now, if it should."""
+        """The reason to end the run now; None: there is none."""
         patience = self._section.patience
         if patience is None or (streak := self.num_without_improvement) < patience:
             return None
@@ -82,13 +82,13 @@ class EvaluationResults:
         )
 
     def is_valid(self, result: dict[str, Any]) -> bool:
-        """Whether enough of the prompts have a score, and it is one of the metric of now."""
+        """Return whether enough of the prompts have a score, by the metric of this process."""
         unscored = result["num_prompts"] - result["num_scored"]
         enough = result["score"] is not None and unscored <= self._max_unscored_share * result["num_prompts"]
         return bool(enough and result["metric"] == self._section.score_name)
 
     def record(self, result: dict[str, Any], blob: bytes, answers: Sequence[KeptAnswer] = ()) -> bool:
-        """Keeps the answers, and the adapter if it is the best, then writes the line. Returns whether it is the best. On an
+        """Keep the answers, and the adapter if it is the best, then write the line. Return whether it is the best. On an
         OSError nothing was recorded."""
         if answers:
             self._answers.write(result["version"], result["step"], answers)
@@ -102,7 +102,7 @@ class EvaluationResults:
         return is_best
 
     def _note(self, result: dict[str, Any]) -> None:
-        """Takes the numbers that the run needs again; the file has the others."""
+        """Take the numbers that the run needs again; the file has the others."""
         self.versions.append(int(result["version"]))
         del self.versions[:-_REMEMBERED]
         if self.is_valid(result):
@@ -129,7 +129,7 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def published(self) -> PublishedPolicy:
-        """As producers download it."""
+        """The policy as producers download it."""
         probe = MeasuredProbe(self.probe_ids, self.probe_logprobs)
         return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, probe)
 
@@ -149,7 +149,7 @@ class EvaluationQueue:
         self.num_skipped = 0
 
     def restore(self, first_step: int, known: Iterable[int]) -> None:
-        """Takes up what an earlier process left: not what is known already, and not of steps that will be taken again. What
+        """Take up what an earlier process left: not what is known already, and not of steps that will be taken again. What
         is not the queue's is left alone."""
         known = set(known)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ class EvaluationQueue:
             return self._waiting.pop(self._begun)
 
     def done(self, version: int) -> None:
-        """Its result is on the disk."""
+        """Delete a version whose result is on the disk."""
         with self._lock:
             file = self._due.pop(version, None)
             self._waiting.pop(version, None)

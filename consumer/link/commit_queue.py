@@ -32,7 +32,7 @@ _MAX_BAD_FRAMES = 32  # per commit; the others are only counted
 
 
 class RolloutStorage(NamedTuple):
-    """Where groups go."""
+    """Buffer, journal and disk of the groups."""
 
     buffer: RolloutBuffer
     journal: Journal
@@ -41,7 +41,7 @@ class RolloutStorage(NamedTuple):
 
 @dataclass(eq=False)
 class CommitQueue:
-    """Belongs to the intake's thread."""
+    """Groups that wait for the next commit. The queue belongs to the intake's thread."""
 
     channel: ServerChannel
     storage: RolloutStorage
@@ -57,7 +57,7 @@ class CommitQueue:
     _bad_frames: list[tuple[str, bytes]] = field(default_factory=list)
 
     def take(self, peer: bytes, session: ProducerSession, received: ReceivedGroup) -> None:
-        """Takes a group, to be written with the next commit, or refuses it."""
+        """Take a group, to be written with the next commit, or refuse it."""
         message, frame = received.message, received.frame
         session.leases.discard(message.lease_id)
         newest = max(self.store.newest.version, self.storage.buffer.newest_version)
@@ -91,7 +91,7 @@ class CommitQueue:
         self._end_lease(message.lease_id, message.reason, message.detail)
 
     def refuse(self, count: str, warning: str, reason: str, frame: bytes) -> None:
-        """Counts a frame that cannot be used, and keeps it for inspection (`slipstream journal quarantine`)."""
+        """Count a frame that cannot be used, and keep it for inspection (`slipstream journal quarantine`)."""
         self.storage.buffer.totals[count] += 1
         self.warn(count, warning)
         if len(self._bad_frames) < _MAX_BAD_FRAMES:
@@ -102,14 +102,15 @@ class CommitQueue:
         return self._unwritten.keys()
 
     def is_commit_due(self) -> bool:
-        """In the middle of a tick; its end commits the rest, and is soon enough for what the full disk refused."""
+        """Return whether to commit before the end of the tick: 32 groups, or one that waited 5 ms. Never while the disk is
+        full."""
         return not self._is_disk_full and (
             len(self._unwritten) >= COMMIT_ROWS
             or (bool(self._unwritten) and self.clock() - self._oldest_unwritten_at > COMMIT_AFTER_S)
         )
 
     def commit(self) -> None:
-        """Writes what has arrived, then acknowledges it. What finds no room on the disk stays and is tried again."""
+        """Write the groups that have arrived, then acknowledge them. Groups without room on the disk stay and are tried again."""
         try:
             if self._bad_frames:
                 self.storage.journal.quarantine_frames(self._bad_frames)
@@ -131,6 +132,6 @@ class CommitQueue:
             self.warn("disk_full", f"{error}; {len(self._unwritten)} groups wait in memory, the rest with producers")
 
     def _end_lease(self, lease_id: str, reason: str, detail: str) -> None:
-        """On a full disk a lease may stay; it ends with the first round that finds room (`RolloutBuffer.expire`)."""
+        """End a lease. On a full disk it may stay; then it ends with the first round that finds room (`RolloutBuffer.expire`)."""
         with contextlib.suppress(JournalFullError):
             self.storage.buffer.fail(lease_id, reason, detail, self.clock())

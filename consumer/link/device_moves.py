@@ -30,8 +30,8 @@ class _Piece:
     def is_frozen(self) -> bool:
         return all(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in self.tensors)
 
-    def lie_in(self, storage: torch.UntypedStorage) -> None:
-        """From now on the tensors are in this memory, which has the same numbers."""
+    def repoint(self, storage: torch.UntypedStorage) -> None:
+        """Make the tensors use a storage with the same contents."""
         for tensor in self.tensors:
             there: Any = torch.empty(0, dtype=tensor.dtype, device=storage.device)
             there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -39,7 +39,7 @@ class _Piece:
 
 
 class DeviceMoves:
-    """Of tensors that lie in host memory at first. The copy in host memory, pinned for a GPU, is allocated once.
+    """Moves of tensors that are in host memory at first. The copy in host memory, pinned for a GPU, is allocated once.
 
     Args:
         forget: drops tensors that are not needed any more when the others leave.
@@ -52,21 +52,21 @@ class DeviceMoves:
 
     @property
     def num_bytes(self) -> int:
-        """That `back` takes of the device."""
+        """The bytes that `back` takes of the device."""
         return sum(piece.storage.nbytes() for piece in self._to_come_back())
 
     def back(self) -> None:
-        """To the device: at first everything, then what came from there."""
+        """Move to the device: at first everything, then what came from there."""
         pieces = self._to_come_back()
         if self._device.type == "cuda" and not self._has_left:
             for piece in pieces:  # one after the other, so that no second copy of all is needed
-                piece.lie_in(piece.storage.pin_memory())
+                piece.repoint(piece.storage.pin_memory())
         arrived = [self._copied(piece.storage, self._on_device(piece.storage.nbytes())) for piece in pieces]
         self._hosts = {id(piece.tensors[0]): (piece.tensors[0], piece.storage) for piece in pieces}
         self._finish(pieces, arrived)
 
     def out(self) -> None:
-        """To host memory; what the device has no use for is free for others."""
+        """Move to host memory, and free the device's memory for others."""
         self._forget()
         gc.collect()  # a training that has ended leaves cycles that hold tensors
         pieces = [piece for piece in self._pieces() if piece.storage.device.type == self._device.type]
@@ -80,7 +80,7 @@ class DeviceMoves:
             torch.cuda.empty_cache()
 
     def free_bytes(self) -> float:
-        """Of the device; infinite for a CPU."""
+        """Return the free bytes of the device; infinite for a CPU."""
         if self._device.type != "cuda":
             return math.inf
         torch.cuda.empty_cache()
@@ -117,4 +117,4 @@ class DeviceMoves:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for piece, storage in zip(pieces, storages, strict=True):
-            piece.lie_in(storage)
+            piece.repoint(storage)

@@ -31,7 +31,7 @@ class Prompts(Protocol):
 
 
 class Evaluations(Protocol):
-    """What gives leases of evaluations (`consumer.evaluate.leases`)."""
+    """The giver of leases of evaluations (`consumer.evaluate.leases`)."""
 
     @property
     def policy(self) -> PolicyInfo | None:
@@ -49,7 +49,7 @@ class Evaluations(Protocol):
 
 @dataclass(eq=False)
 class LeaseDispatcher:
-    """Gives prompts to producers. `warn` logs a problem, by kind."""
+    """The giver of prompts to producers. `warn` logs a problem, by kind."""
 
     channel: ServerChannel
     buffer: RolloutBuffer

@@ -38,7 +38,7 @@ _RECONNECT_S = 0.3  # that a process which lives takes to connect again; it has 
 
 @dataclass(frozen=True)
 class SessionTerms:
-    """What a trainer process asks of producers and tells them when they join."""
+    """The terms of a session: requirements of this trainer process, and facts that producers get when they join."""
 
     needs: TrainerNeeds
     shape: GroupShape  # of their groups
@@ -55,7 +55,7 @@ class SessionTerms:
 
 @dataclass(eq=False)
 class Fleet:
-    """See the module's guarantee."""
+    """The producers that are connected."""
 
     channel: ServerChannel
     buffer: RolloutBuffer
@@ -77,7 +77,7 @@ class Fleet:
     _refused: dict[str, int] = field(default_factory=dict)  # by producer, the version that it refuses
 
     def join(self, peer: bytes, hello: Hello) -> None:
-        """Answers a Hello."""
+        """Answer a Hello."""
         now, terms = self.clock(), self.terms
         former = self.sessions.get(peer)
         if former is not None and former.name != hello.producer:
@@ -128,12 +128,12 @@ class Fleet:
                 self.channel.send(peer, Nack(lease_id, "unknown_lease", "its prompt is not wanted any more"))
 
     def targets(self) -> list[Target]:
-        """Where producers serve their metrics. For any thread."""
+        """Return where producers serve their metrics. Any thread may call it."""
         found = list(self.sessions.values())
         return [Target(each.metrics, "rl-producer", each.name, each.host) for each in found if each.metrics]
 
     def note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
-        """Takes a heartbeat and answers it."""
+        """Take a heartbeat and answer it."""
         before = self._tokens_seen.pop(session.name, message.tokens_generated)  # its first words after Welcome
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
@@ -157,14 +157,14 @@ class Fleet:
         logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
 
     def note_disconnected(self, peers: Iterable[bytes], now: float) -> None:
-        """Their connections have ended. A process that lives connects again by itself; who has not a little later is gone."""
+        """Note ended connections. A process that lives connects again by itself; one that has not a little later is gone."""
         for peer in peers:
             if peer in self.sessions:
                 self._look_for.append((now + max(_RECONNECT_S, self.terms.heartbeat_interval_s), peer))
 
     def lose_silent(self, now: float, stood_still_s: float) -> None:
-        """Gives up who cannot be reached any more or has said nothing for too long, not counting the time in which the intake
-        stood still."""
+        """End the sessions of producers that cannot be reached or were silent for too long, not counting the time in which the
+        intake stood still."""
         while self._look_for and self._look_for[0][0] <= now:
             _, peer = self._look_for.popleft()
             session = self.sessions.get(peer)
@@ -181,12 +181,12 @@ class Fleet:
                 self.lose(peer, f"silent for {now - session.last_heard:.1f} s")
 
     def forget(self, producer: str, lease_id: str) -> None:
-        """A lease that has expired."""
+        """Forget a lease that has expired."""
         if producer in self._peers:
             self.sessions[self._peers[producer]].leases.discard(lease_id)
 
     def announce(self) -> None:
-        """Tells everybody of policies and turns, if they are not those that were announced last: some now, the others in the
+        """Announce policy and turn to all producers when they have changed: to some now, to the others in the
         rounds that follow, so that acknowledgements come between them."""
         announcement = self._announcement(None)
         if announcement != self._announced:
@@ -206,13 +206,13 @@ class Fleet:
         return session
 
     def _announcement(self, session: ProducerSession | None) -> Policy:
-        """What one producer is told, or (None) all that any of them is."""
+        """Return the announcement to one producer, or (None) everything that any of them hears."""
         turns = self.terms.turns if session is None or session.shares_gpu else None
         evaluated = self.evaluations.policy if self.evaluations else None
         return Policy(self.store.newest, evaluated, turns.turn if turns else None)
 
     def _note_refusal(self, name: str, message: Heartbeat) -> None:
-        """A version is counted once for each producer that refuses it."""
+        """Count a version once for each producer that refuses it."""
         if message.refused_version not in (-1, self._refused.get(name)):
             self.buffer.totals["swaps_refused"] += 1
             logger.error("%s refuses policy v%d: %s", name, message.refused_version, message.refusal)
@@ -223,7 +223,7 @@ class Fleet:
             self._refused.pop(name, None)
 
     def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord[Key]]:
-        """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""
+        """Take back the leases of a producer, but those that it keeps and those whose groups have arrived."""
         keep = frozenset(keep)
         if self.evaluations is not None:
             self.evaluations.release(producer, keep)

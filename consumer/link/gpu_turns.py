@@ -59,13 +59,13 @@ class TurnArbiter:
 
     @property
     def turn(self) -> GpuTurn:
-        """As producers are told."""
+        """The turn that producers hear of."""
         return GpuTurn(self.number, "producers" if self.phase == "producers" else "trainer", self.handover_s)
 
     # What producers do.
 
     def join(self, producer: str, now: float) -> None:
-        """One that counts as awake until it says something else."""
+        """Add a producer, which counts as awake until it reports otherwise."""
         self._asleep_in[producer], self._joined_at[producer] = _AWAKE, now
 
     def leave(self, producer: str) -> None:
@@ -79,19 +79,19 @@ class TurnArbiter:
     # What the trainer does.
 
     def ask(self, now: float) -> None:
-        """The trainer wants the GPU, and producers are to leave it."""
+        """Ask producers to leave the GPU."""
         if self.phase == "producers":
             self._change("changing", now)
             self.number += 1
 
     def enter(self, now: float) -> bool:
-        """Whether the trainer may use the GPU, from now on."""
+        """Return whether the trainer may use the GPU, from now on."""
         if self.phase == "changing" and not self.awake():
             self._change("trainer", now)
         return self.phase == "trainer"
 
     def hand_over(self, now: float) -> bool:
-        """The trainer has left the GPU, or does not want it any more. False if it is the producers' already."""
+        """Give the GPU to the producers. False if it is theirs already."""
         if self.phase == "producers":
             return False
         self._change("producers", now)
@@ -125,7 +125,7 @@ _NUMBER_BITS = 48  # of the number of the first turn
 
 
 class Moves(Protocol):
-    """What comes to the GPU and goes, as `consumer.link.device_moves.DeviceMoves`, which needs torch."""
+    """Moves of the trainer's tensors to the GPU and back, as `consumer.link.device_moves.DeviceMoves`, which needs torch."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -173,7 +173,7 @@ class GpuTurns:
             return self._arbiter.turn
 
     def shares(self, hello: Hello) -> bool:
-        """Whether this producer uses a GPU of the trainer."""
+        """Return whether this producer uses a GPU of the trainer."""
         return not self.ids.isdisjoint(hello.gpus)
 
     def join(self, producer: str) -> None:
@@ -195,12 +195,12 @@ class GpuTurns:
     # What the trainer does.
 
     def carry(self, moves: Moves, flush: Callable[[], None], tell: Callable[[], None]) -> None:
-        """From now on turns can be taken.
+        """Allow turns from now on.
 
         Args:
             moves: what the trainer has on the GPU.
             flush: returns when nothing is under way that needs it there.
-            tell: has producers told of the turn.
+            tell: announces the turn to producers.
         """
         self._moves, self._flush, self._tell = moves, flush, tell
         self._settled_at = self.clock() + self.settle_s
@@ -236,7 +236,7 @@ class GpuTurns:
         logger.info(text, left - began, took)
 
     def hand_over(self) -> None:
-        """Does nothing in the producers' turn."""
+        """Hand the GPU over to the producers. In their turn this does nothing."""
         if not self.is_ours:
             return
         assert self._moves is not None

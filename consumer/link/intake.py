@@ -45,7 +45,7 @@ _MOST_DESCRIBED = 8  # producers
 
 
 class Intake:
-    """See the module's guarantee. The numbers of its parts may be read by any thread. `errors` is told what ended the thread;
+    """The I/O thread. Any thread may read the numbers of its parts. `errors` gets the error that ended the thread;
     `beat` is called in every round, with the clock in monotonic seconds."""
 
     def __init__(
@@ -79,18 +79,18 @@ class Intake:
         self._thread.start()
 
     def wake(self) -> None:
-        """The staleness budget may have changed: look for leases to give."""
+        """Look for leases to give, because the staleness budget may have changed."""
         self._channel.wake()
 
     def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = FAREWELL_S + 5.0) -> None:
-        """Says goodbye to every producer, closes the sockets and ends the thread."""
+        """Say goodbye to every producer, close the sockets and end the thread."""
         self._bye = reason
         self._channel.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def describe(self) -> str:
-        """Who waits for whom, in words."""
+        """Return which side waits for which, in words."""
         sessions = list(self.fleet.sessions.values())
         if not sessions:
             return "no producer is connected; start one with: rl-producer --config FILE"
@@ -112,7 +112,7 @@ class Intake:
     # Called by the publisher's thread.
 
     def publish(self, policy: PublishedPolicy) -> None:
-        """Makes this the current policy: announced, downloadable, and counted in every lease."""
+        """Make this the current policy: announced, downloadable, and counted in every lease."""
         self.store.publish(policy)
         self._buffer.published(policy.version)
         self._channel.wake()
@@ -134,7 +134,8 @@ class Intake:
             self._channel.close()
 
     def tick(self, timeout_s: float) -> None:
-        """One round: everything received, then everything due. While it stands still (a slow disk), nobody is silent."""
+        """Take one round: everything received, then everything due. While it stands still (a slow disk), no producer counts as
+        silent."""
         began = self.clock()
         for peer, message in self._channel.poll(timeout_s):
             try:

@@ -32,7 +32,7 @@ class OfferedBundle:
         return self.answer.digest if isinstance(self.answer, BundleOffer) else ""
 
     def chunk(self, request: BlobRequest) -> BlobChunk | None:
-        """None for another blob than this, or a part that it does not have."""
+        """Return a part of the bundle; None for another blob, or a part beyond its end."""
         part = self.data[request.offset : request.offset + request.length] if request.digest == self.digest else b""
         return BlobChunk(request.digest, request.offset, part) if part else None
 

@@ -45,13 +45,13 @@ class PublishedPolicy:
 
 
 class Snapshot(Protocol):
-    """The weights of a moment, perhaps still on their way to host memory. It belongs to its taker until `release`."""
+    """The weights of a moment, perhaps still on their way to host memory. Call `release` once they are not needed."""
 
     @property
     def release(self) -> Callable[[], None]: ...
 
     def published(self, version: int) -> PublishedPolicy:
-        """As the policy of this version, which releases this. Waits until everything is there."""
+        """Return the policy of this version, which releases the snapshot. Waits until everything is there."""
 
 
 class _Blob(NamedTuple):
@@ -62,7 +62,7 @@ class _Blob(NamedTuple):
 
 @dataclass(eq=False)
 class PolicyStore:
-    """Keeps the last `keep` policies by digest, where there is room as files in `memory`."""
+    """The last `keep` policies by digest, where there is room as files in `memory`."""
 
     keep: int
     memory: SharedMemory
@@ -73,26 +73,26 @@ class PolicyStore:
 
     @property
     def newest(self) -> PolicyInfo:
-        """Only after the first `publish`."""
+        """The newest policy, after the first `publish`."""
         assert self._newest is not None, "publish a policy first"
         return self._newest
 
     def publish(self, policy: PublishedPolicy) -> None:
         blob = self._blob(policy)
-        with self._changing() as gone:
+        with self._update() as gone:
             if policy.digest in self._blobs:
                 gone.append(self._blobs.pop(policy.digest))
             self._blobs[policy.digest] = blob
             self._newest = policy.info
 
     def pin(self, policy: PublishedPolicy) -> None:
-        """Keeps this policy, which is added if it is not here, until another is pinned or it is unpinned."""
+        """Keep this policy, which is added if it is not here, until another is pinned or it is unpinned."""
         with self._lock:
             self._pinned = policy.digest
             known = policy.digest in self._blobs
         if not known:
             blob = self._blob(policy)
-            with self._changing() as gone:
+            with self._update() as gone:
                 if policy.digest in self._blobs:  # it was published meanwhile
                     gone.append(blob)
                 else:
@@ -100,7 +100,7 @@ class PolicyStore:
                     self._blobs.move_to_end(policy.digest, last=False)
 
     def unpin(self) -> None:
-        with self._changing():
+        with self._update():
             self._pinned = None
 
     def chunk(self, request: BlobRequest) -> BlobChunk | BlobMissing:
@@ -123,8 +123,8 @@ class PolicyStore:
         return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), *policy.probe), release)
 
     @contextmanager
-    def _changing(self) -> Iterator[list[_Blob]]:
-        """With the lock. Afterwards all but the newest and the one that is pinned leave, and what left is released."""
+    def _update(self) -> Iterator[list[_Blob]]:
+        """Hold the lock; then evict all but the newest `keep` and the pinned policy, and free them."""
         gone: list[_Blob] = []
         with self._lock:
             yield gone

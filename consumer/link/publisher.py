@@ -19,7 +19,7 @@ _POLL_S = 0.25
 @dataclass(eq=False)
 class Publisher:
     """Starts with the first version. `publish` is called on the thread with optimizer step and policy; False: not now, try
-    again. `describe` says who waits for whom, and `errors` is told what ended the thread."""
+    again. `describe` returns which side waits for which, and `errors` gets the error that ended the thread."""
 
     publish: Callable[[int, PublishedPolicy], bool]
     waits: WaitPolicy
@@ -35,7 +35,7 @@ class Publisher:
     # The main thread's side.
 
     def submit(self, step: int, version: int, snapshot: Snapshot) -> None:
-        """Hands over the version that optimizer step `step` made. Nothing is announced of one that is given up with the run."""
+        """Hand over the version that optimizer step `step` made."""
         self._wait_until_at_most(_MAX_UNFINISHED - 1)
         if self._thread.ident is None:
             self._thread.start()
@@ -44,11 +44,11 @@ class Publisher:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Returns when everything submitted is published."""
+        """Return when everything submitted is published."""
         self._wait_until_at_most(0)
 
     def close(self) -> None:
-        """Publishes what can be published at once, and ends the thread."""
+        """Publish what can be published at once, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -37,7 +37,7 @@ MOST_SOURCES = 3
 
 
 class Host(NamedTuple):
-    """Where producers run, in the order in which the hosts came."""
+    """A host of producers. Hosts are in the order in which they came."""
 
     name: str
     region: str
@@ -45,7 +45,7 @@ class Host(NamedTuple):
 
 
 def sources(hosts: Sequence[Host], home: str) -> dict[str, list[str]]:
-    """For each host the names of those whose relays it asks, the best first. `home` is the trainer's region."""
+    """Return for each host the names of those whose relays it asks, the best first. `home` is the trainer's region."""
     heads: list[str] = []
     regions: dict[str, list[Host]] = {}
     for host in hosts:
@@ -99,7 +99,7 @@ class RelayDirectory:
     _sources: dict[str, list[str]] = field(default_factory=dict)  # by host
 
     def refresh(self, now: float, sessions: Mapping[bytes, ProducerSession]) -> None:
-        """Looks, a few times a second, who relays, and has every relay know who is authorized now."""
+        """Find the relays, a few times a second, and send each of them the keys that are authorized now."""
         if now < self._refresh_at:
             return
         self._refresh_at = now + _EVERY_S
@@ -127,7 +127,7 @@ class RelayDirectory:
         return structs.replace(offer, relays=named) if named else offer
 
     def _address(self, peer: bytes, session: ProducerSession, keys: _Keys) -> RelayAddress | None:
-        """Where a producer relays; None if nobody may be sent there."""
+        """Return the address of a producer's relay; None if no producer may use it."""
         relay = session.heartbeat.relay
         if session.host == self.host:
             return None

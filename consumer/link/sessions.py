@@ -22,7 +22,7 @@ _LEASING_S = 0.05  # of a tick, after which what has arrived comes first: readin
 
 @dataclass(eq=False)
 class ProducerSession:
-    """One producer."""
+    """A connected producer, as last heard of."""
 
     name: str
     capacity: int
@@ -41,15 +41,15 @@ class ProducerSession:
 
     @property
     def room(self) -> int:
-        """Leases that it would still take."""
+        """The number of leases that it would still take."""
         return self.capacity - len(self.leases)
 
     def end(self) -> None:
-        """It is not connected any more, and takes nothing."""
+        """End the session, so that it gets no lease."""
         self.capacity = 0
 
     def note(self, heartbeat: Heartbeat, interval_s: float) -> set[str]:
-        """Takes its report, heard at `last_heard`, and returns the leases that are lost: they, or their answers, never arrived.
+        """Take its report, heard at `last_heard`, and return the leases that are lost: they, or their answers, never arrived.
         One heartbeat comes `interval_s` after the other. A lease or an answer may be under way for one of them; those that
         waited here together, while this process stood still, count as one."""
         self.heartbeat = heartbeat
@@ -64,7 +64,7 @@ class ProducerSession:
         return lost
 
     def describe(self, now: float) -> str:
-        """What it is doing, in words."""
+        """Return the producer's activity, in words."""
         beat = self.heartbeat
         if beat is ProducerSession.heartbeat:
             return f"{self.name} (no heartbeat yet)"
@@ -119,7 +119,7 @@ def give_leases(
     give: Callable[[bytes, ProducerSession], bool | None],
     clock: Callable[[], float],
 ) -> list[bytes]:
-    """Gives leases while there is room, for a limited number and time. Returns the producers that cannot be reached. `give` gives
+    """Give leases while there is room, for a limited number and time. Return the producers that cannot be reached. `give` gives
     one to a producer: False if it cannot be reached, None if there is none to give."""
     lost, until = list[bytes](), clock() + _LEASING_S
     for number in range(_LEASES_PER_TICK):
@@ -152,7 +152,7 @@ def say_goodbye(
     beat: Callable[[], None],
     clock: Callable[[], float],
 ) -> None:
-    """Says it to everybody and waits for the same from them, at most `FAREWELL_S`. A producer that said nothing for
+    """Say goodbye to all producers and wait for their goodbyes, at most `FAREWELL_S`. A producer that said nothing for
     `silence_s`, by `clock`, is gone; `beat` is called in every round."""
     heard = dict.fromkeys(peers, clock())
     for peer in heard:

@@ -55,8 +55,8 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Measures every so many policies by the same tokens; none if `every` is 0. `autocast` makes the context of the trainer's
-    forward passes."""
+    """A measurement of every `every`-th policy by the same tokens; of none if `every` is 0. `autocast` makes the context of the
+    trainer's forward passes."""
 
     token_ids: np.ndarray
     every: int
@@ -103,7 +103,7 @@ class AdapterSnapshot:
 
 
 class AdapterSnapshots:
-    """Takes snapshots of the adapter named `default` of `model`, whose layout stays as it is.
+    """The maker of snapshots of the adapter named `default` of `model`, whose layout stays as it is.
 
     `take` belongs to the thread that trains; any thread may release.
     """

@@ -20,12 +20,13 @@ from protocol.errors import DatasetError
 logger = logging.getLogger(__name__)
 
 MOST_PROMPTS = 100_000_000
-"""Of an epoch. More come of weights that no row count fits."""
+"""The most prompts of an epoch. More come of weights that do not fit the row counts."""
 
 
 class PromptDataset:
-    """See the module's guarantee. `digest` is 64 hex digits that change with the rows, with what is skipped and with the files of
-    the functions. The tokenizer of `model_folder`, of files of its own only with `trust_remote_code`, counts tokens of prompts.
+    """The prompts of a dataset, by id. `digest` is 64 hex digits that change with the rows, with what is skipped and with the
+    files of the functions. The tokenizer of `model_folder`, of files of its own only with `trust_remote_code`, counts tokens of
+    prompts.
 
     Raises:
         DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.
@@ -77,7 +78,7 @@ class PromptDataset:
 
 
 class Placeholders:
-    """Takes the place of a PromptDataset in a run that has none, because environments of Atropos choose their own items.
+    """A stand-in for the PromptDataset of a run that has none, because environments of Atropos choose their own items.
 
     A placeholder is a credit for one group and nothing else. There are so many that an epoch ends in no run that anybody has
     seen; when one does, the next begins, and nothing depends on it.
@@ -93,7 +94,7 @@ class Placeholders:
         return self.place(prompt_id), {}
 
     def place(self, prompt_id: int) -> str:
-        """For messages."""
+        """Return the group's name, for messages."""
         return f"group {prompt_id} of the environments of Atropos"
 
 

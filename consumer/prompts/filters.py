@@ -108,7 +108,7 @@ class UsableRows:
 
 
 def _judged(reader: RowReader, limit: TokenLimit | None, key: str, check: Callable[[], None]) -> Dataset:
-    """One row per row, with its key in the cache: the verdict, the problem, and the prompt that a transform made."""
+    """Judge each row, once for its key in the cache: the verdict, the problem, and the prompt that a transform made."""
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "slipstream"
     cache.mkdir(parents=True, exist_ok=True)
     features = {"verdict": datasets.Value("int8"), "problem": datasets.Value("string")}

@@ -35,7 +35,7 @@ class Verdict(IntEnum):
 
 
 class Judged(NamedTuple):
-    """What became of a row. `row` is the prompt encoded, where a child process made it."""
+    """The judgement of a row. `row` is the prompt encoded, where a child process made it."""
 
     verdict: Verdict
     prompt: Prompt | None = None
@@ -55,7 +55,7 @@ class RowReader:
         self.transform = load_function(source.transform, f"{key}.transform") if source.transform else None
 
     def passes(self, row: Row, number: int) -> bool:
-        """Whether the filter lets the row through. Raises DatasetError if it raised, or did not say."""
+        """Return whether the filter lets the row through. Raises DatasetError if it raised, or returned no bool."""
         if self.filter is None:
             return True
         passes = self._call("filter", self.filter, row, number)
@@ -124,12 +124,12 @@ class RowReader:
             ) from error
 
     def place(self, number: int) -> str:
-        """For messages."""
+        """Return row and dataset, for messages."""
         return f"row {number} of {self.source.path}"
 
 
 def _file_of(function: Callable[[Row], Any]) -> bytes:
-    """Empty for a function that is in none."""
+    """Read the file of a function; empty for one that is in none."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:

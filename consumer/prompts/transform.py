@@ -48,8 +48,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class TransformProcess:
-    """Judges the rows of `reader` as it does, in a child process. `check` is called while it waits, and may raise; `limit_s` is
-    for one row. Close it in the end.
+    """A child process that judges the rows of `reader` as the reader does. `check` is called while it waits, and may raise;
+    `limit_s` is for one row. Close it in the end.
 
     Attributes:
         num_ended: rows on which the process ended or took too long.
@@ -67,7 +67,7 @@ class TransformProcess:
         self.num_ended = 0
 
     def judge(self, row: Row, number: int) -> Judged:
-        """As `RowReader.judge`; the child gets the row in Arrow's format, with the types of its columns."""
+        """Judge as `RowReader.judge` does; the child gets the row in Arrow's format, with the types of its columns."""
         answer = self._loop.run_until_complete(self._ask(Job(number, packed(self._rows, number))))
         if answer.filter_error:
             raise DatasetError(answer.filter_error)

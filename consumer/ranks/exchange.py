@@ -28,11 +28,11 @@ PIECE_BYTES = 2**26
 
 
 class PlanError(Exception):
-    """What rank 0 said is no plan."""
+    """A message of rank 0 that is no plan."""
 
 
 class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begin"):
-    """What run this is, and where it starts."""
+    """The run, and the step that it starts from."""
 
     num_prompts: int
     vocab_size: int
@@ -41,13 +41,13 @@ class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begin"
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="piece"):
-    """What comes next of the files that `Begin` names, one after another: at most `PIECE_BYTES`, of one file."""
+    """The next piece of the files that `Begin` names, one after another: at most `PIECE_BYTES`, of one file."""
 
     data: bytes
 
 
 class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
-    """Take the steps over this batch. Fields as of `replay.batch_selection.TrainingBatch`."""
+    """The order to take the steps over this batch. Fields as of `replay.batch_selection.TrainingBatch`."""
 
     first_step: int
     num_iterations: int
@@ -105,7 +105,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of each name what all ranks have, rank by rank.
+        """Return for each name the values of all ranks, rank by rank.
 
         Args:
             values: (N,) each, by names that are the same on all ranks; N may differ. True and false come back as 1 and 0.
@@ -117,7 +117,7 @@ class Ranks(Protocol):
         ...
 
     def share(self, plan: Plan | None) -> Plan:
-        """What rank 0 has planned; the others pass None, and wait for it as long as it takes."""
+        """Return the plan of rank 0. The others pass None, and wait for it as long as it takes."""
         ...
 
 
@@ -255,7 +255,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RankWork(NamedTuple):
-    """One rank's part of a step. Memory is the most that tensors took of its GPU in the passes of the step; on a CPU it is that
+    """A rank's part of a step. Memory is the most that tensors took of its GPU in the passes of the step; on a CPU it is that
     of the process."""
 
     step_s: float
@@ -265,7 +265,7 @@ class RankWork(NamedTuple):
 
 
 def work_of_all(ranks: Ranks, step_s: float, waited_s: float, num_tokens: int) -> list[RankWork]:
-    """Of all ranks, by number. Is called by all of them."""
+    """Return the work of all ranks, by number. All of them call it."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     memory = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes(os.getpid())
     own = torch.tensor([step_s, waited_s, num_tokens, memory], dtype=torch.float64)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from consumer.ranks.placement import Placement
-from consumer.ranks.presence import Signs, tell_lost
+from consumer.ranks.presence import Heartbeats, tell_lost
 from consumer.ranks.rendezvous import GONE, OVER, choose_interface, facts_of, join, reach
 from consumer.ranks.team import RankProcesses, rank_processes
 from protocol.config.run import RunConfig
@@ -35,7 +35,7 @@ def run_host(config: RunConfig, placement: Placement) -> ExitCode:
     with _node_0(placement):
         facts = facts_of(config)
         store = reach(nodes)
-        signs = Signs(store, f"node {nodes.rank}")
+        signs = Heartbeats(store, f"node {nodes.rank}")
         joined = join(store, nodes, placement.num_ranks, facts, signs)
     ranks = range(joined.first_rank, joined.first_rank + placement.num_ranks)
     logger.info(
@@ -63,10 +63,10 @@ def _node_0(placement: Placement) -> Iterator[None]:
         raise RankLostError(f"node 0 at {placement.nodes.host}:{placement.nodes.port} is gone ({error})") from error
 
 
-def _watch(store: dist.Store, node: int, processes: RankProcesses, signs: Signs) -> ExitCode:
+def _watch(store: dist.Store, node: int, processes: RankProcesses, signs: Heartbeats) -> ExitCode:
     told = set[int]()
     while not store.check([OVER]):
-        signs.give()
+        signs.send()
         for rank, how in processes.ended():
             if rank not in told:
                 told.add(rank)

@@ -1,4 +1,4 @@
-"""Which ranks a trainer has, and where."""
+"""The ranks of a trainer, and their hosts and GPUs."""
 
 import os
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the trainer is one process."""
+        """True if the trainer is one process."""
         return self.num_ranks == self.nodes.count == 1
 
     @classmethod
@@ -89,7 +89,7 @@ class Placement:
         return cls(tuple(gpus), num_ranks or max(1, len(gpus)), nodes)
 
     def environment(self, index: int) -> dict[str, str]:
-        """What a process must find in its environment before it imports torch, by its number on this host."""
+        """Return the environment that a process needs before it imports torch, by its number on this host."""
         found = {}
         if self.gpus:
             found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(self.gpus[index])}

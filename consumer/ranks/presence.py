@@ -43,8 +43,8 @@ def silence_s(chosen: float | None, num_hosts: int) -> float:
     return chosen or (_SILENCE_S if num_hosts == 1 else _SILENCE_OF_HOSTS_S)
 
 
-class Signs:
-    """Of one process.
+class Heartbeats:
+    """The heartbeats of a process.
 
     Args:
         who: "rank 3", "node 1".
@@ -56,7 +56,7 @@ class Signs:
         self._life = secrets.token_hex(4)
         self._count = itertools.count()
 
-    def give(self) -> None:
+    def send(self) -> None:
         self._store.set(self._key, f"{self._life} {next(self._count)}")
 
 
@@ -65,33 +65,33 @@ def key_of(who: str) -> str:
 
 
 def same_life(sign: str, other: str) -> bool:
-    """Whether one process gave both."""
+    """Return whether both heartbeats are of one process."""
     return sign.split()[0] == other.split()[0]
 
 
-class SignsOfLife(threading.Thread):
-    """Of a rank but the first, from a thread. Ends the process when rank 0 is gone."""
+class HeartbeatThread(threading.Thread):
+    """The thread of a rank other than 0 that sends its heartbeats. It ends the process when rank 0 is gone."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         super().__init__(name="signs-of-life", daemon=True)
-        self._signs = Signs(store, f"rank {rank}")
+        self._signs = Heartbeats(store, f"rank {rank}")
 
     def run(self) -> None:
         while True:
             try:
-                self._signs.give()
+                self._signs.send()
             except Exception:  # the store's own, which derives from RuntimeError or not, by release
                 os._exit(ExitCode.RANK_LOST)
             time.sleep(_GIVE_EVERY_S)
 
 
 def tell_lost(store: dist.Store, rank: int, how: str) -> None:
-    """Has rank 0 end the run, unless it has heard of another rank before."""
+    """Report a lost rank to rank 0, which ends the run, unless another was reported before."""
     store.compare_set(LOST, "", f"rank {rank} ended ({how})")
 
 
 @contextlib.contextmanager
-def last_words(store: dist.Store, rank: int, silence_s: float) -> Iterator[None]:
+def report_failure(store: dist.Store, rank: int, silence_s: float) -> Iterator[None]:
     """Log an exception of a rank but the first, tell it to rank 0, and end this process.
 
     Args:
@@ -109,7 +109,7 @@ def last_words(store: dist.Store, rank: int, silence_s: float) -> Iterator[None]
 
 
 def is_broken_connection(error: Exception) -> bool:
-    """Whether a collective operation raised this because another rank is gone. Gloo's errors have no type of their own."""
+    """Return whether a collective operation raised this because another rank is gone. Gloo's errors have no type of their own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -121,7 +121,7 @@ _FINDING_S = 2.0  # beyond the silence of a process that is lost
 
 @dataclass
 class _Seen:
-    """What was seen of a rank or host."""
+    """The last heartbeat of a rank or host."""
 
     name: str
     changed: float
@@ -129,7 +129,7 @@ class _Seen:
 
 
 class RankWatch(threading.Thread):
-    """Of rank 0.
+    """The watch over the heartbeats of the other ranks and hosts. It runs on rank 0.
 
     Args:
         hosts: the ranks of each, by number of the host.
@@ -160,8 +160,8 @@ class RankWatch(threading.Thread):
         self.lost: RankLostError | None = None
 
     def explain(self, error: Exception) -> None:
-        """After an error on the main thread: raises `RankLostError` if a lost rank may have caused it. What rank 0 itself has to
-        say to the user, such as that its own device has no memory, is not of that kind."""
+        """Raise `RankLostError` if a lost rank may have caused this error of the main thread. An error with a message for the
+        user, such as that rank 0's own device has no memory, is not of that kind."""
         if isinstance(error, SlipstreamError):
             return
         if is_broken_connection(error) and not self._found.wait(self._silence_s + _FINDING_S):
@@ -190,7 +190,7 @@ class RankWatch(threading.Thread):
                 return
 
     def look(self, now: float) -> str | None:
-        """What happened to a rank or host, if anything. Is called at least every `_LOOK_EVERY_S` while this process runs.
+        """Return what happened to a rank or host, if anything. Call it at least every `_LOOK_EVERY_S` while this process runs.
 
         Args:
             now: seconds of the monotonic clock.
@@ -227,7 +227,7 @@ class RankWatch(threading.Thread):
 
 
 def _watched(hosts: Sequence[range]) -> Iterable[tuple[str, str]]:
-    """Whose signs are looked at, and what messages call them. Hosts come first: with one its ranks fall silent."""
+    """Yield the processes that are watched, and their names in messages. Hosts come first: with one its ranks fall silent."""
     for node, ranks in enumerate(hosts[1:], 1):
         yield f"node {node}", f"node {node} (ranks {ranks[0]} to {ranks[-1]})"
     for node, ranks in enumerate(hosts):

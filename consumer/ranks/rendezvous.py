@@ -1,4 +1,4 @@
-"""Where the ranks of a trainer find one another, on one host or on several.
+"""The rendezvous of a trainer's ranks, on one host or on several.
 
 Guarantee: rank 0's host alone listens, at one address and no other. Ranks of a host whose configuration, model or libraries
 differ from those of rank 0 are refused on both hosts, with what differs. Nothing but text and numbers is exchanged.
@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from consumer.ranks.placement import Nodes
-from consumer.ranks.presence import Signs
+from consumer.ranks.presence import Heartbeats
 from consumer.waiting import StopRequested
 from protocol import __version__
 from protocol.channel.channel import own_address
@@ -39,14 +39,14 @@ _LIBRARIES = ("torch", "trl", "transformers", "peft")
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """What another host says when it comes."""
+    """The message of another host that joins."""
 
     num_ranks: int
     facts: dict[str, str]
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """What it is told: its place, or why it has none."""
+    """The answer: its place, or the reason why it has none."""
 
     first_rank: int
     world: int
@@ -54,7 +54,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 def facts_of(config: RunConfig) -> dict[str, str]:
-    """What must be equal on all hosts, by the name under which a user knows it."""
+    """Return the facts that must be equal on all hosts, by the names that users know."""
     sections = config.model_dump(
         mode="json", include=set(_SECTIONS), exclude={"model": {"path"}, "lora": {"init_from"}}
     )
@@ -98,7 +98,7 @@ def connect(host: str, port: int) -> dist.Store:
 def gather_hosts(
     store: dist.Store, nodes: Nodes, num_ranks: int, facts: Mapping[str, str], stop: Callable[[], bool]
 ) -> list[range]:
-    """On rank 0's host: waits for the others and tells each its place.
+    """Wait, on rank 0's host, for the others, and send each its place.
 
     Args:
         num_ranks: of this host.
@@ -131,7 +131,7 @@ def gather_hosts(
 
 
 def reach(nodes: Nodes) -> dist.Store:
-    """On another host: waits for rank 0's."""
+    """Wait, on another host, for rank 0's."""
     store: list[dist.Store] = []
 
     def reached() -> bool:
@@ -147,8 +147,8 @@ def reach(nodes: Nodes) -> dist.Store:
     return store[0]
 
 
-def join(store: dist.Store, nodes: Nodes, num_ranks: int, facts: dict[str, str], signs: Signs) -> Joined:
-    """On another host: waits for its place.
+def join(store: dist.Store, nodes: Nodes, num_ranks: int, facts: dict[str, str], signs: Heartbeats) -> Joined:
+    """Wait, on another host, for its place.
 
     Raises:
         ConfigError: this host differs in what must be equal.
@@ -156,10 +156,10 @@ def join(store: dist.Store, nodes: Nodes, num_ranks: int, facts: dict[str, str],
     key = f"joined/{nodes.rank}"
 
     def placed() -> bool:
-        signs.give()
+        signs.send()
         return bool(store.check([key]))
 
-    signs.give()
+    signs.send()
     store.set(f"joining/{nodes.rank}", msgspec.json.encode(Joining(num_ranks, facts)).decode())
     _wait(placed, "the other nodes")
     joined = msgspec.json.decode(store.get(key), type=Joined)
@@ -177,7 +177,7 @@ def until_heard(store: dist.Store, nodes: Sequence[int], within_s: float = 5.0) 
 
 
 def choose_interface(host: str) -> None:
-    """Has gloo and NCCL talk over the network interface from which `host` is reached.
+    """Choose, for gloo and NCCL, the network interface from which `host` is reached.
 
     Raises:
         ConfigError: there is none.

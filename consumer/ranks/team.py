@@ -32,7 +32,7 @@ from protocol.runtime.processes import exit_text
 
 
 class Member(msgspec.Struct, frozen=True):
-    """What a rank learns on its standard input."""
+    """The message that a rank reads from its standard input."""
 
     config: msgspec.Raw
     rank: int
@@ -45,13 +45,13 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class RankProcesses:
-    """Ranks of this host, by number."""
+    """The processes of this host's ranks, by number."""
 
     def __init__(self, started: "dict[int, subprocess.Popen[bytes]]") -> None:
         self._started = started
 
     def ended(self) -> Iterator[tuple[int, str]]:
-        """Those that have ended, and how."""
+        """Yield the ranks that have ended, and how."""
         for rank, process in self._started.items():
             if (code := process.poll()) is not None:
                 yield rank, exit_text(code)
@@ -99,7 +99,7 @@ def start(member: Member, environment: dict[str, str]) -> "subprocess.Popen[byte
 def team(
     config: RunConfig, placement: Placement, on_lost: Callable[[RankLostError], None], stop: Callable[[], bool]
 ) -> Iterator[Ranks]:
-    """Starts the other ranks and waits for them.
+    """Start the other ranks and wait for them.
 
     Args:
         on_lost: is called on another thread when one of them is lost.

@@ -148,7 +148,7 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
 
 
 def _watch_fleet(readings: Readings, intake: Intake) -> None:
-    """By producer; those that are connected only, so that names of past ones do not pile up, and of a large fleet those that are
+    """Watch each connected producer; only those, so that names of past ones do not pile up, and of a large fleet those that are
     connected longest, so that a scrape delays no acknowledgement."""
 
     def connected() -> list[ProducerSession]:
@@ -209,7 +209,7 @@ _EVALUATION_IN_PROGRESS = {
 
 
 def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl | None) -> None:
-    """None is for a run without."""
+    """Watch the evaluations; None: the run has none."""
     readings = Readings(registry)
 
     def gauge(name: str, text: str, read: Callable[[EvaluationControl], float | None], otherwise: float) -> None:
@@ -240,7 +240,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
 
 
 def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:
-    """None is for a run without."""
+    """Watch whose turn it is on the GPU; None: it is not shared."""
     readings = Readings(registry)
     readings.gauges(
         "rl_trainer_gpu_turn",

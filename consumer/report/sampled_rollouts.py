@@ -24,7 +24,7 @@ _MAX_CHARS = 8192  # of a text
 
 
 class RolloutLog:
-    """See the module's guarantee. Lines of one step stay together, also where they alone are more than a file may have. Lines
+    """The file of sampled rollouts. Lines of one step stay together, also where they alone are more than a file may have. Lines
     of steps after `first_step` are of no step that was taken."""
 
     def __init__(
@@ -39,7 +39,7 @@ class RolloutLog:
         self._decode = decode
 
     def note(self, step: int, batch: TrainingBatch, version: int) -> None:
-        """Writes the samples of optimizer step `step`, counted from 1, whose batch policy `version` cut."""
+        """Write the samples of optimizer step `step`, counted from 1, whose batch policy `version` cut."""
         if not self._num_samples:
             return
         rewards = np.concatenate([group.rewards for group in batch.groups])
@@ -75,7 +75,7 @@ class RolloutLog:
 
 
 def chosen(totals: NDArray[np.float64], count: int, draw: np.random.Generator) -> list[int]:
-    """Indexes of at most `count` completions: of a best one, of a worst one, then of others. NaN is neither."""
+    """Return indexes of at most `count` completions: a best one, a worst one, then others. NaN is neither."""
     order = draw.permutation(len(totals)).tolist()
     scored = [row for row in order if not np.isnan(totals[row])]
     extremes = [max(scored, key=totals.__getitem__), min(scored, key=totals.__getitem__)] if scored else []
@@ -83,7 +83,7 @@ def chosen(totals: NDArray[np.float64], count: int, draw: np.random.Generator) -
 
 
 def shortened(text: str) -> str:
-    """At most about `_MAX_CHARS`: the middle of a longer one is left out, because answers stand at the end."""
+    """Shorten to about `_MAX_CHARS`: the middle of a longer one is left out, because answers stand at the end."""
     left_out = len(text) - _MAX_CHARS
     half = _MAX_CHARS // 2
     return text if left_out <= 0 else f"{text[:half]}[... {left_out} characters left out ...]{text[-half:]}"

@@ -104,7 +104,7 @@ _GAUGES = {
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as the report has it.
+    """An optimizer step, as the report has it.
 
     Args:
         step: counted from 1.
@@ -122,7 +122,7 @@ class StepRecord:
 
 
 class LearningMetrics:
-    """Belongs to the main thread. `max_staleness` is in versions, as configured."""
+    """The metrics of steps, which belong to the main thread. `max_staleness` is in versions, as configured."""
 
     def __init__(
         self, registry: CollectorRegistry, reward_names: Iterable[str], *, max_steps: int, max_staleness: int
@@ -167,7 +167,7 @@ class LearningMetrics:
         self._nonfinite.inc(not all(math.isfinite(record.numbers.get(key, 0.0)) for key in ("loss", "grad_norm")))
 
     def logged(self, numbers: Mapping[str, float]) -> None:
-        """What transformers logged; only there is the learning rate."""
+        """Take the learning rate from what transformers logged."""
         self._set({key: numbers[key] for key in ("learning_rate",) if key in numbers})
 
     def _set(self, numbers: Mapping[str, float]) -> None:
@@ -221,7 +221,8 @@ def batch_metrics(batch: TrainingBatch, version: int, weights: np.ndarray, names
 
 
 def success_rates(counts: Mapping[str, int]) -> dict[str, float]:
-    """Of all scored completions so far, by the attempt at their prompt: 1 is the first attempt, 2 the first reroll."""
+    """Return the share of successes among all scored completions so far, by the attempt at their prompt: 1 is the first attempt,
+    2 the first reroll."""
     scored = {name.removesuffix("_scored"): count for name, count in counts.items() if name.endswith("_scored")}
     return {
         f"success_rate/{attempt}": counts[f"{attempt}_successes"] / count for attempt, count in scored.items() if count
@@ -263,7 +264,7 @@ class StepReport:
         self._metrics.batch(staleness)
 
     def logged(self, numbers: Mapping[str, float]) -> None:
-        """What transformers logged of a step."""
+        """Take the numbers that transformers logged of a step."""
         self._metrics.logged(numbers)
 
     def step(self, record: StepRecord) -> None:

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 from transformers import TrainerCallback
 
-from consumer.app.run import Heartbeat
+from consumer.app.run import Liveness
 from consumer.waiting import StopRequested, ThreadErrors
 from tests.unit.protocol.runtime.test_health import World
 
@@ -15,7 +15,7 @@ def test_every_micro_batch_step_and_checkpoint_beats(moment: str) -> None:
     assert hasattr(TrainerCallback, moment), "transformers calls it something else now"
     world, nothing = World(), cast("Any", None)
     world.health.started("")
-    heartbeat = Heartbeat(world.health, lambda: False, ThreadErrors())
+    heartbeat = Liveness(world.health, lambda: False, ThreadErrors())
     getattr(heartbeat, moment)(nothing, nothing, nothing, model=nothing)
     assert world.said("watchdog") == 1
 
@@ -23,7 +23,7 @@ def test_every_micro_batch_step_and_checkpoint_beats(moment: str) -> None:
 def test_a_step_that_goes_on_after_a_stop_was_asked_for_asks_systemd_for_time() -> None:
     world, stops = World(), [False]
     world.health.started("")
-    heartbeat = Heartbeat(world.health, lambda: stops[0], ThreadErrors())
+    heartbeat = Liveness(world.health, lambda: stops[0], ThreadErrors())
     heartbeat.check()
     assert (world.said("stopping"), world.said("extend_timeout"), world.said("watchdog")) == (0, 0, 1)
     stops[0] = True
@@ -35,7 +35,7 @@ def test_a_step_that_goes_on_after_a_stop_was_asked_for_asks_systemd_for_time() 
 
 def test_what_ended_another_thread_ends_the_waits_of_the_main_thread() -> None:
     errors = ThreadErrors()
-    heartbeat = Heartbeat(World().health, lambda: False, errors)
+    heartbeat = Liveness(World().health, lambda: False, errors)
     errors.note(OSError("socket gone"))
     errors.note(ValueError("because of that"))
     with pytest.raises(OSError, match="socket gone"):

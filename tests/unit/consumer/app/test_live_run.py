@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from consumer.app.live_run import LiveRun
-from consumer.app.run import Heartbeat
+from consumer.app.run import Liveness
 from consumer.app.setup import RunStart
 from consumer.learn import checkpoints as checkpoints
 from consumer.link.commit_queue import RolloutStorage
@@ -70,7 +70,7 @@ class Run:
         self.feed = SimpleNamespace(last=None)
         self.stopped, self.health, unused = False, MagicMock(), cast("Any", None)
         config = SimpleNamespace(checkpoints_dir=folder, replay=ReplaySection(**({"keep_bytes": 0} | settings)))
-        self.heartbeat = Heartbeat(self.health, lambda: self.stopped, ThreadErrors())
+        self.heartbeat = Liveness(self.health, lambda: self.stopped, ThreadErrors())
         self.run = LiveRun(
             cast("Any", SimpleNamespace(config=config)),
             RunStart("run"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from consumer.app.run import Heartbeat
+from consumer.app.run import Liveness
 from consumer.learn.importance import PRESETS
 from consumer.learn.micro_batches import MicroBatch
 from consumer.learn.trainer import SlipstreamTrainer
@@ -130,7 +130,7 @@ def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) ->
     ]
     beats: list[str] = []
     health: Any = SimpleNamespace(beat=beats.append)
-    trainer.add_callback(Heartbeat(health, lambda: False, ThreadErrors()))
+    trainer.add_callback(Liveness(health, lambda: False, ThreadErrors()))
     trainer.train()
     assert trainer.state.global_step == 2
     micro_batches = [len(trainer.recipe.tensors(batch.groups)) for batch in trainer._batches]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from consumer.ranks.presence import RankWatch, Signs, tell_lost
+from consumer.ranks.presence import Heartbeats, RankWatch, tell_lost
 from protocol.errors import DeviceError, RankLostError
 
 from .dictionary_store import DictionaryStore
@@ -18,8 +18,8 @@ class Looking:
 
     def __init__(self, ended: Callable[[], list[tuple[int, str]]] = list, silence_s: float = 6.0) -> None:
         self.store = DictionaryStore()
-        self.signs = {who: Signs(self.store, who) for who in ("rank 1", "rank 2", "rank 3", "node 1")}
-        self.signs["node 1"].give()  # before it is told its place
+        self.signs = {who: Heartbeats(self.store, who) for who in ("rank 1", "rank 2", "rank 3", "node 1")}
+        self.signs["node 1"].send()  # before it is told its place
         self.watch = RankWatch(self.store, [range(2), range(2, 4)], silence_s, ended, [])
         self.now = self.watch._looked
 
@@ -28,7 +28,7 @@ class Looking:
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for who in self.signs.keys() - without:
-                self.signs[who].give()
+                self.signs[who].send()
             if (found := self.watch.look(self.now)) is not None:
                 return found
         return None
@@ -68,7 +68,7 @@ def test_a_host_that_is_gone_before_its_ranks_gave_a_sign_is_named_as_soon_as_an
 def test_one_that_was_started_again_is_not_the_one_before(who: str, name: str) -> None:
     ranks = Looking()
     assert ranks.after(1) is None
-    ranks.signs[who] = Signs(ranks.store, who)
+    ranks.signs[who] = Heartbeats(ranks.store, who)
     assert ranks.after(0.25) == f"{name} ended, and was started again"
 
 

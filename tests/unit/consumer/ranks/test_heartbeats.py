@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from consumer.ranks.presence import LOST, last_words, silence_s
+from consumer.ranks.presence import LOST, report_failure, silence_s
 
 from .dictionary_store import DictionaryStore
 from .test_presence import GLOO_ERROR
@@ -29,7 +29,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def said_after(error: Exception) -> str:
     store = DictionaryStore()
-    with pytest.raises(Ended), last_words(store, 3, 30.0):
+    with pytest.raises(Ended), report_failure(store, 3, 30.0):
         raise error
     os._exit.assert_called_once_with(70)  # type: ignore[attr-defined]
     return store.get(LOST).decode()
@@ -63,7 +63,7 @@ def test_hosts_are_waited_for_longer_than_processes() -> None:
 
 def test_a_rank_that_does_not_fail_says_nothing(waited: list[float]) -> None:
     store = DictionaryStore()
-    with last_words(store, 3, 30.0):
+    with report_failure(store, 3, 30.0):
         pass
     assert not store.check([LOST])
     assert waited == []
