@@ -1,4 +1,4 @@
-"""What both daemons share: messages, channels, configuration, and what makes a process a service.
+"""The parts that both daemons share: messages, channels, configuration, and the keeping of a process.
 
 Guarantee: nothing in this package imports torch, vLLM or TRL, so `--help` and `--check` stay instant.
 """

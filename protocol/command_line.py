@@ -1,4 +1,4 @@
-"""What the command lines share: flags, error reports, exit codes, the choice of GPUs.
+"""The common part of the command lines: flags, error reports, exit codes, the choice of GPUs.
 
 Guarantee: `--help` and `--check` import no heavy library. A `SlipstreamError` ends the process with its own exit code and a
 message on standard error without a traceback; every other exception ends it with a traceback and `ExitCode.BUG`. Where logs are

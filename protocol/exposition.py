@@ -1,4 +1,4 @@
-"""What both daemons open first: the HTTP port with `/metrics`, `/targets` for Prometheus, `/status` for
+"""The HTTP port that both daemons open first, with `/metrics`, `/targets` for Prometheus, `/status` for
 `slipstream status`, `/healthz` and `/readyz`.
 
 Guarantee: it answers GET of these five and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither

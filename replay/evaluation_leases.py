@@ -1,4 +1,4 @@
-"""One evaluation: which held-out prompts are leased, and what their answers are worth.
+"""Evaluations: which held-out prompts are leased, and the scores of their answers.
 
 Guarantee: every prompt is answered once or given up once, and the first answer of the evaluated version wins. A prompt that was
 given up, or of which too few completions were scored, has no score; it is counted and is no part of the mean.

@@ -72,7 +72,7 @@ class LeaseDispatcher:
         """Give leases while there is room, for training first. Return the producers that cannot be reached."""
         if now >= self._look_at_disk_at:
             self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
-            self.disk.look()
+            self.disk.check()
         lost = list[bytes]()
         if self.disk.has_room:
             if now >= self._refill_at:

@@ -1,4 +1,4 @@
-"""Which producers may connect: the folder of authorized keys, the thread that answers libzmq, and the counts of refusals.
+"""The authentication of producers: the folder of authorized keys, the thread that answers libzmq, and the counts of refusals.
 
 Guarantee: a key may connect only while it is in the folder, and its messages carry it as `User-Id`. When the thread has ended, no
 key may connect, because the sockets name a domain and enforce it. A file that comes or goes takes effect at the next `refresh`,

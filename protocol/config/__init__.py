@@ -1,5 +1,5 @@
-"""The configuration: one module per section, the file that is read, and the rules across sections.
+"""The configuration: its sections, the file that is read, and the rules across sections.
 
-Guarantee: What passes is complete and consistent; what does not is refused with key, value and fix before anything is
-started. Everyone above may read it; it imports no heavy library.
+Guarantee: A configuration that passes is complete and consistent; any other is refused with key, value and fix before
+anything is started. Everyone above may read it; it imports no heavy library.
 """

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` overrides to a `RunConfig`.
+"""The loader of a run's configuration: a YAML file and `--set` overrides become a `RunConfig`.
 
 Guarantee: every refusal names the file, the line, the key and the value, and for an unknown name the nearest valid one. All
 problems of a file are reported at once.

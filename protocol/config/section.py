@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common, and the types of the schema in words.
+"""The base of every section of the configuration, and the types of the schema in words.
 
 Guarantee: unknown keys are refused, a section never changes after it was made, and a boolean is no number. Refusals and
 docs/configuration.md have the same words for a type; a type without words raises.

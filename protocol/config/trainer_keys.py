@@ -1,4 +1,4 @@
-"""What becomes of every key of `trl.GRPOConfig`, which includes `transformers.TrainingArguments`, in the `trainer` section.
+"""The treatment of every key of `trl.GRPOConfig`, which includes `transformers.TrainingArguments`, in the `trainer` section.
 
 Guarantee: a key is in one place only. Either it works as TRL documents it (`WORKS`), except for some values (`REFUSED_VALUES`),
 or it follows from another key (`RESERVED`), or it may only have the value that changes nothing (`REFUSED`). A contract test

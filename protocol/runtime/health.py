@@ -1,4 +1,4 @@
-"""Whether a daemon is alive and whether it can work, with reasons, for `/healthz`, `/readyz` and systemd's watchdog.
+"""The health of a daemon: whether it is alive and can work, with reasons, for `/healthz`, `/readyz` and systemd's watchdog.
 
 Guarantee: `alive` fails when a loop that has begun to beat has not beaten for `unresponsive_after_s`, or when a check fails.
 `ready` fails for the same reasons, while the daemon starts or stops, and when one of its own checks fails. Only the beats of

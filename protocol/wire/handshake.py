@@ -1,4 +1,4 @@
-"""Whether an engine can serve a trainer, decided before any work starts.
+"""The check that an engine can serve a trainer, before any work starts.
 
 Guarantee: `problems` is empty exactly when the trainer can use every group of that engine. Each problem is a sentence that ends
 with the fix.

@@ -1,5 +1,5 @@
-"""The journal: what was accepted, on the disk before it is acknowledged.
+"""The journal: accepted groups, on the disk before they are acknowledged.
 
-Guarantee: What was acknowledged is found again after any crash; journals of every release can be read. The buffer writes and
-recovers; the tools read through `reader`.
+Guarantee: An acknowledged group is found again after any crash. The buffer writes and recovers; the command reads through
+`reader`.
 """

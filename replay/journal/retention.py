@@ -31,7 +31,7 @@ class DiskGuard:
         self.max_used = max_used
         self._reserve = folder / "journal.reserve"
         self.has_room = True
-        self.look()
+        self.check()
 
     @property
     def used(self) -> float:
@@ -45,7 +45,7 @@ class DiskGuard:
             return None
         return f"{self.used:.0%} full, no leases are given above {self.max_used:.0%} (replay.max_disk_used)"
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the disk, and log a change."""
         had_room, self.has_room = self.has_room, self.used <= self.max_used
         if self.has_room and not had_room:

@@ -251,7 +251,7 @@ def test_what_may_be_kept_for_inspection_is_deleted_when_the_disk_has_no_room(
     run.run.checkpointed()
     assert run.steps_in_journal() == [1]
     usage.free = 10
-    disk.look()
+    disk.check()
     run.run.checkpointed()
     assert run.steps_in_journal() == []
 

@@ -37,7 +37,7 @@ def test_it_says_no_above_the_limit_and_yes_again_below(
     answers = []
     for used in (500, 675, 676, 700, 675, 100):
         disk.used, disk.free = used, 900 - used
-        guard.look()
+        guard.check()
         answers.append(guard.has_room)
     assert answers == [True, True, False, False, True, True]
     assert caplog.messages == [
@@ -51,14 +51,14 @@ def test_the_reserve_takes_real_room_and_comes_back_when_there_is_room(tmp_path:
     reserve = tmp_path / "journal.reserve"
     assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     disk.used, disk.free = 890, 10
-    guard.look()
+    guard.check()
     guard.spend_reserve()
     guard.spend_reserve()
     assert not reserve.exists()
-    guard.look()
+    guard.check()
     assert not reserve.exists()
     disk.used, disk.free = 100, 800
-    guard.look()
+    guard.check()
     assert reserve.stat().st_size == RESERVE_BYTES
 
 
