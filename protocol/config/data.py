@@ -33,14 +33,12 @@ def is_local(model: str, folder: Path) -> bool:
 
 class ModelSection(Section):
     path: str = Field(
-        description="Base model: a local folder or a hub name, in transformers format. Of a vision-language checkpoint the text "
-        "model is trained; see docs/operations.md."
+        description="Base model: a local folder or hub name. Of a vision-language checkpoint the text model is trained."
     )
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     trust_remote_code: bool = Field(
         False,
-        description="Run the Python files that come with the model, where its classes or its tokenizer are not part of "
-        "transformers. Both daemons do, as the user that runs them; see docs/security.md.",
+        description="Run the model's Python files in both daemons; see docs/security.md.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
@@ -49,8 +47,8 @@ class ModelSection(Section):
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         None,
-        description="Format in which the trainer keeps the frozen base on its device (bitsandbytes): 4 or 8 bits per weight of "
-        "every linear layer. The engine's is engine.quantization. Swaps are proved with the base in model.dtype, in host memory.",
+        description="bitsandbytes format of the trainer's frozen linear layers. The engine's is engine.quantization. "
+        "Swaps are proved with the base in model.dtype.",
     )
 
 
@@ -65,7 +63,7 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Min-p sampling; see accept_biased_ratios.")
     stop: Annotated[list[StopText], Field(max_length=16)] = Field(
         [],
-        description="Texts that end a completion. It keeps the text, and rewards and trainer see it: its tokens were sampled.",
+        description="Texts that end a completion, and stay in it.",
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
         [], description="Tokens that end a completion, beside those of the model. It keeps them."
@@ -81,8 +79,8 @@ class SamplingSection(Section):
     )
     accept_biased_ratios: bool = Field(
         False,
-        description="Accept top_p, top_k, min_p or guided decoding (regex, json_schema) although the trainer cannot reproduce "
-        "their renormalized distribution, which biases every importance ratio.",
+        description="Accept top_p, top_k, min_p or guided decoding (regex, json_schema), which bias every importance "
+        "ratio.",
     )
 
     def problems(self) -> Problems:
@@ -117,8 +115,7 @@ class _RowsSection(Section):
     split: str = Field("train", description="Split to train on, or a part of one: `train[:1000]`, `train[10%:]`.")
     streaming: bool = Field(
         False,
-        description="Read only the first `max_rows` rows, without downloading the rest. They are read at every start and kept "
-        "in memory, because every prompt has a number that stays the same when the run goes on.",
+        description="Read only the first `max_rows` rows, at every start, without downloading the rest.",
     )
     max_rows: Positive | None = Field(None, description="Use only the first N rows. Needed with `streaming`.")
     prompt_column: str = Field(
@@ -133,9 +130,8 @@ class _RowsSection(Section):
     )
     transform: PlaceAndName | None = Field(
         None,
-        description="`module:function` or `file.py:function` applied to every row (dict -> dict) before the prompt "
-        "column is looked up. A row for which it returns None is skipped and counted. It runs once for each row, when a run "
-        "starts, in a process of its own; `datasets` keeps what it made. A row that takes it a minute is given up.",
+        description="`module:function` or `file.py:function` (dict -> dict), applied once to every row before the prompt "
+        "column is read. Rows for which it returns None, or takes a minute, are skipped and counted.",
     )
 
     def problems(self) -> Problems:
@@ -146,9 +142,8 @@ class _RowsSection(Section):
 class SourceSection(_RowsSection):
     weight: PositiveFloat | None = Field(
         None,
-        description="Share of the prompts of an epoch, in relation to the other sources' weights. An epoch has every row of "
-        "every source at least once; rows of a source that has too few for its share come more than once. Without weights "
-        "every row comes once.",
+        description="Share of an epoch's prompts, relative to other sources. Every row comes at least once; rows of small"
+        " sources repeat. Without weights every row comes once.",
     )
 
 
@@ -158,8 +153,7 @@ class DatasetSection(_RowsSection):
     )
     sources: list[SourceSection] = Field(
         default_factory=list,
-        description="Several datasets in place of one. Each has keys of its own, those above; of them none may then be given "
-        "beside `sources`.",
+        description="Several datasets with keys of their own, in place of the keys above.",
     )
     shuffle: bool = Field(
         True,
@@ -167,8 +161,7 @@ class DatasetSection(_RowsSection):
     )
     max_prompt_tokens: Positive | None = Field(
         None,
-        description="Rows whose prompt, rendered with the chat template and tokenized by the model's tokenizer, is longer are "
-        "skipped and counted.",
+        description="Rows with a longer prompt, in tokens, are skipped and counted.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
@@ -198,10 +191,7 @@ WEIGHTED_SUM = "reward"
 
 
 class EvaluationSection(Section):
-    dataset: DatasetSection = Field(
-        description="The held-out prompts, with the keys of `dataset`. They are asked in order; their prompts are rendered with "
-        "the training dataset's `chat_template_kwargs`."
-    )
+    dataset: DatasetSection = Field(description="The held-out prompts, with the keys of `dataset`, asked in order.")
     every_versions: Positive = Field(50, description="Evaluate every N policy versions, and the last one of the run.")
     before_training: bool = Field(True, description="Evaluate version 0, which is where training starts.")
     max_prompts: Positive | None = Field(None, description="Use only the first N prompts. null: all.")
@@ -234,8 +224,7 @@ class EvaluationSection(Section):
     )
     hold_swap_s: PositiveSeconds = Field(
         60.0,
-        description="With `swap.mode: merged`: how long a producer keeps the weights that are evaluated when newer ones have "
-        "arrived. What is not answered by then is not scored.",
+        description="With `swap.mode: merged`: how long a producer keeps evaluated weights. Later answers are not scored.",
     )
 
     def problems(self) -> Problems:

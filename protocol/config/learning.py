@@ -19,39 +19,35 @@ class PipelineSection(Section):
     groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
     trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = Field(
         "auto",
-        description="Tokens, prompts and padding included, of one forward and backward pass of the trainer: what bounds its "
-        "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone. "
-        "`auto` begins with 16384, takes what the GPU has room for once a step has shown what a pass takes, and halves it when "
-        "the device is out of memory; the journal keeps it, step by step.",
+        description="Tokens of one forward and backward pass of the trainer, padding included. Loss and gradient do not "
+        "depend on it. `auto` begins with 16384, then follows the free memory, and halves it when the device "
+        "is full.",
     )
     gpu: GpuSharing = Field(
         "own",
-        description="How trainer and producer come by a GPU. `own`: each has one, and takes what it needs of it; `shared`: both "
-        "name the same one with `--gpu`, work at the same time and take a part of its memory each, computed from the model; "
-        "`turns`: both name the same one and have it in turns, for models of which only one side fits. See docs/one-gpu.md.",
+        description="`own`: trainer and producer have a GPU each; `shared`: both use one at the same time, each a "
+        "computed part of its memory; `turns`: both use one alternately. See docs/one-gpu.md.",
     )
     gpu_handover_s: PositiveSeconds = Field(
         60.0,
-        description="`gpu: turns`: how long producers finish what runs when it is the trainer's turn, before it is cut. A side "
-        "that has not left the GPU after as long again is given up.",
+        description="`gpu: turns`: how long producers may finish their requests at the trainer's turn. After twice as "
+        "long the run ends.",
     )
     shard_base: ShardBase = Field(
         "auto",
-        description="Whether the ranks of a trainer on several GPUs share the frozen base. `layers`: each rank keeps a part of "
-        "every decoder layer, and layers are gathered for each pass; `none`: each keeps all of it; `auto`: `layers` where the "
-        "base would take more than 60 % of a GPU's memory (on a CPU: of the host's, divided by the ranks). A trainer of one "
-        "rank keeps all of it.",
+        description="`layers`: ranks share the frozen base and gather each decoder layer for a pass; `none`: each keeps "
+        "all of it; `auto`: `layers` if the base exceeds 60 % of a GPU's memory (on a CPU: of the host's, "
+        "divided by the ranks).",
     )
     rank_silence_s: Annotated[float, Field(ge=2, le=1e9)] | None = Field(
         None,
-        description="A rank or host of a trainer on several GPUs that gives no sign of life for so long counts as lost, and the "
-        "run ends with exit code 77. Default: 6 on one host; 60 on several, whose network may need half a minute to find "
-        "another way.",
+        description="Silence after which a rank or host of the trainer counts as lost (exit code 77). Default: 6 on one "
+        "host, 60 on several.",
     )
     max_staleness: Annotated[int, Field(ge=0, le=64)] = Field(
         1,
-        description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy. The LoRA slots "
-        "of the engine follow from it.",
+        description="Oldest policy of a trained group, in versions. 0 is exactly on-policy. The engine's LoRA slots "
+        "follow from it.",
     )
     fill: Literal["full", "partial"] = Field(
         "full",
@@ -65,13 +61,13 @@ class PipelineSection(Section):
     )
     max_data_attempts: Positive = Field(
         3,
-        description="Failures of a prompt's own making (its reward raises or times out) before it becomes a dead letter "
-        "for this epoch. A malformed or too long prompt becomes one at once.",
+        description="Failures of a prompt (its reward raises or times out) before it becomes a dead letter for this "
+        "epoch. Malformed prompts become one at once.",
     )
     max_infra_attempts: Positive = Field(
         10,
-        description="Failures that are not the prompt's (a lease expired, a producer died, the engine failed) before it "
-        "becomes a dead letter for this epoch.",
+        description="Failures of the infrastructure (an expired lease, a dead producer or engine) before a prompt becomes"
+        " a dead letter for this epoch.",
     )
     data_backoff_s: PositiveSeconds = Field(
         1.0, description="Wait before a prompt goes out again after a data failure; doubles each time, up to 60 s."
@@ -93,13 +89,13 @@ class PipelineSection(Section):
 class ReplaySection(Section):
     mode: Literal["fifo", "signal"] = Field(
         "fifo",
-        description="`fifo`: groups are trained in the order they came, each once. `signal`: beside that, groups whose "
-        "rewards differed are replayed in place of groups whose rewards did not, so that batches fill sooner.",
+        description="`fifo`: groups are trained once, in order. `signal`: groups with different rewards are also replayed"
+        " in place of groups with equal ones.",
     )
     sampler: Literal["fifo", "freshest", "prioritized"] = Field(
         "prioritized",
-        description="Which group is replayed: the first that came, the newest policy's, or at random in proportion to its "
-        "score (the sum of its rewards' distances from their mean, halved every `half_life_versions`).",
+        description="Which group is replayed: the first, the newest policy's, or at random by score (distances of rewards"
+        " from their mean, halved every `half_life_versions`).",
     )
     remover: Literal["oldest", "lowest_score"] = Field(
         "lowest_score", description="Which group makes room when `max_size` are kept."
@@ -108,8 +104,7 @@ class ReplaySection(Section):
     min_size: Positive = Field(16, description="Groups kept before the first one is replayed.")
     samples_per_insert: Annotated[float, Field(gt=0, le=1e6)] = Field(
         1.0,
-        description="Groups trained per group generated, at most, counting every time. 1 lets a group be replayed for "
-        "every one without signal.",
+        description="Groups trained per group generated, at most. 1: one replay for every group without signal.",
     )
     max_times_sampled: Annotated[int, Field(ge=2)] = Field(
         4, description="Times that one group is trained, the first one included."
@@ -175,8 +170,8 @@ class AdvantageSection(Section):
     )
     overlong_buffer_tokens: Count = Field(
         0,
-        description="Soft overlong punishment (DAPO): the penalty grows from 0 to `overlong_penalty` over the last N "
-        "tokens before max_completion_length. 0: none.",
+        description="Soft overlong punishment (DAPO): the penalty grows over this many last tokens before "
+        "max_completion_length. 0: none.",
     )
     overlong_penalty: PositiveFloat = Field(
         1.0, description="Penalty of a completion of full length, taken from its reward."
@@ -198,8 +193,7 @@ Preset = Literal[
 class CorrectionSection(Section):
     preset: Preset = Field(
         "token_truncate",
-        description="Importance correction from sampling log-probs: level of the ratio and what happens outside its "
-        "bounds. docs/algorithms.md has the formulas and when to take each.",
+        description="Importance correction; see docs/algorithms.md.",
     )
     ratio_min: Annotated[float, Field(ge=0)] | None = Field(None, description="Lower bound. Default: the preset's.")
     ratio_max: PositiveFloat | None = Field(None, description="Upper bound. Default: the preset's.")
@@ -208,8 +202,8 @@ class CorrectionSection(Section):
     )
     probability_difference_max: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="DPPO: a token is masked when its probability has moved by more than this from the sampler's in the "
-        "direction of its advantage.",
+        description="DPPO: mask a token whose probability moved by more than this from the sampler's towards its "
+        "advantage.",
     )
 
     def problems(self) -> Problems:

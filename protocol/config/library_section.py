@@ -58,13 +58,12 @@ LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "a
 
 OWN_KEYS = {
     "lora": {
-        "init_from": "Adapter that the policy starts from: a folder (of `slipstream sft`, of a checkpoint, of PEFT) or a hub "
-        "name. It must have the rank, alpha and modules of this section, and change something. Policy version 0 is this "
-        "adapter, and so is the reference policy where `trainer.beta` is not 0."
+        "init_from": "Adapter to start from: a folder (of `slipstream sft`, a checkpoint, PEFT) or a hub name, with the "
+        "rank, alpha and modules of this section. It is policy version 0, and the reference policy if "
+        "`trainer.beta` is not 0."
     },
     "sft": {
-        "completion_column": "Column with what the model should answer: a text, or a list of messages where the prompt is one. "
-        "Default: `completion`.",
+        "completion_column": "Column with the wanted answer: a text, or a list of messages. Default: `completion`.",
         "messages_column": "Column with whole conversations instead: the last message is the completion, what is before it the "
         "prompt.",
     },

@@ -25,8 +25,7 @@ class ServeSection(Section):
     )
     api_key_file: str | None = Field(
         None,
-        description="File of the keys that clients may send as `Authorization: Bearer`, one per line, readable by the "
-        "daemon's user alone.",
+        description="File of keys for clients (`Authorization: Bearer`), one per line, private to the daemon's user.",
     )
     max_requests: Positive | None = Field(
         None,
@@ -45,8 +44,7 @@ class ServeSection(Section):
     )
     max_versions: Annotated[int, Field(ge=0, le=64)] = Field(
         2,
-        description="Superseded versions that stay loaded because clients ask for them by name. The engine has as many more "
-        "LoRA slots, and two for requests that outlive their version.",
+        description="Old versions that stay loaded for clients. The engine has as many more LoRA slots, and two more.",
     )
     version_ttl_s: PositiveSeconds = Field(
         60.0,
@@ -73,19 +71,17 @@ class EngineServerSection(Section):
     url: list[HttpUrl] = Field(
         min_length=1,
         max_length=64,
-        description="Address of the server, `http://HOST:PORT` or `https://...`, without the `/v1`. One, or a list of servers of "
-        "the same model, among which groups are spread.",
+        description="Address of the server, `http://HOST:PORT` or `https://...`, without `/v1`; or a list of servers of "
+        "the same model.",
     )
     plugin: str = Field(
         "engine_server",
         min_length=1,
-        description="Which client speaks to the server: an entry point of the group `slipstream.engines`, to which an installed "
-        "package may add another.",
+        description="Client of the server: an entry point of the group `slipstream.engines`.",
     )
     adapter_dir: str = Field(
         min_length=1,
-        description="Folder through which policies reach the server: the producer writes to it, the server reads from it. Each "
-        "producer makes a folder of its own in it.",
+        description="Folder that producer and server share for policies. Each producer makes a folder in it.",
     )
     server_adapter_dir: str | None = Field(
         None,
@@ -108,13 +104,11 @@ class EngineServerSection(Section):
     )
     max_requests: Positive = Field(
         256,
-        description="Completions of this producer in a server at once, about the server's `--max-num-seqs`, or a share of it "
-        "where producers share a server.",
+        description="Completions of this producer in a server at once: the server's `--max-num-seqs`, or a share of it.",
     )
     answer_timeout_s: PositiveSeconds = Field(
         60.0,
-        description="Longest time for the server to say that it is there, to take up an adapter, or to compute a probe; then it "
-        "counts as gone until it answers again. Generation may take as long as a lease.",
+        description="Longest time for the server to answer, load an adapter or compute a probe; then it counts as gone.",
     )
 
     @field_validator("url", mode="before")
@@ -143,14 +137,13 @@ up to 1.6e-5, 0.027 and 0.35 on the CPU."""
 class SwapSection(Section):
     mode: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="`adapter`: vLLM serves each policy as a LoRA beside its base weights. `merged`: the engine's own weights "
-        "become those of the policy, between two decode steps, so that decoding pays nothing for the LoRA.",
+        description="`adapter`: vLLM serves each policy as a LoRA. `merged`: the engine's own weights become those of the"
+        " policy, so that decoding pays nothing for the LoRA.",
     )
     in_flight: Literal["finish", "continue", "restart"] | None = Field(
         None,
-        description="Requests that are being generated when a policy arrives: `finish` on their own, `continue` from their "
-        "tokens under the new one, or `restart` from the prompt. Default: `finish`, and `continue` with `mode: merged`, where "
-        "the old weights are gone.",
+        description="Requests in flight when a policy arrives: `finish` on the old one, `continue` from their tokens on "
+        "the new one, or `restart`. Default: `finish`; `continue` with `mode: merged`.",
     )
     probe_every: Count = Field(
         1,
@@ -159,8 +152,8 @@ class SwapSection(Section):
     )
     probe_tolerance: PositiveFloat | None = Field(
         None,
-        description="Largest difference of a log-prob of the probe between trainer and engine. Default: by `model.dtype`; "
-        "with `engine.quantization` there is none.",
+        description="Largest difference of a probe's log-prob. Default: by `model.dtype`; none with "
+        "`engine.quantization`.",
     )
 
     def problems(self) -> Problems:
@@ -218,8 +211,8 @@ def next_endpoint(control: str) -> str:
 class TransportSection(Section):
     keys: _Name | None = Field(
         None,
-        description="Folder of keys, made by `slipstream keys`: only authorized producers connect, and everything is encrypted. "
-        "Needed for an endpoint that other hosts can reach. See docs/security.md.",
+        description="Folder of keys of `slipstream keys`: only authorized producers connect, encrypted. Needed for other "
+        "hosts. See docs/security.md.",
     )
     identity: _Name | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
     endpoint: str | None = Field(
@@ -237,19 +230,17 @@ class TransportSection(Section):
     blob_chunk_bytes: Annotated[int, Field(ge=1024, le=2**26)] = Field(2**20, description="Adapter bytes per message.")
     max_unacked_bytes: Count = Field(
         256 * 2**20,
-        description="A producer begins no new generation while it holds more bytes of groups that the trainer has not "
-        "acknowledged.",
+        description="A producer pauses generation while it holds more bytes of unacknowledged groups.",
     )
 
     region: _PlaceName | None = Field(
         None,
-        description="Where this daemon runs, for example a data center. Hosts of one region reach each other fast, and take "
-        "policies from each other where they relay. Default: the name of its host.",
+        description="Where this daemon runs, for example a data center. Hosts of one region take policies from each "
+        "other. Default: its host.",
     )
     relay_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
         None,
-        description="Port at which one producer of each host hands policies on to producers of other hosts, so that the trainer "
-        "does not send each a copy. Default: none does.",
+        description="Port at which one producer of each host passes policies on to other hosts. Default: none.",
     )
     relay_host: _PlaceName | None = Field(
         None,
@@ -290,8 +281,8 @@ class ObservabilitySection(Section):
     metrics_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address at which each daemon serves `/metrics`, `/targets`, `/status`, `/healthz` and `/readyz`. They show "
-        "numbers and addresses, no prompts and no keys, to everybody who can reach it.",
+        description="Address at which each daemon serves `/metrics`, `/targets`, `/status`, `/healthz` and `/readyz`: "
+        "numbers and addresses, no prompts or keys.",
     )
     trainer_metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         0,
@@ -317,10 +308,7 @@ _Number = Annotated[int, Field(ge=1, le=4096)]
 
 class ProducersSection(Section):
     min: _Number = Field(1, description="Producers that stay, however idle they are.")
-    max: _Number = Field(
-        description="Producers that are started at most, one after the other while the trainer waits for rollouts and there is "
-        "room."
-    )
+    max: _Number = Field(description="Largest number of producers.")
 
     def problems(self) -> Problems:
         if self.min > self.max:

@@ -39,8 +39,8 @@ class _Answer(Section):
     column: str = Field("answer", description="Dataset column with the right answer.")
     pattern: _Pattern | None = Field(
         None,
-        description="Regular expression: only the text of its last match (of its first group, if it has one) is compared. A "
-        "completion without a match scores 0.",
+        description="Regular expression: only its last match (or first group of it) is compared. Without a match the "
+        "score is 0.",
     )
     time_s: PositiveSeconds = Field(
         1.0, description="Limit of the pattern per completion; beyond it the reward is missing."
@@ -95,23 +95,21 @@ class Code(Section):
 
     column: str = Field(
         "tests",
-        description="Dataset column with the tests: Python that calls the code's functions and raises where they are wrong, a "
-        "list of such texts, or a list of mappings `{input: ..., output: ...}` for programs that read standard input. "
-        "docs/security.md, Tests, lists the abilities of such Python.",
+        description="Column with the tests: Python that calls the code and raises on errors, a list of such texts, or a "
+        "list of `{input: ..., output: ...}`. See docs/security.md.",
     )
     score: Literal["all", "share"] = Field(
         "all", description="`all`: 1 if every test passes, else 0. `share`: the share of the tests that pass."
     )
     python: str | None = Field(
         None,
-        description="Interpreter to run, e.g. that of a virtual environment with packages. Its environment is what the code "
-        "can read. Default: this one, without packages.",
+        description="Interpreter to run, such as that of a virtual environment, which the code can read. Default: this "
+        "one, without packages.",
     )
     time_s: PositiveSeconds = Field(5.0, description="Time of one test, on the clock.")
     memory_bytes: Annotated[int, Field(ge=2**24)] = Field(
         256 * 2**20,
-        description="Memory of all processes of a test together; files in its /tmp count extra, up to a quarter. A test in "
-        "Python has as much beside it.",
+        description="Memory of all processes of a test; files in its /tmp count extra, up to a quarter.",
     )
     processes: Annotated[int, Field(ge=1, le=4096)] = Field(8, description="Processes and threads of a test at once.")
     parallel: Positive = Field(4, description="Tests that run at once, in each reward worker.")
@@ -163,9 +161,8 @@ class RewardService(Section):
 class RewardFunction(Section):
     function: _Function | None = Field(
         None,
-        description="`module:function` or `file.py:function` with TRL's signature: "
-        "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`; may be `async`. Or the name of a "
-        "plugin: one of those below, or of another package (docs/plugins.md).",
+        description="`module:function` or `file.py:function` with TRL's signature: `def reward(prompts, completions, "
+        "completion_ids, **columns) -> list[float | None]`, also `async`; or the name of a plugin.",
     )
     model: str | None = Field(
         None,
@@ -174,8 +171,8 @@ class RewardFunction(Section):
     url: HttpUrl | None = Field(None, description="HTTP service that is asked for rewards. See below.")
     posted: str | None = Field(
         None,
-        description="What outside agents post under this name, for completions that they generate through `serve:`. With one, "
-        "all completions of the run come from agents. See docs/serving.md.",
+        description="Name of a reward that agents post. All completions of the run then come from agents. See "
+        "docs/serving.md.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of a plugin, model or url. See below.")
     name: str = Field("", description="Name in metrics, logs and journal. Default: derived from what it is.")
@@ -183,13 +180,11 @@ class RewardFunction(Section):
     timeout_s: PositiveSeconds | None = Field(None, description="Limit of one call. Default: `rewards.timeout_s`.")
     retries: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None,
-        description="Further tries after a call that failed, with growing pauses. After the last one the reward is missing. "
-        f"Default: {_SERVICE_RETRIES} for a url, else 0.",
+        description="Further tries after a failed call, with growing pauses. Default: 3 for a url, else 0.",
     )
     concurrency: Positive | None = Field(
         None,
-        description="Calls at once, per producer. Default: 8 for a url, 1 for a model (each further one is another process with "
-        "the model in it), else `rewards.num_workers`.",
+        description="Calls at once, per producer. Default: 8 for a url, 1 for a model, else `rewards.num_workers`.",
     )
     strip_thinking: bool | None = Field(
         None, description="Whether it sees completions without their reasoning. Default: `rewards.thinking.strip`."
@@ -262,8 +257,8 @@ class ThinkingSection(Section):
     close: str = Field("</think>", min_length=1, description="Tag that closes it.")
     unclosed: Literal["missing", "as_is"] | float = Field(
         0.0,
-        description="Reward of a completion whose reasoning never ends, from the functions that see none: a number; `as_is`: "
-        "that of the whole text; `missing`: none, and the completion is left out of its group.",
+        description="Reward of a completion whose reasoning never ends: a number; `as_is`: that of the whole text; "
+        "`missing`: none.",
     )
 
 
@@ -281,8 +276,7 @@ class RewardsSection(Section):
     )
     gpu: Count | None = Field(
         None,
-        description="GPU that functions may use, counted as for --gpu. Each worker takes memory of it. Default: none, "
-        "also not the engine's.",
+        description="GPU that functions may use, counted as for --gpu. Default: none.",
     )
     thinking: ThinkingSection = Field(default_factory=lambda: ThinkingSection(), description="Models that think aloud.")
 
@@ -351,8 +345,7 @@ class AgentOptions(Section):
 class VerifiersOptions(AgentOptions):
     id: str = Field(
         min_length=1,
-        description="An environment of the verifiers library: the name of an installed package, or of a module in the directory "
-        "that the producer is started in.",
+        description="Name of an installed verifiers environment, or of a module in the producer's folder.",
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict,
@@ -361,8 +354,7 @@ class VerifiersOptions(AgentOptions):
     python: str | None = Field(
         None,
         min_length=1,
-        description="The Python that verifiers and the environment are installed in, such as that of a virtual environment. "
-        "Default: the producer's own.",
+        description="The Python that has verifiers and the environment. Default: the producer's.",
     )
 
     @property
@@ -396,15 +388,14 @@ _Factory = Annotated[str, place_or_plugin(ENVIRONMENT_PLUGINS, ())]
 class EnvironmentSection(Section):
     factory: _Factory | None = Field(
         None,
-        description="`module:Class` or `file.py:Class` (or a function that makes one) by the conventions of TRL's "
-        "`environment_factory`: `reset`, public methods as tools, optionally `get_reward`. `environment: module:Class` is "
-        "short for this key alone. Or the name of a plugin (docs/plugins.md). Default: none, completions have one turn.",
+        description="`module:Class` or `file.py:Class` by the conventions of TRL's `environment_factory`, or the name of "
+        "a plugin (docs/plugins.md). `environment: module:Class` is short for this key. Default: completions "
+        "have one turn.",
     )
     agent: str | None = Field(
         None,
-        description="Plays episodes through the endpoint instead (`serve.enabled`): `verifiers`, `nemo_gym`, `atropos`, or "
-        "another plugin (docs/plugins.md). With `atropos`, outside environments post scored groups of their own items, which "
-        "take the place of `dataset:` and `rewards:`. See docs/environments.md.",
+        description="Plays episodes through the endpoint (`serve.enabled`): `verifiers`, `nemo_gym`, `atropos` (in place "
+        "of `dataset:` and `rewards:`), or another plugin. See docs/environments.md.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the plugin. See below.")
     tool_parser: str | None = Field(
@@ -412,8 +403,8 @@ class EnvironmentSection(Section):
     )
     reward_weight: float | None = Field(
         None,
-        description="Weight of the environment's own reward, which becomes one more reward called `environment`. With a factory "
-        "needed exactly if it has `get_reward`; with an `agent` 1 unless set.",
+        description="Weight of the reward `environment`. With a factory required exactly if it has `get_reward`; with an "
+        "`agent` 1 by default.",
     )
     max_turns: Positive = Field(
         8, description="Turns of the model in one episode; the tools it asks for in the last are not run."
@@ -429,8 +420,7 @@ class EnvironmentSection(Section):
     )
     gpu: Count | None = Field(
         None,
-        description="GPU that the environment may use, counted as for --gpu. Each process takes memory of it. Default: "
-        "none, also not the engine's.",
+        description="GPU that the environment may use, counted as for --gpu. Default: none.",
     )
     max_concurrent: Positive = Field(
         32,
