@@ -109,11 +109,6 @@ class RolloutBuffer:
         return result
 
     @_locked
-    def hand_over(self, lease_id: str, producer: str, *, deadline: float) -> bool:
-        """Give a lease that no producer has to `producer`. Return False if its prompt has its group, which ends the lease."""
-        return self.ledger.leases.hand_over(lease_id, producer, deadline)
-
-    @_locked
     def give_back(self, lease_id: str) -> None:
         """Take a lease back that its producer returned; its prompt waits again."""
         self.ledger.leases.give_back(lease_id)

@@ -269,14 +269,6 @@ class PromptTable(Generic[K]):
         self._add(record)
         return record
 
-    def hand_over(self, lease_id: str, producer: str, deadline: float) -> bool:
-        """The lease is `producer`'s from now on. False if its prompt is answered or the lease has ended; then it is none."""
-        record = self.end_lease(lease_id)
-        if record is None or not self.is_open(record.task.key):
-            return False
-        self._add(replace(record, producer=producer, deadline=deadline))
-        return True
-
     def end_lease(self, lease_id: str) -> LeaseRecord[K] | None:
         record = self._leases.pop(lease_id, None)
         if record is not None:

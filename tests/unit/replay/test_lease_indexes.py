@@ -11,7 +11,7 @@ from replay.prompt_table import Deferred, LeaseRecord, PromptTable, PromptTask, 
 PRODUCERS = ("a", "b", "c")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["lease", "hand_over", "end", "fail", "give_back"]),
+        st.sampled_from(["lease", "end", "fail", "give_back"]),
         st.integers(0, 9),
         st.sampled_from(PRODUCERS),
         st.sampled_from([1.0, 2.0, 2.0, 3.0, math.inf]),
@@ -36,8 +36,6 @@ def test_the_indexes_say_what_all_leases_say(events: list[tuple[str, int, str, f
         if event == "lease" and current is None:
             lease(table, key, producer, deadline, attempt=number)
             known[f"{key}/{number}"] = (key, producer, deadline)
-        elif event == "hand_over" and current is not None and table.hand_over(current.lease_id, producer, deadline):
-            known[current.lease_id] = (key, producer, deadline)
         elif current is not None and event != "lease":
             if event == "end":
                 table.end_lease(current.lease_id)

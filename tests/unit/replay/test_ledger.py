@@ -67,19 +67,6 @@ def test_a_lease_given_back_goes_out_again_at_once_and_counts_no_failure() -> No
     assert lease(book).task.key.prompt_id == 1
 
 
-def test_a_lease_is_handed_over_unless_its_prompt_is_answered() -> None:
-    book = ledger()
-    late, fine = lease(book, "", deadline=1.0), lease(book, "")
-    expire(book, 1.0)
-    again = lease(book, "", now=2.0)
-    assert book.leases.hand_over(fine.lease_id, "p", 9.0)
-    assert [(record.lease_id, record.deadline) for record in book.leases.leases_of("p")] == [(fine.lease_id, 9.0)]
-    assert answer(book, late.lease_id) is not None
-    assert not book.leases.hand_over(again.lease_id, "p", 9.0)
-    assert not book.leases.hand_over(late.lease_id, "p", 9.0)
-    assert book.leases.num_leases == 1
-
-
 # Failures and their budgets.
 
 
