@@ -164,11 +164,8 @@ def test_a_crash_anywhere_in_a_commit_of_the_same_step_leaves_that_step(
 @pytest.mark.parametrize("has_groups", [False, True])
 def test_a_run_with_a_checkpoint_is_only_continued_on_request(tmp_path: Path, has_groups: bool) -> None:
     place = checkpoint(tmp_path / "checkpoints", 7)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^run_dir: .*checkpoint-7.*--resume"):
         starting_point(tmp_path, tmp_path / "checkpoints", has_groups=has_groups, resume=False)
-    assert str(caught.value) == (
-        f"run_dir: {tmp_path} already holds a run (checkpoint-7). Go on with it by --resume, or choose another run_dir"
-    )
     found = starting_point(tmp_path, tmp_path / "checkpoints", has_groups=has_groups, resume=True)
     assert found == (place, {"step": 7, "run_id": "run"})
 

@@ -192,18 +192,6 @@ def test_dppo_by_hand(advantage: float, now: float, then: float, masked: bool) -
     assert result.policy.tolist() == [[0.0 if masked else 1.0, 1.0]]
 
 
-def test_dppo_with_advantages_of_tokens() -> None:
-    result = importance_factors(
-        dataclasses.replace(PRESETS["none"], probability_difference_max=0.2),
-        current=torch.tensor([[0.6, 0.6, 0.6]]).log(),
-        proximal=torch.zeros(1, 3),
-        behaviour=torch.tensor([[0.3, 0.3, 0.3]]).log(),
-        advantages=torch.tensor([[1.0, -1.0, 1.0]]),
-        mask=torch.tensor([[1, 1, 0]]),
-    )
-    assert result.policy.tolist() == [[0.0, 1.0, 1.0]]
-
-
 def test_masks_stack() -> None:
     p = torch.tensor([[0.6, 0.2, 0.2, 0.2], [0.6, 0.2, 0.2, 0.2]]).log()
     behaviour = torch.tensor([[0.3, 0.2, 0.02, 0.1], [0.5, 0.2, 0.2, 0.9]]).log()

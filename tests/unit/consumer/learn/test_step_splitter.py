@@ -56,12 +56,8 @@ def test_a_fixed_number_is_neither_recorded_nor_measured_nor_halved() -> None:
     assert (begun(splitter), splitter.tokens, splitter.random_state) == (1, 12, None)
     splitter.measured(6)
     assert splitter.tokens == 12
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(DeviceError, match=r"12 tokens \(no 2 GiB\).*pipeline.trainer_tokens_per_micro_batch.*--resume"):
         splitter.halve("no 2 GiB")
-    assert str(caught.value) == (
-        "the trainer's device has no memory for a pass of 12 tokens (no 2 GiB); lower pipeline.trainer_tokens_per_micro_batch or "
-        "leave it to auto, then go on with --resume"
-    )
 
 
 def test_halving_goes_on_until_there_are_more_passes_and_ends_with_single_rows() -> None:
