@@ -42,15 +42,15 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 @dataclass(eq=False, kw_only=True)
 class AgentEpisode(Episode):
-    """One completion of a task, as it grows. Its last record is the one that grew last."""
+    """One completion of a task while it grows. Its last record grew last. `rewards` are in the order of their names."""
 
     id: str
     floor: int
     num_calls: int = 0
-    rewards: list[float] | None = None  # in the order of their names
+    rewards: list[float] | None = None
 
     def note(self, sampled: Sampled) -> None:
-        """Adds a call that was answered: it extends the record that it begins with, token by token, or begins another."""
+        """Add an answered call: it extends the record with which its prompt begins, or begins another record."""
         if self.rewards is not None:
             return
         seen = sampled.prompt_ids
@@ -68,7 +68,7 @@ class AgentEpisode(Episode):
 
 @dataclass(eq=False)
 class Task:
-    """A lease and its episodes. `done` has a result when all episodes are over, or the exception that the lease fails with."""
+    """A lease and its episodes. `done` has a result when all episodes are over, or the exception by which the lease fails."""
 
     lease: Lease
     episodes: list[AgentEpisode]
@@ -79,11 +79,11 @@ class Task:
     def fail(self, reason: str) -> None:
         if not self.done.done():
             self.done.set_exception(LeaseFailure("environment_failed", reason))
-            self.done.exception()  # asyncio complains of one that nobody reads, because the lease was cancelled
+            self.done.exception()  # read it: asyncio warns otherwise when the lease was cancelled
 
 
 class Agents:
-    """See the module's guarantee. `reward_names`: what agents post for an episode."""
+    """The tasks of outside agents. Agents post `reward_names` for each episode."""
 
     def __init__(self, reward_names: tuple[str, ...]) -> None:
         self.reward_names = reward_names
@@ -100,9 +100,9 @@ class Agents:
     # The lease's side
 
     async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
-        """Returns the episodes of this lease once agents have generated and scored them, the rewards that they posted
-        (float32, (episodes, names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure
-        if nobody took the task (`returned`), or an episode has no completion. `waited_s` of the lease's time are over."""
+        """Return the episodes of this lease once agents have generated and scored them, the posted rewards (float32, (episodes,
+        names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure if no agent took the task
+        (`returned`), or an episode has no completion. `waited_s` of the lease's time are over."""
         names = [f"{lease.lease_id}.{number}" for number in range(lease.sampling.num_generations)]
         episodes = [AgentEpisode(0, [], id=name, floor=lease.policy_floor) for name in names]
         limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
@@ -120,7 +120,7 @@ class Agents:
                 self._waiting.remove(task)
             for name in names:
                 del self._episodes[name]
-        for episode in episodes:  # what is sampled from now on is no part of it
+        for episode in episodes:  # later samples are no part of the group
             episode.rewards = episode.rewards or self._missing
         rewards = np.array([episode.rewards for episode in episodes], np.float32)
         return list(episodes), rewards, time.monotonic() - (task.taken_at or 0.0)
@@ -141,7 +141,7 @@ class Agents:
     # The agent's side
 
     async def take(self, wait_s: float) -> dict[str, Any] | None:
-        """A task for an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
+        """Give a task to an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while not self._waiting:
@@ -162,21 +162,21 @@ class Agents:
         }
 
     def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
-        """Returns this episode and the request, to be sampled as the lease says. Raises RefusedError if there is no
-        such episode, or the call is not one that can be trained."""
+        """Return this episode and the request with the sampling of its lease. Raises RefusedError if there is no such episode, or
+        the call cannot be trained."""
         task, episode = self._unrewarded(episode_id)
         if episode.num_calls >= _MAX_CALLS:
             raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
         if episode.num_tokens >= _MAX_TOKENS:
-            said = "where a call does not begin with what was said before, all of it counts anew"
-            raise malformed(f"an episode may have {_MAX_TOKENS} tokens in all; {said}", "episode")
+            why = "a call that does not begin with the call before counts anew as a whole"
+            raise malformed(f"an episode may have {_MAX_TOKENS} tokens in all; {why}", "episode")
         prepared = as_in_training(request, task.lease.sampling)
         episode.num_calls += 1
         return episode, prepared
 
     def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
-        """Ends an episode. The same rewards a second time change nothing. Raises RefusedError if there is no such
-        episode, nothing was sampled for it, or these are not its rewards."""
+        """End an episode. The same rewards a second time change nothing. Raises RefusedError if there is no such episode, it has
+        no samples, or these are not its rewards."""
         task, episode = self._find(episode_id)
         if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
             raise malformed(f"expected a finite number or null for each of {', '.join(self.reward_names)}")
@@ -192,8 +192,8 @@ class Agents:
         return self._ended(task, episode_id)
 
     def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
-        """Ends an episode that its agent could not finish. Its rewards are missing; if nothing was sampled for it, its
-        whole task has failed. Raises RefusedError if there is no such episode, or it has its rewards."""
+        """End an episode that its agent could not finish. Its rewards are missing; without samples its whole task fails. Raises
+        RefusedError if there is no such episode, or it has its rewards."""
         task, episode = self._find(episode_id)
         if not episode.failure:
             self._unrewarded(episode_id)
@@ -204,7 +204,7 @@ class Agents:
         return self._ended(task, episode_id)
 
     def fail_taken(self, reason: str) -> None:
-        """Fails every task that was taken, because the agent has ended."""
+        """Fail every task that was taken, because the agent has ended."""
         for task in dict.fromkeys(task for task, _ in self._episodes.values() if task.taken_at is not None):
             self.failed += sum(episode.rewards is None for episode in task.episodes)
             task.fail(reason)
@@ -234,24 +234,23 @@ def _is_reward(value: Any) -> bool:
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
-    """Returns the request, to be sampled as the lease says. Raises RefusedError if the request asks for something
-    else."""
+    """Return the request with the sampling of the lease. Raises RefusedError if the request asks for another one."""
     if request.model != "policy" or request.num_completions != 1:
         raise malformed("a call of an episode asks for one completion of `policy`", "model")
     if (name := first_difference(request, sampling)) is not None:
-        said = f"episodes are sampled with {name}={_wanted(sampling)[name]:g}, as the run is; leave it out"
-        raise malformed(said, name)
+        fix = f"episodes are sampled with {name}={_wanted(sampling)[name]:g}, as the run is; leave it out"
+        raise malformed(fix, name)
     return sampled_as(request, sampling)
 
 
 def first_difference(request: ServedRequest, sampling: Sampling) -> str | None:
-    """The name of a field that makes the request's distribution differ from the run's, if there is one."""
+    """Return the name of a field in which the request's distribution differs from the run's, or None."""
     wanted = _wanted(sampling)
     return next((name for name, value in wanted.items() if request.fields.get(name, value) != value), None)
 
 
 def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
-    """Returns the request with the run's distribution, and no more tokens than a completion of the run may have."""
+    """Return the request with the run's distribution, and no more tokens than a completion of the run may have."""
     limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
     longest = sampling.max_completion_length
     asked = request.fields.get(limit, longest)

@@ -32,7 +32,7 @@ def model_name(version: int) -> str:
 
 @dataclass(eq=False)
 class _Use:
-    """What clients do with one adapter."""
+    """The use that clients make of one adapter."""
 
     adapter: Adapter
     pin: ExitStack = field(default_factory=ExitStack)
@@ -47,7 +47,7 @@ class _Use:
 
 @dataclass
 class ServedVersions:
-    """`is_merged`: the engine has a single version at a time (`swap.mode: merged`)."""
+    """The policy versions that clients may ask for. If `is_merged`, the engine has a single one at a time."""
 
     adapters: AdapterRegistry
     max_versions: int
@@ -57,7 +57,7 @@ class ServedVersions:
     _uses: dict[Adapter, _Use] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """The names that can be asked for now, the newest version first."""
+        """Return the names that clients may use now, the newest version first."""
         current = self.adapters.current
         if current is None:
             return []
@@ -66,8 +66,8 @@ class ServedVersions:
 
     @asynccontextmanager
     async def use(self, name: str, floor: int = 0) -> AsyncIterator[Adapter]:
-        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and takes no older
-        one. Raises RefusedError if there is no such version, or too many are held."""
+        """Keep the adapter of this name loaded within the context. Waits for version `floor`, and takes no older one. Raises
+        RefusedError if there is no such version, or too many are held."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise self._unknown(name)
@@ -85,7 +85,7 @@ class ServedVersions:
             self.release_unused()
 
     def release_unused(self) -> None:
-        """Unpins the versions that nobody may ask for any more."""
+        """Unpin the versions that no client may use any more."""
         now = self.clock()
         idle = [use for use in self._uses.values() if not use.active and use.adapter is not self.adapters.current]
         idle.sort(key=lambda use: (use.named_at, use.used_at), reverse=True)
@@ -97,14 +97,14 @@ class ServedVersions:
                 use.pin.close()
 
     def close(self) -> None:
-        """Unpins all versions; those in use as soon as their last request has ended."""
+        """Unpin all versions; those in use as soon as their last request has ended."""
         while self._uses:
             _, use = self._uses.popitem()
             if not use.active:
                 use.pin.close()
 
     def forget(self) -> None:
-        """Is called for another trainer process, which may give the same versions to other weights."""
+        """Drop all names: another trainer process may give the same versions to other weights."""
         for use in self._uses.values():
             use.used_at = use.named_at = -math.inf
         self.release_unused()
@@ -139,27 +139,27 @@ class ServedVersions:
         return adapter
 
     def _make_room(self, adapter: Adapter) -> None:
-        """Makes room for another named version: the one whose name was used least recently loses its name."""
+        """Make room for another named version: the least recently used name is dropped."""
         named = [use for use in self._uses.values() if use.is_named]
         if len(named) < max(1, self.max_versions) or any(use.adapter is adapter for use in named):
             return
         idle = [use for use in named if not use.active]
         if not idle:
-            said = f"clients already use {len(named)} versions by name (serve.max_versions); ask for {POLICY}"
-            raise RefusedError(429, "busy", said)
+            fix = f"clients already use {len(named)} versions by name (serve.max_versions); ask for {POLICY}"
+            raise RefusedError(429, "busy", fix)
         min(idle, key=lambda use: use.named_at).named_at = -math.inf
 
     def _unknown(self, name: str) -> RefusedError:
         why = "the engine has a single version with swap.mode: merged" if self.is_merged else "others are not loaded"
         there = ", ".join(self.names()) or "nothing yet"
-        said = f"there is no model {name[:80]!r}; there is: {there} ({why})"
-        return RefusedError(404, "unknown_model", said, "model")
+        message = f"there is no model {name[:80]!r}; there is: {there} ({why})"
+        return RefusedError(404, "unknown_model", message, "model")
 
 
 @dataclass
 class ClientLimiter:
-    """vLLM's own queue is first come, first served, and training keeps it short (`producer.rollouts.admission`), so a request
-    that was let in soon runs."""
+    """The limit of clients' completions in the engine. vLLM's own queue is first come, first served, and training keeps it short
+    (`producer.rollouts.admission`), so an admitted request runs soon."""
 
     limit: int
     max_waiting: int
@@ -172,8 +172,8 @@ class ClientLimiter:
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
-        """Waits for room for `count` completions, and holds it within. Raises RefusedError if the limit is below `count`, or too
-        many requests wait."""
+        """Hold room for `count` completions within the context, after waiting for it. Raises RefusedError if the limit is below
+        `count`, or too many requests wait."""
         if count > self.limit:
             raise malformed(f"{count} completions are more than the {self.limit} of serve.max_requests", "n")
         if self.num_waiting or self.taken + count > self.limit:
@@ -191,7 +191,7 @@ class ClientLimiter:
         try:
             await self._line.wait(count, take_back=lambda: self._give_back(count))
         except asyncio.CancelledError:
-            self._let_in()  # smaller requests may have stood behind this one
+            self._let_in()  # smaller requests may wait behind this one
             raise
 
     def _give_back(self, count: int) -> None:

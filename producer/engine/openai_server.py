@@ -1,9 +1,7 @@
 """vLLM's own OpenAI serving classes over the engine that training uses.
 
-Guarantee: what clients get is built by vLLM (chat templates, stops, log-probs, tool calls, streams); what was sampled for
-them is noted token by token. A request runs on the adapter of its call and on nothing else.
-
-The constructors used here agree in releases 0.32 and 0.33.
+Guarantee: answers are built by vLLM (chat templates, stops, log-probs, tool calls, streams), and every sampled token is noted. A
+request runs on the adapter of its call and on no other. The constructors used here agree in releases 0.32 and 0.33.
 """
 
 from collections.abc import AsyncGenerator
@@ -34,7 +32,7 @@ _CALL: ContextVar[Call] = ContextVar("call")
 
 
 class OpenAIServer:
-    """Answers requests. What they leave open (temperature, length, ...) is as in `sampling:`. Raises ConfigError where vLLM
+    """vLLM's answers to requests, whose defaults (temperature, length, ...) are those of `sampling:`. Raises ConfigError if vLLM
     does not know `serve.tool_call_parser`."""
 
     def __init__(self, core: EngineCore, weights: VllmWeights, config: RunConfig) -> None:
@@ -62,8 +60,8 @@ class OpenAIServer:
         self._limits = limits(config.sampling.message)
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
-        """Generates; `call` notes what is sampled. A stream begins to generate when it is read. Raises RefusedError where vLLM
-        does."""
+        """Generate; `call` notes the samples. A stream begins to generate when it is read. Raises RefusedError if vLLM
+        refuses."""
         _CALL.set(call)
         limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
         values = {limit: self._max_tokens} | self._limits | request.fields
@@ -78,7 +76,7 @@ class OpenAIServer:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))
             raise malformed(f"{place}: {first['msg']}", place or None) from None
-        except Exception as error:  # vLLM has many, and knows which of them are the client's fault
+        except Exception as error:  # vLLM raises many kinds, and knows which are the client's fault
             answer = self._chat.create_error_response(error)
         if hasattr(answer, "error"):
             info = answer.error
@@ -87,7 +85,7 @@ class OpenAIServer:
 
 
 class _Models(OpenAIServingModels):
-    """Knows one model: that of the call being answered."""
+    """The one model of the call that is being answered."""
 
     def __init__(self, client: Any, path: str, weights: VllmWeights) -> None:
         self._weights = weights
@@ -102,7 +100,7 @@ class _Models(OpenAIServingModels):
 
     @lora_requests.setter
     def lora_requests(self, _: dict[str, LoRARequest]) -> None:
-        """vLLM begins with none."""
+        """Ignore the empty dict that vLLM sets."""
 
     def is_base_model(self, model_name: str) -> bool:
         return not self._weights.holds_versions
@@ -112,7 +110,7 @@ class _Models(OpenAIServingModels):
 
 
 class _Client:
-    """The engine as vLLM's serving classes see it: `generate` is ours, everything else the engine's."""
+    """The engine for vLLM's serving classes: `generate` is ours, all else the engine's."""
 
     def __init__(self, core: EngineCore, weights: VllmWeights) -> None:
         self._core, self._llm = core, core.llm
@@ -130,7 +128,7 @@ class _Client:
         lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
-        if params.logprobs is None:  # they are noted all the same
+        if params.logprobs is None:  # a call notes them always
             params.logprobs, params.flat_logprobs = 0, True
         call = _CALL.get()
         if self._weights.holds_versions:
@@ -152,7 +150,7 @@ class _Client:
     async def _whole(
         self, call: Call, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """At its end, because what is in flight while weights wait for verification may be taken back."""
+        """Yield the whole output at its end, because requests in flight may begin anew until weights are verified."""
         call.note_reader(request_id)
         params.output_kind = RequestOutputKind.FINAL_ONLY
 
@@ -167,7 +165,7 @@ class _Client:
 
 
 def _note(call: Call, request_id: str, output: Any, request: InFlightRequest) -> None:
-    """Adds what an output, or a piece of it, has of each completion."""
+    """Add the tokens of each completion in an output, or in a piece of it."""
     for sample in output.outputs:
         sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
         logprobs = sample.logprobs

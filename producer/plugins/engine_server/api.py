@@ -24,8 +24,8 @@ from protocol.wire.messages import Sampling
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5, which may close a connection just when it is used again
-_SHOWN = 400  # characters of what a server says
-_MAX_BYTES = 2**22  # of an answer, but for what was generated
+MAX_ERROR_CHARS = 400  # of a server's message
+_MAX_BYTES = 2**22  # of an answer without completions
 _UNAUTHORIZED, _BUSY = (401, 403), (429, 503)
 _KEY = "engine_server.key_file"
 
@@ -33,11 +33,11 @@ Answer = TypeVar("Answer")
 
 
 class ServerLostError(Exception):
-    """It does not answer, or not in time."""
+    """The server does not answer, or not in time."""
 
 
 class ServerBusyError(ServerLostError):
-    """It asks for another try later, after `retry_after_s` if it says so."""
+    """The server asks for another try later, after `retry_after_s` if it gives a time."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class ServerBusyError(ServerLostError):
 
 
 class ServerRefusedError(Exception):
-    """It answers, and does not do what was asked."""
+    """The server answers, and refuses the request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{message} (status {status})")
@@ -54,12 +54,11 @@ class ServerRefusedError(Exception):
 
 
 class ServerMismatchError(Exception):
-    """It is no server that this run can use; the message ends with what to change."""
+    """This run cannot use the server; the message ends with the fix."""
 
 
 def open_session(section: EngineServerSection) -> aiohttp.ClientSession:
-    """For all servers of the section, in the running loop. Raises ConfigError where the key or the certificates cannot be
-    read."""
+    """Open a session for all servers, in the running loop. Raises ConfigError if the key or the certificates cannot be read."""
     headers = {"Content-Type": "application/json"}
     if section.key_file is not None:
         key = secret_line(read_private(Path(section.key_file), _KEY), f"{_KEY}: {section.key_file}")
@@ -76,7 +75,7 @@ def open_session(section: EngineServerSection) -> aiohttp.ClientSession:
 
 
 class HttpClient:
-    """`url` has no slash at its end; `limit_s` is how long an answer may take unless a request says otherwise."""
+    """Requests to one server. `url` has no slash at its end; an answer may take `limit_s` unless a request sets another limit."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, limit_s: float) -> None:
         self._session = session
@@ -90,7 +89,7 @@ class HttpClient:
         return (await self._content("GET", path, None, self._limit_s, _MAX_BYTES)).decode(errors="replace")
 
     async def tell(self, path: str, body: dict[str, Any]) -> None:
-        """For requests whose answer is no more than a yes."""
+        """Send a request whose answer has no content."""
         await self._content("POST", path, body, self._limit_s, _MAX_BYTES)
 
     async def ask(
@@ -102,7 +101,7 @@ class HttpClient:
         max_bytes: int = _MAX_BYTES,
         has_limit: bool = True,
     ) -> Answer:
-        """Without a limit the caller has one."""
+        """Send a request and decode its answer. If `has_limit` is False, the caller must set a timeout."""
         limit_s = self._limit_s if has_limit else None
         return _decoded(await self._content("POST", path, body, limit_s, max_bytes), kind, path)
 
@@ -123,7 +122,7 @@ class HttpClient:
         except aiohttp.ClientConnectorCertificateError as error:
             raise ServerMismatchError(
                 f"has a certificate that is not trusted ({error.certificate_error}): set engine_server.ca_file to the "
-                "certificate of whoever signed it"
+                "certificate of its signer"
             ) from error
         except TimeoutError:
             raise ServerLostError(f"does not answer {path} in time") from None
@@ -137,7 +136,7 @@ class HttpClient:
 def _error(status: int, content: bytes, retry_after: str) -> Exception:
     message = _message(content)
     if status in _UNAUTHORIZED:
-        return ServerMismatchError(f"refuses the key ({message}): {_KEY} has to hold what the server's --api-key says")
+        return ServerMismatchError(f"refuses the key ({message}): write the value of the server's --api-key to {_KEY}")
     if status in _BUSY:
         return ServerBusyError(
             f"is busy: {message} (status {status})", float(retry_after) if retry_after.isdecimal() else None
@@ -146,7 +145,7 @@ def _error(status: int, content: bytes, retry_after: str) -> Exception:
 
 
 def _message(content: bytes) -> str:
-    """The text in an answer that refuses: vLLM has {"error": {"message": ...}}, what stands before it has others."""
+    """Return the text of a refusal: vLLM sends {"error": {"message": ...}}, proxies before it send others."""
     try:
         said: Any = msgspec.json.decode(content)
         for key in ("error", "message", "detail"):
@@ -154,26 +153,26 @@ def _message(content: bytes) -> str:
                 said = said[key]
     except UNREADABLE:
         said = content.decode(errors="replace")
-    return str(said)[:_SHOWN]
+    return str(said)[:MAX_ERROR_CHARS]
 
 
 def _decoded(content: bytes, kind: type[Answer], path: str) -> Answer:
     try:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
-        raise ServerMismatchError(f"answers {path} as no vLLM does: {error}") from error
+        raise ServerMismatchError(f"answers {path} in a form that vLLM does not have: {error}") from error
 
 
-TOP = 20  # of the likeliest tokens; vLLM's `--max-logprobs` allows as many unless it is given
+TOP = 20  # likeliest tokens, the default of vLLM's `--max-logprobs`
 _COMPLETIONS = "/v1/completions"
-_BYTES_PER_TOKEN = 1024  # of an answer: its text three times, its log-prob twice, its id
+_BYTES_PER_TOKEN = 1024  # in an answer: its text three times, its log-prob twice, its id
 _SLOTS = "vllm:lora_requests_info"
 _MOST_DIGITS = 9  # of a number of slots
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class ModelCard(msgspec.Struct):
-    """A model that the server offers. An adapter has a parent, and its path as `root`."""
+    """A model that the server offers. An adapter has a parent, and `root` is its path."""
 
     id: str
     root: str | None = None
@@ -209,26 +208,26 @@ class _Completions(msgspec.Struct):
 
 
 class VllmApi:
-    """Raises ServerLostError, ServerRefusedError or ServerMismatchError, as `HttpClient` does."""
+    """The routes of `vllm serve`. Each call raises ServerLostError, ServerRefusedError or ServerMismatchError."""
 
     def __init__(self, http: HttpClient) -> None:
         self._http = http
         self.url = http.url
 
     async def check_health(self) -> None:
-        """Raises ServerLostError where its engine is dead."""
+        """Raise ServerLostError if the engine of the server is dead."""
         try:
             await self._http.get_text("/health")
         except ServerRefusedError as error:
             if error.status < 500:
                 raise
-            raise ServerLostError(f"is not well: {error}") from error
+            raise ServerLostError(f"fails its health check: {error}") from error
 
     async def models(self) -> list[ModelCard]:
         return (await self._http.get("/v1/models", _Models)).data
 
     async def num_lora_slots(self) -> int | None:
-        """As its metrics say, once a request has named an adapter; None if they do not."""
+        """Return the number in its metrics, which they have once a request has named an adapter; else None."""
         try:
             samples = samples_of(await self._http.get_text("/metrics"), (_SLOTS,))
         except ServerRefusedError:
@@ -237,7 +236,7 @@ class VllmApi:
         return next((int(text) for text in slots if text.isdecimal() and len(text) <= _MOST_DIGITS), None)
 
     async def scheduler_load(self) -> EngineLoad | None:
-        """As its metrics say; None if they do not."""
+        """Return the load in its metrics; None if they have none."""
         try:
             return scheduler_load(await self._http.get_text("/metrics"))
         except ServerRefusedError:
@@ -250,7 +249,7 @@ class VllmApi:
         await self._http.tell("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def score(self, model: str, token_ids: list[int]) -> list[float]:
-        """The log-probs of each of these tokens but the first, at temperature 1. vLLM uses no cached KV for that."""
+        """Return the log-probs of all these tokens but the first, at temperature 1. vLLM uses no cached KV for that."""
         (choice,) = await self._complete(
             model, token_ids, 1, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         )
@@ -261,16 +260,16 @@ class VllmApi:
         return found
 
     async def next_token(self, model: str, token_ids: list[int], temperature: float) -> dict[str, float]:
-        """What the server gives as log-probs of the `TOP` likeliest next tokens, by token."""
+        """Return the log-probs of the `TOP` likeliest next tokens, by token."""
         asked = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP, "return_tokens_as_token_ids": True}
         (choice,) = await self._complete(model, token_ids, 1, _every_parameter() | asked)
         first = (choice.logprobs.top_logprobs or [None])[0] if choice.logprobs else None
         if not first:
             raise ServerMismatchError(f"returns no log-probs of the {TOP} likeliest tokens")
-        return dict(sorted(first.items(), key=lambda item: -item[1])[:TOP])  # not what was sampled beside them
+        return dict(sorted(first.items(), key=lambda item: -item[1])[:TOP])  # without the sampled token beside them
 
     async def sample(self, model: str, prompt_ids: list[int], sampling: Sampling, version: int) -> list[Completion]:
-        """A group under the adapter `model`, which is this version. The caller sets the deadline."""
+        """Sample a group on the adapter `model`, which is this version. The caller sets the deadline."""
         asked = _every_parameter(**group_fields(sampling))
         choices = await self._complete(model, prompt_ids, sampling.num_generations, asked)
         return [_completion(choice, prompt_ids, sampling, version) for choice in choices]
@@ -288,7 +287,7 @@ class VllmApi:
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if answer.model != model:
             raise ServerMismatchError(
-                f"was asked for {model} and answers for {answer.model}: nothing between may choose another"
+                f"was asked for {model} and answers for {answer.model}: remove the proxy that chooses another model"
             )
         if [choice.index for choice in choices] != list(range(count)):
             raise ServerMismatchError(f"was asked for {count} completions and returns {len(choices)}")
@@ -308,7 +307,8 @@ def _completion(choice: _Choice, prompt_ids: list[int], sampling: Sampling, vers
         raise ServerMismatchError(f"ended a completion because of {choice.finish_reason!r}")
     if choice.prompt_token_ids != prompt_ids:
         raise ServerMismatchError(
-            "generated from another prompt than it was given, or does not say: it needs vLLM 0.26 or newer"
+            "generated from another prompt than it was given, or does not return its prompt: start it with a release of vLLM "
+            "that Slipstream supports (docs/engine-server.md)"
         )
     known = [value for value in logprobs if value is not None and math.isfinite(value)]
     if not 0 < len(token_ids) == len(known) == len(logprobs) <= sampling.max_completion_length:
@@ -325,17 +325,17 @@ _MOST = 2.0**53
 
 
 def samples_of(metrics: str, names: tuple[str, ...]) -> list[Sample]:
-    """Those of the text of `/metrics` whose names begin so; none where the text is malformed."""
+    """Return the samples in the text of `/metrics` whose names begin so; none if the text is malformed."""
     lines = [line for line in metrics.splitlines() if line.startswith(names)]
     try:
         families = list(text_string_to_metric_families("\n".join(lines)))
-    except Exception:  # whatever the parser makes of what somebody else wrote
+    except Exception:  # the parser raises many kinds at malformed text
         return []
     return [sample for family in families for sample in family.samples]
 
 
 def scheduler_load(metrics: str) -> EngineLoad | None:
-    """From the text of `/metrics`, with one line for each engine of the server; None where it does not say."""
+    """Read the load from the text of `/metrics`, which has a line for each engine of the server; None if lines are missing."""
     found: dict[str, list[float]] = {name: [] for name in _NEEDED}
     for sample in samples_of(metrics, _NEEDED):
         found.get(sample.name, []).append(sample.value)

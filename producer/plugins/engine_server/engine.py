@@ -1,8 +1,10 @@
 """A vLLM server that is already running, or several, as the producer's engine.
 
-Guarantee: `generate` returns what was sampled on exactly the policy it names, with log-probs of the distribution that was sampled
-from, whatever happens to servers meanwhile: a request that is lost is sampled anew, and while no server is ready every request
-waits. A server that has never fitted ends the start with every reason; one that fits no longer is waited for.
+Guarantee: `generate` returns tokens that were sampled on exactly the policy it names, with log-probs of the distribution that
+they were sampled from: a request that a server loses is sampled anew, and while no server is ready every request waits. A policy
+counts as loaded when every ready server has it, and one server at least is ready; a server that comes later gets it before it is
+used. A refusal by one server is a refusal. A server that has never fitted ends the start with every reason; the producer waits
+for one that no longer fits.
 """
 
 import asyncio
@@ -48,16 +50,16 @@ from protocol.wire.model_folder import base_model_digest, placeholders_of, resol
 logger = logging.getLogger(__name__)
 
 _TIDY_EVERY_S = 5.0
-_GOODBYE_S = 10.0  # for unloading what servers have of this producer
-_ATTEMPTS = 5  # to generate a group, of which servers failed all before
-_BUSY_S = (0.5, 15.0)  # how long to wait at first where a server is busy, and at most
+_GOODBYE_S = 10.0  # for unloading this producer's adapters
+_ATTEMPTS = 5  # to generate a group, while servers fail
+_BUSY_S = (0.5, 15.0)  # the first pause for a busy server, and the longest
 _BUSY_ATTEMPTS = 8
-LINGER_S = 30.0  # for which an adapter's files outlive it: vLLM may read them for a request that was just cancelled
+LINGER_S = 30.0  # files outlive their adapter: vLLM may read them for a request that was just cancelled
 
 
 @dataclass
 class Servers:
-    """Told by them when one becomes ready or is lost, by `note_change`."""
+    """All servers of a run. Each calls `note_change` when it becomes ready or is lost."""
 
     all: list[Server] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,12 +77,12 @@ class Servers:
             await self._changed.wait()
 
     async def pick(self) -> Server:
-        """The one with the fewest completions in it, as soon as one is ready."""
+        """Wait for a ready server, and return the one with the fewest completions."""
         await self.wait_until(lambda: bool(self.ready))
         return min(self.ready, key=lambda server: server.in_flight)
 
     def outage(self) -> str | None:
-        """Why nothing can be generated now; None if it can."""
+        """Return why no server can generate now; None if one can."""
         if self.ready:
             return None
         return "; ".join(f"the server at {server.url} {server.problem}" for server in self.all)
@@ -93,7 +95,9 @@ class ServerWeights:
     servers: Servers
     needed: dict[int, NeededPolicy]
     folder: ClientFolder
-    _retired: list[tuple[float, Callable[[], None]]] = field(default_factory=list)  # since when, and what removes it
+    _retired: list[tuple[float, Callable[[], None]]] = field(
+        default_factory=list
+    )  # since when, and the function that removes it
 
     async def load(self, adapter: Adapter) -> None:
         await asyncio.to_thread(self.folder.put, adapter.name, adapter.path)
@@ -109,7 +113,7 @@ class ServerWeights:
             raise
 
     async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        """What the first server computes. Another one that computes something else is not used."""
+        """Return the log-probs that the first server computes. A server that computes others is not used."""
         policy = self.needed[adapter.id]
         while policy.probe is None:
             server = await self.servers.pick()
@@ -117,7 +121,7 @@ class ServerWeights:
                 try:
                     await server.measure(policy, token_ids)
                 except ServerRefusedError as error:
-                    server.lose(f"does not score a probe: {error}")
+                    server.lose(f"refuses to score a probe: {error}")
         while not self._everywhere(policy):
             await self.servers.wait_until(lambda: bool(self.servers.ready))
             await self._ensure(policy)
@@ -128,7 +132,7 @@ class ServerWeights:
         return bool(ready) and all(server.has(policy) for server in ready)
 
     async def _ensure(self, policy: NeededPolicy) -> None:
-        """By all servers that are ready. Raises ServerRefusedError if one that is well refuses."""
+        """Load a policy into all ready servers. Raises ServerRefusedError if a healthy one refuses."""
         ready = self.servers.ready
         outcomes = await asyncio.gather(*(server.ensure(policy) for server in ready), return_exceptions=True)
         for server, error in zip(ready, outcomes, strict=True):
@@ -136,11 +140,11 @@ class ServerWeights:
                 continue
             with server.losing():
                 if isinstance(error, ServerRefusedError):
-                    await server.api.check_health()  # an engine that is dying refuses, too
+                    await server.api.check_health()  # a dying engine refuses, too
                 raise error
 
     def activate(self, adapter: Adapter) -> None:
-        """A request may name an adapter as soon as it is loaded."""
+        """Do nothing: a request may name an adapter as soon as it is loaded."""
 
     async def discard(self, adapter: Adapter) -> None:
         self.needed.pop(adapter.id, None)
@@ -149,12 +153,12 @@ class ServerWeights:
             await server.discard(adapter)
 
     def retire_dead_clients(self) -> None:
-        """What clients have left that were killed. Servers unload it when they are inspected."""
+        """Retire the files of killed clients. Servers unload their adapters at an inspection."""
         now = time.monotonic()
         self._retired += [(now, partial(self.folder.remove_client, name)) for name in self.folder.dead_clients()]
 
     async def tidy(self) -> None:
-        """Removes the files of what is not needed since a while. To be called every few seconds."""
+        """Remove files of policies that were discarded a while ago. Called every few seconds."""
         await asyncio.to_thread(self.folder.beat)
         now, retired = time.monotonic(), self._retired
         self._retired = [entry for entry in retired if now - entry[0] < LINGER_S]
@@ -164,7 +168,7 @@ class ServerWeights:
 
 
 class ServerEngine:
-    """Implements `producer.engine_contract.Engine`; `server_engine` makes it. `capabilities` is there after `warm_up`."""
+    """The `Engine` on servers, made by `server_engine`. It has `capabilities` after `warm_up`."""
 
     capabilities: EngineCapabilities
 
@@ -176,7 +180,7 @@ class ServerEngine:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def warm_up(self) -> None:
-        """Until every server was asked and one is ready. Raises EngineError if one does not fit."""
+        """Wait until every server was asked and one is ready. Raises EngineError if one does not fit."""
         self.weights.retire_dead_clients()
         self._tasks += [
             asyncio.create_task(work) for work in (self._tidy(), *(server.run() for server in self.servers.all))
@@ -201,7 +205,7 @@ class ServerEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event | None = None
     ) -> list[Completion]:
-        """`cut` is never set: requests there run to their end (`swap.in_flight`)."""
+        """Sample a group. `cut` is never set: requests run to their end (`swap.in_flight`)."""
         problem, pause_s, num_busy, num_failed = "", _BUSY_S[0], 0, 0
         while num_failed < _ATTEMPTS and num_busy < _BUSY_ATTEMPTS:
             server = await self.servers.pick()
@@ -223,35 +227,37 @@ class ServerEngine:
                 server.lose(problem)
         if num_failed < _ATTEMPTS:
             raise LeaseFailure("returned", problem)
-        raise LeaseFailure("generation_failed", f"{num_failed} times in a row the server {problem}")
+        raise LeaseFailure("generation_failed", f"it failed {num_failed} times; the last time the server {problem}")
 
     def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> ToolParser:
-        """vLLM's, which runs here and needs vLLM to be installed."""
+        """Make a parser of vLLM's, which runs here and needs vLLM to be installed."""
         try:
             from producer.engine.tool_calls import ToolCallParser
         except ImportError as error:
             raise ConfigError(
-                f"environment.tool_parser: {name} is vLLM's, which is not installed here: {error}"
+                f"environment.tool_parser: {name} is a parser of vLLM, which is not installed here: {error}; install it"
             ) from error
         return ToolCallParser(name, tokenizer, tools)
 
     async def sleep(self) -> None:
-        raise EngineError("pipeline.gpu: turns is not for engine_server, whose servers have their own GPUs and clients")
+        raise EngineError(
+            "pipeline.gpu: turns cannot be used with engine_server, whose servers have their own GPUs and clients"
+        )
 
     wake = sleep
 
     def openai_server(self, config: RunConfig) -> Any:
-        raise ConfigError("serve.enabled: not with engine_server")
+        raise ConfigError("serve.enabled: true cannot be used with engine_server; remove one of them")
 
     def current_load(self) -> EngineLoad | None:
-        """Of all servers together, a few seconds old."""
+        """Return the load of all servers together, a few seconds old."""
         return joined(server.own_load.load for server in self.servers.all)
 
     def outage(self) -> str | None:
         return self.servers.outage()
 
     def check_alive(self) -> None:
-        """Servers may come and go. Raises what ended a task that must not end."""
+        """Raise the error of a task that has ended. Servers may come and go."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -261,7 +267,7 @@ class ServerEngine:
             task.cancel()
 
     async def say_goodbye(self) -> None:
-        """Leaves nothing in servers, and returns when they have let requests go that were cancelled before."""
+        """Unload everything from the servers, and wait until cancelled requests have left them."""
         self.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
@@ -269,7 +275,7 @@ class ServerEngine:
                     with server.losing(), contextlib.suppress(ServerRefusedError):
                         for name in server.names.values():
                             await server.api.unload(name)
-                        if server.inspected is not None:  # a request that comes behind those, through the whole server
+                        if server.inspected is not None:  # this request queues behind them, through the whole server
                             await server.api.score(server.inspected.base, [3, 4])
 
     async def _tidy(self) -> None:
@@ -299,7 +305,7 @@ class ServerEngine:
 
 @asynccontextmanager
 async def server_engine(config: RunConfig) -> AsyncIterator[ServerEngine]:
-    """Open the engine of `config.engine_server`. Raises ConfigError where its files or the model cannot be read."""
+    """Open the engine of `config.engine_server`. Raises ConfigError if its files or the model cannot be read."""
     section, model = config.engine_server, config.model
     assert section is not None
     logger.info("asking for %s at %s ...", model.path, ", ".join(section.url))
@@ -317,7 +323,8 @@ async def server_engine(config: RunConfig) -> AsyncIterator[ServerEngine]:
             servers.all.append(Server(api, inspection, folder, needed, servers.note_change))
             if section.key_file and urlsplit(url).scheme == "http" and not is_loopback(urlsplit(url).netloc):
                 logger.warning(
-                    "engine_server.key_file: the key goes to %s unencrypted; use https where others can listen", url
+                    "engine_server.key_file: the key goes to %s unencrypted; use https if others can read this network",
+                    url,
                 )
         engine = ServerEngine(config, inspection, servers, ServerWeights(servers, needed, folder))
         stack.push_async_callback(engine.say_goodbye)
@@ -325,7 +332,7 @@ async def server_engine(config: RunConfig) -> AsyncIterator[ServerEngine]:
 
 
 def check_servers(config: RunConfig) -> None:
-    """Asks every server whether it fits. Raises ConfigError where the section does not, EngineError with every problem of the
+    """Ask every server whether it fits. Raises ConfigError if the section is wrong, EngineError with every problem of the
     servers."""
 
     async def problem_of(inspection: Inspection, server: Server) -> str | None:

@@ -1,8 +1,8 @@
 """The folder through which policies reach servers.
 
-Guarantee: each client has a folder of its own in it, in which an adapter appears complete or not at all. What a dead client left
-is found, and nothing of one that lives: it holds a lock, and where locks do not reach, as between the hosts of some network file
-systems, it touches a file again and again. Times are compared with the file system's own clock alone.
+Guarantee: each client has its own folder in it, in which an adapter appears complete or not at all. Files of a dead client are
+found, and no file of a living one: a client holds a lock, and touches a file regularly, because locks do not reach between the
+hosts of some network file systems. Times are compared with the clock of the file system alone.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from protocol.errors import ConfigError
 from protocol.runtime.files import staged
 
 PREFIX = "slipstream-"
-SILENT_S = 120.0  # after which a client of another host is dead
+SILENT_S = 120.0  # a client of another host that is silent for longer is dead
 _ALIVE = "alive"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ClientFolder:
-    """This client's, called `name`, in `parent`, which is `server_parent` to servers. Raises OSError if it cannot be made."""
+    """The folder `name` of this client in `parent`, which servers see as `server_parent`. Raises OSError if it cannot be made."""
 
     def __init__(self, parent: Path, server_parent: PurePosixPath, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class ClientFolder:
         return str(self._server_parent / self.name / adapter)
 
     def put(self, adapter: str, source: Path) -> None:
-        """Copies an adapter here, unless it is here already, with all of its files. Raises OSError."""
+        """Copy an adapter here, unless all of its files are here already. Raises OSError."""
         target = self.path / adapter
         with self._changing:
             if not self._is_closed and not (target.is_dir() and _sizes(source).items() <= _sizes(target).items()):
@@ -50,9 +50,9 @@ class ClientFolder:
         shutil.rmtree(self.path / adapter, ignore_errors=True)
 
     def beat(self) -> None:
-        """To be called every few seconds. Makes the folder again if somebody has removed it, or others would take this client for
-        dead."""
-        with self._changing, contextlib.suppress(OSError):  # a file system that is away for a while
+        """Show that this client lives. Called every few seconds. A folder that was removed is made again, or this client would
+        count as dead."""
+        with self._changing, contextlib.suppress(OSError):  # the file system may be away for a while
             if self._is_closed:
                 return
             if not self._is_joined():
@@ -61,23 +61,23 @@ class ClientFolder:
             os.utime(self._lock)
 
     def owner_of(self, server_path: str) -> str | None:
-        """The name of the client in whose folder a server found an adapter; None if it is none of ours."""
+        """Return the name of the client in whose folder a server found an adapter; None for a folder outside."""
         place = PurePosixPath(server_path)
         if place.parent.parent == self._server_parent and place.parent.name.startswith(PREFIX):
             return place.parent.name
         return None
 
     def is_dead(self, client: str) -> bool:
-        """Whether a client has ended without removing what it had. One whose folder is gone has."""
+        """Tell whether a client has ended without removing its files. A client without a folder has."""
         if client == self.name:
             return False
         folder = self._parent / client
         try:
             descriptor = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:  # it may be about to make it
+        except FileNotFoundError:  # the client may be about to make it
             return not folder.is_dir() or self._is_silent(folder.stat().st_mtime)
         except OSError:
-            return False  # somebody else's
+            return False  # the file of another user
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.read(descriptor, 64) == _boot_id() or self._is_silent(os.fstat(descriptor).st_mtime)
@@ -95,18 +95,19 @@ class ClientFolder:
         shutil.rmtree(self._parent / client, ignore_errors=True)
 
     def close(self) -> None:
-        """Whatever is done afterwards changes nothing."""
+        """Remove the folder. Later calls change nothing."""
         with self._changing:
             self._is_closed = True
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
 
     def _join(self) -> int:
-        """The descriptor whose lock says that this client lives. The lock comes before the id by which others trust it."""
+        """Open the file whose lock shows that this client lives. The lock is taken before the id is written by which others trust
+        it."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another client may just look
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another client may be testing it
         os.write(lock, _boot_id())
         return lock
 
@@ -122,7 +123,7 @@ class ClientFolder:
 
 @contextlib.contextmanager
 def client_folder(adapter_dir: str, server_adapter_dir: str | None) -> Iterator[ClientFolder]:
-    """A new one, which is removed in the end. Raises ConfigError if it cannot be made."""
+    """Make a client's folder, and remove it in the end. Raises ConfigError if it cannot be made."""
     parent, name = Path(adapter_dir).absolute(), f"{PREFIX}{secrets.token_hex(6)}"
     try:
         folder = ClientFolder(parent, PurePosixPath(server_adapter_dir or parent), name)
@@ -136,12 +137,12 @@ def client_folder(adapter_dir: str, server_adapter_dir: str | None) -> Iterator[
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Of the files in it, in bytes."""
+    """Return the size of each file in it, in bytes."""
     return {path.relative_to(folder): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def _boot_id() -> bytes:
-    """Of this machine since it was started: within it locks can be trusted."""
+    """Return the id of this machine's boot: locks can be trusted among its processes."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:

@@ -1,7 +1,12 @@
-"""What a server must be for this run, and how it shows that.
+"""The checks by which a server shows that this run can use it.
 
 Guarantee: `inspect` returns the name of a server's base model and its longest sequence, or raises ServerMismatchError with the
-flag of vLLM, or the key of the configuration, that has to change. What vLLM's HTTP API does not show is `assumptions`.
+flag of vLLM, or the key of the configuration, that has to change. `assumptions` names the flags that vLLM's HTTP API does not
+show. No weights are read, only their shapes, and torch is not imported.
+
+At temperature 1 all modes that return log-probs agree. At temperature T a processed log-prob is p / T - log Z, where p is the one
+at temperature 1 and Z the sum of exp(p / T) over the vocabulary. Tokens that are not known add to Z: their sum of probabilities
+and the least known one bound how much. A distribution whose p / T - log Z cannot be told apart from p shows nothing.
 """
 
 import asyncio
@@ -27,7 +32,7 @@ from protocol.wire.model_folder import is_of_text_model
 logger = logging.getLogger(__name__)
 
 _PROMPTS = ([3, 4, 5, 6], [8, 7, 6, 5], [9, 3, 8, 4])  # of tokens that every vocabulary has
-_CHANGED = 1e-6  # nats, by which an adapter of random numbers changes something
+_CHANGED = 1e-6  # nats; an adapter of random numbers changes log-probs by more
 
 
 class Inspected(NamedTuple):
@@ -37,8 +42,8 @@ class Inspected(NamedTuple):
 
 @dataclass
 class Inspection:
-    """Of every server of a run alike. `tolerance`, in nats, is what two right computations of a log-prob may differ by;
-    `min_model_len` the length that every server must have."""
+    """The checks of every server of a run. Two right computations of a log-prob may differ by `tolerance` nats; every server must
+    take sequences of `min_model_len` tokens."""
 
     config: RunConfig
     model_folder: Path
@@ -48,7 +53,7 @@ class Inspection:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def inspect(self, api: VllmApi) -> Inspected:
-        """Raises ServerLostError, too."""
+        """Check one server. Raises ServerMismatchError if it does not fit, ServerLostError if it does not answer."""
         try:
             await api.check_health()
             base = self._base_model(await api.models())
@@ -66,7 +71,7 @@ class Inspection:
         return Inspected(base.id, base.max_model_len)
 
     def assumptions(self, num_slots: int | None) -> str:
-        """In words. The weights are not among them: every policy is proved by its probe."""
+        """Name the flags that the API does not show. The weights are not among them: every policy is proved by its probe."""
         slots = f", --max-loras of {self.config.max_loras} or more for each producer" if num_slots is None else ""
         return (
             f"--dtype {self.config.model.dtype}, the tokenizer of model.path, no --logits-processors and no synthetic "
@@ -102,10 +107,14 @@ class Inspection:
                 )
             if finding == "processed":
                 return
-        logger.warning("%s: its log-probs do not show their mode; assumed: --logprobs-mode %s", api.url, LOGPROBS_MODE)
+        logger.warning(
+            "the log-probs of the server at %s do not show their mode; assuming --logprobs-mode %s",
+            api.url,
+            LOGPROBS_MODE,
+        )
 
     async def _check_adapters(self, api: VllmApi, base: str) -> None:
-        """By an adapter that is written, loaded, asked and removed again."""
+        """Write, load, score and remove a small adapter."""
         trial = f"trial-{next(self._numbers)}"
         name, prompt = f"{self.folder.name}-{trial}", list(_PROMPTS[0] + _PROMPTS[1])
         await asyncio.to_thread(write_trial_adapter, self.model_folder, self.config.lora, self.folder.path / trial)
@@ -132,7 +141,7 @@ class Inspection:
                 f"computes {slots} adapters at once, and pipeline.max_staleness needs {self.config.max_loras}: give it "
                 f"--max-loras {self.config.max_loras}, or that for each producer that shares it"
             )
-        logger.info("%s fits; assumed of it: %s", api.url, self.assumptions(slots))
+        logger.info("the server at %s fits; assuming that it has: %s", api.url, self.assumptions(slots))
 
     def _cannot_load(self, error: ServerRefusedError, trial: str) -> ServerMismatchError:
         path = self.folder.server_path(trial)
@@ -162,10 +171,10 @@ _TOLERANCE = 0.1  # nats, by which log-probs of one prompt may differ from reque
 
 
 def mode_of(at_one: dict[str, float], at_temperature: dict[str, float]) -> Finding:
-    """What two requests of the same prompt show, at temperature 1 and at `TEMPERATURE`: log-probs by token, of the likeliest."""
+    """Compare the log-probs of the likeliest tokens in two requests of one prompt, at temperature 1 and at `TEMPERATURE`."""
     both = sorted(at_one.keys() & at_temperature.keys())
     if not both or any(_sum_of_exp(values.values()) > math.exp(_TOLERANCE) for values in (at_one, at_temperature)):
-        return "other"  # no log-probs at all
+        return "other"  # these are no log-probs
     divided = [at_one[token] / TEMPERATURE for token in both]
     shifts = [at_temperature[token] - value for token, value in zip(both, divided, strict=True)]
     unchanged = [at_one[token] - value for token, value in zip(both, divided, strict=True)]
@@ -197,8 +206,9 @@ _IN_EVERY_FAMILY = "_proj"
 
 
 def write_trial_adapter(model_folder: Path, lora: dict[str, Any], folder: Path) -> None:
-    """Writes it to `folder`, which must not exist, with rank `lora.r`. Raises ConfigError where no layer of the model fits,
-    OSError where it cannot be written."""
+    """Write a small adapter of rank `lora.r` to `folder`, which must not exist. It changes one linear layer by about as much as
+    that layer has, equally in every process. Raises ConfigError if no layer of the model fits, OSError if it cannot be
+    written."""
     from safetensors.numpy import save
 
     name, (outputs, inputs) = _layer(model_folder, lora["target_modules"])
@@ -219,12 +229,12 @@ def write_trial_adapter(model_folder: Path, lora: dict[str, Any], folder: Path) 
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     key = f"base_model.model.{module}"
     tensors = {f"{key}.lora_A.weight": lora_a, f"{key}.lora_B.weight": lora_b}
-    content = save(tensors, {"format": "pt"})  # `save_file` has errors of its own
+    content = save(tensors, {"format": "pt"})  # `save_file` raises other errors
     (folder / "adapter_model.safetensors").write_bytes(content)
 
 
 def _layer(model_folder: Path, target_modules: Any) -> tuple[str, tuple[int, int]]:
-    """Name and shape (outputs, inputs) of the weights of a linear layer that the run trains. vLLM takes names of files, too."""
+    """Return name and shape (outputs, inputs) of the weights of a linear layer that the run trains."""
     from safetensors import safe_open
 
     for file in sorted(model_folder.glob("*.safetensors")):
@@ -235,7 +245,7 @@ def _layer(model_folder: Path, target_modules: Any) -> tuple[str, tuple[int, int
                     return name, (shape[0], shape[1])
     raise ConfigError(
         f"model.path: no file of weights (*.safetensors) in {model_folder} has a linear layer that lora.target_modules "
-        f"({target_modules}) names, so it cannot be seen whether the server applies adapters"
+        f"({target_modules}) names, so the server cannot show that it applies adapters"
     )
 
 

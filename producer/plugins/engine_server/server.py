@@ -1,8 +1,9 @@
-"""One server: whether it can be used now, and which policies it has.
+"""One server: whether it is ready, and which policies it has.
 
-Guarantee: a server is ready only after it was inspected and has every policy that is needed, each loaded under a name that was
-never used before and, once servers have shown what it computes, computing the same. One that is lost or answers wrongly is not
-ready at once; it is asked again and again, visibly, and nobody else has to ask for that.
+Guarantee: a server is ready only after it was inspected and has every needed policy, each loaded under a name that was never used
+before and, once one server has computed its probe, computing the same. A lost server, or one with a wrong answer, stops being
+ready at once; it is inspected again until it is ready, and each reason is logged. Of preemptions a producer counts its share of
+the requests in the server. A counter that begins again, and a metric that is missing or absurd, count nothing.
 """
 
 import asyncio
@@ -20,22 +21,22 @@ from producer.plugins.engine_server.inspection import Inspected, Inspection
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 5.0
-_ASK_AGAIN_S = (0.2, 2.0)  # at first, and at most
+_CHECK_EVERY_S = 5.0
+_ASK_AGAIN_S = (0.2, 2.0)  # the first pause, and the longest
 _REMIND_EVERY_S = 10.0
 _NOT_ASKED = "has not been asked yet"
 
 
 @dataclass
 class OwnLoad:
-    """Of one server, as far as it was told."""
+    """The load of one server, with this producer's share of its preemptions."""
 
     load: EngineLoad | None = None
-    _before: int | None = None  # preemptions, as the server told them last
-    _own: float = 0.0  # of them
+    _before: int | None = None  # preemptions in the last report
+    _own: float = 0.0  # this producer's share
 
     def note(self, told: EngineLoad | None, in_flight: int) -> None:
-        """What a server says now, with so many completions of this producer in it."""
+        """Note a report of the server, which has `in_flight` completions of this producer."""
         if told is None:
             return
         if self._before is not None and told.preemptions > self._before:
@@ -47,7 +48,7 @@ class OwnLoad:
 
 @dataclass
 class NeededPolicy:
-    """A policy that every server has to have; `probe` is what servers compute for it: tokens, and log-probs of all but the
+    """A policy that every server must have. `probe` holds tokens and the log-probs that a server computed of all but the
     first."""
 
     adapter: Adapter
@@ -55,8 +56,8 @@ class NeededPolicy:
 
 
 class Server:
-    """`run` keeps it usable. `needed` are the policies by the id of their adapter, which others add and remove; `on_change` is
-    called when it becomes ready, or stops being it."""
+    """One server, which `run` keeps usable. `needed` has the policies by the id of their adapter, and belongs to `ServerWeights`;
+    `on_change` is called when the server becomes ready, or stops being ready."""
 
     def __init__(
         self,
@@ -71,15 +72,15 @@ class Server:
         self.inspected: Inspected | None = None
         self.in_flight = 0
         self.own_load = OwnLoad()
-        self.names: dict[int, str] = {}  # of the adapters that it has, by id
-        self.problem: str | None = _NOT_ASKED  # why it is not ready
-        self.is_mismatch = False  # it answers, and this run cannot use it
+        self.names: dict[int, str] = {}  # of its adapters, by id
+        self.problem: str | None = _NOT_ASKED  # why the server is not ready
+        self.is_mismatch = False  # the server answers, and this run cannot use it
         self._inspection = inspection
         self._folder = folder
         self._needed = needed
         self._on_change = on_change
         self._proved: set[int] = set()
-        self._limits: set[asyncio.Timeout] = set()  # of the requests in it that were not told to leave
+        self._limits: set[asyncio.Timeout] = set()  # of requests in the server
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -95,7 +96,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def working(self, count: int) -> AsyncIterator[None]:
-        """While so many completions are in it. Raises ServerLostError when it is gone, which a connection may not tell."""
+        """Hold `count` completions in the server. Raises ServerLostError when it is gone, which a connection may not show."""
         limit = asyncio.timeout(None)
         self.in_flight += count
         self._limits.add(limit)
@@ -109,7 +110,7 @@ class Server:
             self._limits.discard(limit)
 
     def lose(self, problem: str, *, is_mismatch: bool = False) -> None:
-        """It is not ready any more, for this reason, until it has been inspected again."""
+        """Stop being ready for this reason, until the next inspection passes."""
         now, is_news = time.monotonic(), self.is_ready or not self.was_asked
         self.problem, self.is_mismatch = problem, is_mismatch
         if is_news or now - self._reminded_at >= _REMIND_EVERY_S:
@@ -121,7 +122,7 @@ class Server:
 
     @contextlib.contextmanager
     def losing(self) -> Iterator[None]:
-        """What goes wrong within is why it is not ready any more. Not what it refuses, which is the caller's to judge."""
+        """Mark the server lost on an error within. A refusal passes through: the caller decides about it."""
         try:
             yield
         except ServerLostError as error:
@@ -132,12 +133,12 @@ class Server:
             self.lose(f"cannot be given policies through engine_server.adapter_dir: {error}")
 
     def has(self, policy: NeededPolicy) -> bool:
-        """It is loaded, and proved if that can be."""
+        """Tell whether a policy is loaded, and proved if it has a probe."""
         number = policy.adapter.id
         return number in self.names and (policy.probe is None or number in self._proved)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Inspect the server, load its policies and watch it, until cancelled."""
         pause_s, longest_s = _ASK_AGAIN_S
         while True:
             was_ready = False
@@ -147,14 +148,14 @@ class Server:
                     was_ready, pause_s = True, _ASK_AGAIN_S[0]
                     await self._watch()
                 except ServerRefusedError as error:
-                    self.lose(f"refuses what it must take: {error}")
+                    self.lose(f"refuses a policy that it must have: {error}")
             if not was_ready:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
 
     async def ensure(self, policy: NeededPolicy) -> None:
-        """Has it load a policy, unless it has it, and compute its probe. Raises ServerRefusedError if it does not take it,
-        ServerMismatchError if it computes something else than other servers, ServerLostError and OSError."""
+        """Load a policy into the server, unless it is there, and compute its probe. Raises ServerRefusedError if the server
+        refuses it, ServerMismatchError if it computes other log-probs than other servers, ServerLostError and OSError."""
         adapter = policy.adapter
         async with self._loading:
             if adapter.id in self._needed and adapter.id not in self.names:
@@ -166,7 +167,7 @@ class Server:
                 await self._prove(policy)
 
     async def measure(self, policy: NeededPolicy, token_ids: list[int]) -> None:
-        """Has it compute the probe first: what it says is what others have to compute."""
+        """Compute the probe on this server first. The other servers have to compute the same."""
         async with self._loading:
             name = self.names.get(policy.adapter.id)
             if name is None:
@@ -175,12 +176,12 @@ class Server:
             self._proved.add(policy.adapter.id)
 
     async def discard(self, adapter: Adapter) -> None:
-        """Has it unload an adapter. What cannot be said to it now is mended when it is ready again."""
+        """Unload an adapter. A server that is not ready unloads it at its next inspection."""
         async with self._loading:
             name = self.names.pop(adapter.id, None)
             self._proved.discard(adapter.id)
             if name is not None and self.is_ready:
-                with self.losing(), contextlib.suppress(ServerRefusedError):  # it may not know it any more
+                with self.losing(), contextlib.suppress(ServerRefusedError):  # the server may have lost it
                     await self.api.unload(name)
 
     async def _prove(self, policy: NeededPolicy) -> None:
@@ -191,16 +192,16 @@ class Server:
         if not worst <= self._inspection.tolerance:
             self.names.pop(adapter.id)
             raise ServerMismatchError(
-                f"computes policy v{adapter.version} otherwise than it was proved (log-probs differ by {worst:.2g}): start it "
+                f"computes policy v{adapter.version} differently from the proof (log-probs differ by {worst:.2g}): start it "
                 "with the weights of model.path"
             )
         self._proved.add(adapter.id)
 
     async def _watch(self) -> None:
-        """While it is ready."""
+        """Check the server's health while it is ready."""
         while self.is_ready:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), _LOOK_EVERY_S)
+                await asyncio.wait_for(self._lost.wait(), _CHECK_EVERY_S)
             if self.is_ready:
                 try:
                     await self.api.check_health()
@@ -223,7 +224,7 @@ class Server:
         self._on_change()
 
     async def _unload_strange(self) -> None:
-        """Forgets what it has lost, and has it unload what nobody needs: of this client, and of those that are dead."""
+        """Forget adapters that the server has lost. Unload those that are not needed, of this client and of dead ones."""
         offered = {card.id: card.root or "" for card in await self.api.models() if card.parent is not None}
         self.names = {number: name for number, name in self.names.items() if name in offered and number in self._needed}
         self._proved &= self.names.keys()
@@ -231,13 +232,13 @@ class Server:
             owner = self._folder.owner_of(root)
             is_left = owner == self._folder.name and name not in self.names.values()
             if is_left or (owner is not None and await asyncio.to_thread(self._folder.is_dead, owner)):
-                logger.info("the server at %s still had %s, which nobody needs: unloading it", self.url, name)
-                with contextlib.suppress(ServerRefusedError):  # another one was faster
+                logger.info("unloading %s from the server at %s: it is not needed", name, self.url)
+                with contextlib.suppress(ServerRefusedError):  # another client was faster
                     await self.api.unload(name)
 
 
 def joined(loads: Iterable[EngineLoad | None]) -> EngineLoad | None:
-    """Of several servers that take the same number of groups; None if none says anything."""
+    """Add up the loads of several servers; None if no server reports one."""
     known = [load for load in loads if load is not None]
     if not known:
         return None

@@ -172,7 +172,7 @@ async def test_a_request_that_fails_is_made_again_and_given_up_after_some_tries(
                 raise web.HTTPInternalServerError(text="engine trouble")
 
         server.spoil = spoiled
-        with pytest.raises(LeaseFailure, match="5 times in a row the server failed: engine trouble") as caught:
+        with pytest.raises(LeaseFailure, match=r"5 times.*engine trouble") as caught:
             await generate(engine, policy)
         assert caught.value.reason == "generation_failed"
         server.spoil = lambda answer: None
@@ -362,7 +362,7 @@ async def test_a_server_that_comes_back_with_other_weights_is_not_used(tmp_path:
         await publish(engine, policy)
         await server.restart(weights="others")
         group = asyncio.create_task(generate(engine, policy))
-        await until(lambda: "computes policy v1 otherwise than it was proved" in (engine.outage() or ""))
+        await until(lambda: "computes policy v1 differently" in (engine.outage() or ""))
         await server.restart(weights="small")
         check_exact(server, policy, await group)
 
