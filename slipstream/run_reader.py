@@ -1,8 +1,7 @@
 """Reads the files that a run leaves behind, for `slipstream journal`, `slipstream status` and reports.
 
 Guarantee: it changes nothing and never delays a run that goes on. A file that does not exist has no lines. A line that is still
-being written is left out, and so is a line that is no JSON object. A number that is not finite is None, whether the release that
-wrote it wrote NaN or null.
+being written is left out, and so is a line that is no JSON object. A number that is not finite is None.
 """
 
 import json
@@ -58,7 +57,7 @@ class RunReader:
         return (self.folder / "metrics").is_dir() or self._journal.exists()
 
     def journal(self) -> "JournalReader":
-        """The run's journal, which the caller closes; `JournalError` if there is none that this release can read."""
+        """The run's journal, which the caller closes; `JournalError` if there is none that can be read."""
         from replay.journal.reader import JournalReader  # imports SQLite, which few callers need
 
         return JournalReader(self._journal)

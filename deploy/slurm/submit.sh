@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes keys in keys/ and submits the run. Producers begin after the trainer. A producer that was revoked stays revoked.
-#   ./submit.sh PRODUCERS       the trainer and so many producers
+#   ./submit.sh PRODUCERS       the trainer and this number of producers
 #   ./submit.sh --more 6-9      producers 6 to 9, while the run goes on
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

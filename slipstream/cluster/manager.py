@@ -227,7 +227,7 @@ def save(plan: Plan) -> None:
 
 
 def saved(run_dir: str | Path) -> Plan | None:
-    """The plan of the run's last manager; None if there is none that this release can read."""
+    """The plan of the run's last manager; None if there is none that can be read."""
     try:
         return msgspec.json.decode(plan_file(run_dir).read_bytes(), type=Plan)
     except (OSError, msgspec.DecodeError):

@@ -65,7 +65,7 @@ class ContentReader:
         return content
 
     def missing(self, row: GroupRow) -> list[MissingReward]:
-        """Why rewards of the group are missing, as far as its producer told."""
+        """Return why rewards of the group are missing, as far as its producer told."""
         try:
             return msgspec.msgpack.decode(self._reader.missing_rewards(row) or b"\x90", type=list[MissingReward])
         except msgspec.DecodeError:
