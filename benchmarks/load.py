@@ -25,16 +25,15 @@ import numpy as np
 import zmq
 
 from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES, GroupFactory
+from producer.link.events import LeaseAbandoned, LinkEvent, PolicyArrived, RunBegan, SessionBegan
 from producer.link.session import Link, Mailbox
-from producer.link.trainer_source import Download, TrainerSource
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
-from producer.policies.downloads import LinkEvents
-from producer.relays.neighbours import Neighbours
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import ProducerKeys, identity_of, producer_keys
 from protocol.config.operation import TransportSection
-from protocol.wire.messages import Ack, Hello, Lease, Message, PolicyInfo, TrainerMessage
+from protocol.wire.messages import Ack, Hello, Lease, Message, TrainerMessage
 
 _STEP_EVERY_S = 0.2  # of a producer that nothing arrives for
 _FLUSH_S, _LEAVE_S = 10.0, 0.5
@@ -135,7 +134,7 @@ class _Producer:
         transport = TransportSection(endpoint=load.endpoint, keys=load.keys)
         hello = Hello(load.names[number], ENGINE_FACTS, load.capacity)
         self._link = Link(
-            self._mailbox, hello, transport, Neighbours(load.names[number], transport), self._events(), Counters(),
+            self._mailbox, hello, transport, PolicySources(load.names[number], transport), self._take, Counters(),
             lambda: Workload((), len(self._leases), 0, 0.0),
         )  # fmt: skip
 
@@ -171,29 +170,22 @@ class _Producer:
         at = max(self._due, self._leases[0][0]) if self._leases else math.inf
         return at if at < self._ends_at else math.inf
 
-    def _events(self) -> LinkEvents:
-        def leased(lease: Lease) -> None:
-            began = due = time.monotonic()
-            if self._free_at:
-                began = max(began, self._free_at[0])
-                due = began + self._chance.uniform(0.5, 1.5) * self._load.group_s
-                heapq.heapreplace(self._free_at, due)
-            heapq.heappush(self._leases, (due, lease.lease_id, lease.policy_floor))
-            self._tell(lease.lease_id, "leased", time.monotonic(), began, due)
-
-        def follows(policy: PolicyInfo) -> None:
-            self._version = policy.version
-
-        def nothing(*_: object) -> None: ...
-
-        def abandoned(lease_id: str) -> None:
-            self._leases = sorted(lease for lease in self._leases if lease[1] != lease_id)
-
-        return LinkEvents(
-            run_began=follows, session_began=follows, leased=leased, abandoned=abandoned,
-            policy_arrived=lambda downloaded: follows(downloaded.policy), policy_refused=nothing, fetched=nothing,
-            evaluates=nothing, turn=nothing, outbox_full=nothing, ended=nothing,
-        )  # fmt: skip
+    def _take(self, event: LinkEvent) -> None:
+        match event:
+            case Lease(lease_id):
+                began = due = time.monotonic()
+                if self._free_at:
+                    began = max(began, self._free_at[0])
+                    due = began + self._chance.uniform(0.5, 1.5) * self._load.group_s
+                    heapq.heapreplace(self._free_at, due)
+                heapq.heappush(self._leases, (due, lease_id, event.policy_floor))
+                self._tell(lease_id, "leased", time.monotonic(), began, due)
+            case LeaseAbandoned(abandoned):
+                self._leases = sorted(lease for lease in self._leases if lease[1] != abandoned)
+            case RunBegan(policy) | SessionBegan(policy):
+                self._version = policy.version
+            case PolicyArrived(downloaded):
+                self._version = downloaded.policy.version
 
     def _acknowledged(self, ack: Ack) -> None:
         now = time.monotonic()
@@ -207,18 +199,11 @@ class _Producer:
             self._news.write(msgspec.json.encode([lease_id, what, *times]).decode() + "\n")
 
 
-def _at_once(source: TrainerSource, download: Download, work: Callable[[], None]) -> None:
-    """What a producer does on a thread of its own, for which it has more than a thousandth of a core."""
-    download.is_aside = True
-    work()
-
-
 def run(load: Load, begins_at: float = math.inf) -> None:
     """Until standard input ends, and then until everything is acknowledged. The process ends with it."""
     if load.core is not None:
         os.sched_setaffinity(0, {load.core})
     logging.basicConfig(level=logging.ERROR)
-    TrainerSource._aside = _at_once  # type: ignore[method-assign, assignment]
     watch, factory = _Watch(), GroupFactory(load.seed)
     watch.add(sys.stdin.fileno(), _STDIN)
     producers = [_Producer(load, number, factory, watch) for number in range(len(load.names))]

@@ -30,12 +30,13 @@ from benchmarks.groups import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BY
 from benchmarks.swap_trainer import serve
 from producer.app.timeline import Timeline
 from producer.engine_contract import Adapter
+from producer.link.events import LinkEvent, PolicyArrived
 from producer.link.session import Link, Mailbox
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, ProducerMetrics, Workload
 from producer.policies.loader import DownloadedPolicy, PolicyLoader
 from producer.policies.probe import SwapProof
 from producer.policies.registry import AdapterRegistry, SwapReport
-from producer.relays.neighbours import Neighbours
 from protocol.channel.client import ZmqClient
 from protocol.config.operation import TOLERANCES, TransportSection
 from protocol.config.run import RunConfig
@@ -119,13 +120,9 @@ class Receiver:
         self._registry = registry
         self.arrivals: asyncio.Queue[tuple[float, DownloadedPolicy]] = asyncio.Queue()
 
-    def fetched(self, policy: object, downloaded: DownloadedPolicy | None) -> None: ...
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
-        self._loop.call_soon_threadsafe(self.arrivals.put_nowait, (time.monotonic(), downloaded))
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+    def __call__(self, event: LinkEvent) -> None:
+        if isinstance(event, PolicyArrived):
+            self._loop.call_soon_threadsafe(self.arrivals.put_nowait, (time.monotonic(), event.downloaded))
 
 
 async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,8 +201,8 @@ class Side:
             Mailbox(ZmqClient("bench-1-aa", *endpoints, MAX_MESSAGE_BYTES)),
             Hello("bench-1-aa", ENGINE_FACTS, 1),
             transport,
-            Neighbours("bench-1-aa", transport),
-            side.receiver,  # type: ignore[arg-type]
+            PolicySources("bench-1-aa", transport),
+            side.receiver,
             Counters(),
             lambda: Workload((), 0, 0, 0.0),
         )

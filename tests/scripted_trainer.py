@@ -106,8 +106,9 @@ class ScriptedTrainer:
             with self._lock:
                 arrived = self.channel.poll(0.01)
             time.sleep(0.001)
-            for peer, given in arrived:
-                message = given.message if isinstance(given, ReceivedGroup) else given
+            for peer, message in arrived:
+                if isinstance(message, ReceivedGroup):
+                    message = message.message
                 if not self.silent:
                     self._answer(peer, message)
                 self.received.append(message)

@@ -69,7 +69,12 @@ async def live(launch: Launch, watch: Watch) -> None:
 async def _main_loop(parts: Producer) -> None:
     """Until a signal comes, the trainer has finished or something fails, which is raised."""
     tasks, helpers, stop = parts.base.tasks, parts.helpers, _stop_on_signals()
-    for work in (parts.registry.run(), parts.registry.unload_released(), parts.supervision.run()):
+    for work in (
+        parts.take_events(),
+        parts.registry.run(),
+        parts.registry.unload_released(),
+        parts.supervision.run(),
+    ):
         tasks.spawn(work)
     if parts.serving is not None and helpers.listener is not None:
         tasks.spawn(parts.serving.run(helpers.listener))

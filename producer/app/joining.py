@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from producer.app.trainer_address import TrainerAddress, trainer_address
+from producer.link.chunks import Chunks
 from producer.link.session import Connection
-from producer.policies.chunks import Chunks
 from protocol.bundle.bundle import CONFIG_FILE, Bundle, check_size, decode, differing, digest_of, missing, unpack
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
@@ -96,19 +96,20 @@ class BundleFetch:
 
     def _download(self, channel: ZmqClient, offer: BundleOffer) -> bytes | None:
         """None if the trainer has another bundle by now."""
-        blob = Chunks(offer.digest, offer.num_bytes, min(offer.chunk_bytes, _CHUNK_BYTES))
+        data = bytearray(offer.num_bytes)
+        chunks = Chunks(offer.digest, memoryview(data), min(offer.chunk_bytes, _CHUNK_BYTES))
         while True:
-            for request in blob.due_requests(time.monotonic()):
+            for request in chunks.due_requests(time.monotonic()):
                 channel.send(request)
             for message in self._heard(channel):
                 match message:
-                    case BlobChunk(offer.digest) if (data := blob.receive(message)) is not None:
-                        if digest_of(data) != offer.digest:
+                    case BlobChunk(offer.digest) if chunks.receive(message):
+                        if digest_of(bytes(data)) != offer.digest:
                             raise BundleError(
                                 f"the bundle that came from {self.address.endpoint} has another digest than the trainer named "
                                 f"({offer.digest[:12]}); it is not used. Restart the trainer"
                             )
-                        return data
+                        return bytes(data)
                     case BlobMissing(offer.digest):
                         return None
 

@@ -25,16 +25,27 @@ from producer.engine_contract import Engine
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.pool import EnvironmentPool
+from producer.link.events import (
+    EvaluationNoted,
+    LeaseAbandoned,
+    LinkEnded,
+    LinkEvent,
+    OutboxFull,
+    PolicyArrived,
+    PolicyFetched,
+    PolicyRefused,
+    RunBegan,
+    SessionBegan,
+    TurnNoted,
+)
+from producer.link.host_cache import host_cache
+from producer.link.relay import Relay, relay_place
 from producer.link.session import Link, Mailbox, TakeAgain
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, ProducerMetrics, Situation, Workload
-from producer.policies.downloads import LinkEvents
 from producer.policies.loader import PolicyLoader
 from producer.policies.probe import SwapProof
 from producer.policies.registry import AdapterRegistry, SwapReport
-from producer.relays.host_cache import host_cache
-from producer.relays.neighbours import Neighbours
-from producer.relays.place import relay_place
-from producer.relays.relay import Relay
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Failure
 from producer.rollouts.admission import Admission, EngineAccess
@@ -57,7 +68,7 @@ from protocol.gpu.reservation import GpuReservation, reserve_gpu
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
-from protocol.wire.messages import GpuTurn, Hello, PolicyInfo
+from protocol.wire.messages import Hello, Lease, PolicyInfo
 
 
 class Tasks:
@@ -130,7 +141,7 @@ class Base:
     tasks: Tasks
     folder: Path
     memory: SharedMemory
-    neighbours: Neighbours
+    sources: PolicySources
     seat: GpuReservation
 
     def folder_for(self, num_bytes: int) -> Path:
@@ -150,11 +161,11 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
     stack.callback(timeline.flush)
     metrics = ProducerMetrics(watch.registry, config.rewards.names, get_args(Failure))
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
-    neighbours = build_neighbours(launch, stack)
-    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, neighbours, seat)
+    sources = build_sources(launch, stack)
+    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, sources, seat)
 
 
-def build_neighbours(launch: Launch, stack: AsyncExitStack) -> Neighbours:
+def build_sources(launch: Launch, stack: AsyncExitStack) -> PolicySources:
     config, transport = launch.config, launch.config.transport
     secret = launch.keys.secret if launch.keys else None
     cache = stack.enter_context(host_cache(config.control_endpoint))
@@ -164,7 +175,7 @@ def build_neighbours(launch: Launch, stack: AsyncExitStack) -> Neighbours:
         relay = Relay(cache, place, transport.max_message_bytes, secret)
         stack.callback(relay.stop)
         relay.start()
-    return Neighbours(launch.name, transport, secret, cache, relay)
+    return PolicySources(launch.name, transport, secret, cache, relay)
 
 
 @dataclass(frozen=True)
@@ -251,46 +262,48 @@ class Producer:
     link: Link
     supervision: Supervision
     gpu_turns: GpuTurns | None
+    access: EngineAccess
+    forget: Sequence[Callable[[], None]]
+    events: "asyncio.Queue[LinkEvent]"
 
+    async def take_events(self) -> None:
+        """Act on what the link tells, event after event, until cancelled."""
+        while True:
+            self._take(await self.events.get())
 
-def link_events(
-    generation: Generation,
-    access: EngineAccess,
-    registry: AdapterRegistry,
-    forget: Sequence[Callable[[], None]],
-    ended: Callable[[BaseException | None], None],
-    turn: Callable[[GpuTurn | None], None],
-) -> LinkEvents:
-    """Each is acted on by the loop's thread, in the order in which the link's thread told them. Versions may mean other weights
-    when another trainer process begins a session, so whoever keeps any has to forget them."""
-    loop = asyncio.get_running_loop()
+    def _take(self, event: LinkEvent) -> None:
+        match event:
+            case RunBegan(policy):
+                self.generation.abandon_all()
+                self._start_session(policy)
+            case SessionBegan(policy):
+                self._start_session(policy)
+            case Lease():
+                self.generation.start(event)
+            case LeaseAbandoned(lease_id):
+                self.generation.abandon(lease_id)
+            case PolicyArrived(downloaded):
+                self.registry.offer(downloaded)
+            case PolicyRefused(policy, reason):
+                self.registry.refuse_for_now(policy, reason)
+            case PolicyFetched(policy, fetched):
+                self.registry.on_fetched(policy, fetched)
+            case EvaluationNoted(evaluated):
+                self.registry.note_evaluation(evaluated)
+            case TurnNoted(turn):
+                if self.gpu_turns is not None:
+                    self.gpu_turns.note(turn)
+            case OutboxFull(is_full):
+                self.access.pause(is_full)
+            case LinkEnded(error):
+                self.base.tasks.settle(error)
 
-    def on_loop(function: Callable[..., None]) -> Callable[..., object]:
-        return partial(loop.call_soon_threadsafe, function)
-
-    def start_session(policy: PolicyInfo) -> None:
-        generation.hand_back_above(policy.version)
-        registry.start_session(policy)
-        for part in forget:
-            part()
-
-    def begin_run(policy: PolicyInfo) -> None:
-        generation.abandon_all()
-        start_session(policy)
-
-    return LinkEvents(
-        run_began=on_loop(begin_run),
-        session_began=on_loop(start_session),
-        leased=on_loop(generation.start),
-        abandoned=on_loop(generation.abandon),
-        policy_arrived=on_loop(registry.offer),
-        policy_refused=on_loop(registry.refuse_for_now),
-        fetched=on_loop(registry.on_fetched),
-        evaluates=on_loop(registry.note_evaluation),
-        turn=on_loop(turn),
-        outbox_full=on_loop(access.pause),
-        ended=on_loop(ended),
-    )
+    def _start_session(self, policy: PolicyInfo) -> None:
+        """Versions may mean other weights to another process of the trainer, so every part that keeps any forgets them."""
+        self.generation.hand_back_above(policy.version)
+        self.registry.start_session(policy)
+        for forget in self.forget:
+            forget()
 
 
 def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
@@ -322,21 +335,24 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
         serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, outside)
         health.check_ready("serve", partial(getattr, serving, "problem"))
     forget = [part.forget for part in (outside, serving.versions if serving else None) if part is not None]
-    note_turn = gpu_turns.note if gpu_turns else lambda turn: None
-    events = link_events(generation, access, registry, forget, base.tasks.settle, note_turn)
+    events: asyncio.Queue[LinkEvent] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def emit(event: LinkEvent) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
 
     def workload() -> Workload:
         return replace(generation.workload(), takes_leases=engine.outage() is None)
 
     hello = build_hello(base, engine, 2 * max_groups)
     beat = partial(health.beat, "link")
-    link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, workload, beat)
+    link = Link(mailbox, hello, config.transport, base.sources, emit, counters, workload, beat)
 
     def look() -> Situation:
         work, delivery = workload(), link.delivery()
         return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle)
 
-    base.metrics.watch(name, look, base.neighbours)
+    base.metrics.watch(name, look, base.sources)
     health.check_ready("trainer", lambda: None if link.connected else "not connected")
     health.check_ready("swap", lambda: counters.refusal or None)
     health.check_ready("engine", engine.outage)
@@ -344,7 +360,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
     beat_event = partial(health.beat, "event")
     supervision = Supervision(engine, look, base.timeline, watchdog, beat_event, generation.hand_back_ungenerated)
-    return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns)
+    return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns, access, forget, events)
 
 
 def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:

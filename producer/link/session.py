@@ -19,11 +19,20 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from producer.link.events import (
+    EvaluationNoted,
+    LeaseAbandoned,
+    LinkEnded,
+    LinkEvent,
+    OutboxFull,
+    RunBegan,
+    SessionBegan,
+    TurnNoted,
+)
+from producer.link.fetch import Fetcher
 from producer.link.outbox import Outbox
-from producer.link.trainer_source import TrainerSource
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, Delivery, Workload
-from producer.policies.downloads import LinkEvents, PolicyDownloads
-from producer.relays.neighbours import Neighbours
 from protocol import __version__
 from protocol.channel.channel import BadFrame, ClientChannel
 from protocol.config.operation import TransportSection
@@ -35,6 +44,7 @@ from protocol.wire.messages import (
     Ack,
     BlobChunk,
     BlobMissing,
+    BlobRequest,
     BundleOffer,
     Bye,
     Group,
@@ -45,6 +55,7 @@ from protocol.wire.messages import (
     Policy,
     PolicyInfo,
     PolicyOffer,
+    PolicyRequest,
     Reject,
     RelayPeers,
     TrainerMessage,
@@ -103,8 +114,8 @@ class TakeAgain(NamedTuple):
     policy: PolicyInfo
 
 
-Mail = Group | Nack | PolicyInfo | TakeAgain | Callable[[], None]
-"""The answer to a lease; a policy to download, which `LinkEvents.fetched` tells; or what the link's thread is to do."""
+Mail = Group | Nack | PolicyInfo | TakeAgain | PolicyRequest | BlobRequest | Callable[[], None]
+"""The answer to a lease; a policy to download, which `PolicyFetched` answers; a request of a download; or a call."""
 
 
 class Mailbox:
@@ -142,7 +153,7 @@ class Sender:
 
     channel: ClientChannel
     outbox: Outbox
-    source: TrainerSource
+    sources: PolicySources
     hello: Hello
     counters: Counters
     workload: Callable[[], Workload]
@@ -160,7 +171,6 @@ class Sender:
         self._interval_s = interval_s
         self._heartbeat_at = float("-inf")
         self.outbox.forget_sends()
-        self.source.forget_requests()
 
     def send_due(self, now: float) -> None:
         if now - self._heartbeat_at >= self._interval_s or self.counters.asleep_in != self._said_asleep_in:
@@ -168,8 +178,6 @@ class Sender:
             self.channel.send(self._heartbeat())
         for answer in self.outbox.due(now):
             self._send_answer(answer, now)
-        for request in self.source.due_requests(now):
-            self.channel.send(request)
 
     def _send_answer(self, answer: Group | Nack, now: float) -> None:
         try:
@@ -193,7 +201,7 @@ class Sender:
             idle_s=self.counters.idle_s,
             refused_version=self.counters.refused_version,
             refusal=self.counters.refusal,
-            relay=self.source.neighbours.relay_endpoint,
+            relay=self.sources.relay_endpoint,
             asleep_in=self._said_asleep_in,
         )
 
@@ -202,16 +210,16 @@ _TICK_S = 0.1
 
 
 class Link(threading.Thread):
-    """Start it once; `stop` may be called from any thread. `hello` is what the trainer is told about this producer, `neighbours`
-    have policies too; `beat` is called in every round."""
+    """Start it once; `stop` may be called from any thread. `hello` is what the trainer is told about this producer, `sources`
+    have policies beside the trainer; `emit` takes the events; `beat` is called in every round."""
 
     def __init__(
         self,
         mailbox: Mailbox,
         hello: Hello,
         transport: TransportSection,
-        neighbours: Neighbours,
-        events: LinkEvents,
+        sources: PolicySources,
+        emit: Callable[[LinkEvent], object],
         counters: Counters,
         workload: Callable[[], Workload],
         beat: Callable[[], None] = lambda: None,
@@ -219,17 +227,16 @@ class Link(threading.Thread):
         super().__init__(name="link", daemon=True)
         self._mailbox = mailbox
         self._channel = mailbox.channel
-        self._events = events
+        self._emit = emit
         self._counters = counters
         self._beat = beat
         self._stop_by: float | None = None
         self._connection = Connection(self._channel.endpoint, transport.heartbeat_timeout_s)
         self._outbox = Outbox(transport.max_unacked_bytes)
         self._was_full = False
-        self._neighbours = neighbours
-        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.put, neighbours)
-        self._downloads = PolicyDownloads(self._source, events)
-        self._sender = Sender(self._channel, self._outbox, self._source, hello, counters, workload)
+        self._sources = sources
+        self._fetcher = Fetcher(sources, mailbox.put, emit)
+        self._sender = Sender(self._channel, self._outbox, sources, hello, counters, workload)
         self._run_id = self._session = ""
         self._say = Throttle(logger)
 
@@ -255,9 +262,9 @@ class Link(threading.Thread):
                 pass
         except BaseException as problem:
             error = problem
-        self._downloads.forget()
+        self._fetcher.forget()
         self._mailbox.close()
-        self._events.ended(error)
+        self._emit(LinkEnded(error))
 
     def _step(self) -> bool:
         """One round: say what is due, listen briefly. Returns True when the thread has nothing more to do."""
@@ -294,10 +301,11 @@ class Link(threading.Thread):
     def _lose(self, reason: str) -> None:
         if self.connected:
             self._connection.await_trainer(time.monotonic(), reason)
-            self._neighbours.admit(None)
+            self._sources.admit(None)
         self._reconnect()
 
     def _reconnect(self) -> None:
+        self._fetcher.note_connection(False)
         self._channel.reset()
         self._connection.start_over(time.monotonic())
 
@@ -309,11 +317,14 @@ class Link(threading.Thread):
         for mail in self._mailbox.take():
             match mail:
                 case PolicyInfo():
-                    self._downloads.request(mail)
+                    self._fetcher.request(mail)
                 case TakeAgain(policy):
-                    self._downloads.forget_announcement(policy)
+                    self._fetcher.forget_announcement(policy)
                 case Group() | Nack():
                     self._outbox.finish(mail)
+                case PolicyRequest() | BlobRequest():
+                    if self.connected:  # else the download repeats it over the next connection
+                        self._channel.send(mail)
                 case _:
                     mail()
 
@@ -324,7 +335,7 @@ class Link(threading.Thread):
             waiting = f"{self._outbox.num_groups} groups ({self._outbox.num_bytes} bytes) wait for acknowledgement"
             what = f"generation {'pauses' if full else 'resumes'}: {waiting} (transport.max_unacked_bytes)"
             self._say("outbox", what, logging.INFO)
-            self._events.outbox_full(full)
+            self._emit(OutboxFull(full))
 
     def _refuse(self, frame: BadFrame) -> None:
         if frame.peer_schema is not None:
@@ -351,23 +362,23 @@ class Link(threading.Thread):
                 pass  # left over from before the reset
             case Lease(lease_id):
                 if self._outbox.begin(lease_id):
-                    self._events.leased(message)
+                    self._emit(message)
             case Ack(lease_id):
                 self._counters.settled += self._outbox.settle(lease_id)
-                self._downloads.announce(message.policy)
+                self._fetcher.announce(message.policy)
             case Policy(policy):
-                self._events.evaluates(message.evaluates)
-                self._events.turn(message.turn)
-                self._downloads.announce(policy)
+                self._emit(EvaluationNoted(message.evaluates))
+                self._emit(TurnNoted(message.turn))
+                self._fetcher.announce(policy)
             case Nack() if self._outbox.abandon(message.lease_id):
                 self._counters.abandoned += 1
-                self._events.abandoned(message.lease_id)
+                self._emit(LeaseAbandoned(message.lease_id))
             case Nack() if self._outbox.settle(message.lease_id) and message.reason == "invalid":
                 self._say("invalid", f"the trainer refused a group: {message.detail}")
             case PolicyOffer() | BlobChunk() | BlobMissing():
-                self._source.receive(message)
+                self._fetcher.receive(message)
             case RelayPeers():
-                self._neighbours.admit(message)
+                self._sources.admit(message)
         return False
 
     def _take_refusal(self, problems: list[str]) -> None:
@@ -379,18 +390,19 @@ class Link(threading.Thread):
 
     def _begin_session(self, welcome: Welcome) -> None:
         if welcome.session != self._session:
-            self._downloads.forget()
+            self._fetcher.forget()
         if welcome.run_id != self._run_id:
             if count := self._outbox.void():
                 logger.warning("the trainer of another run: %d leases of run %s are void", count, self._run_id)
             self._counters.abandoned += count
-            self._events.run_began(welcome.policy)
+            self._emit(RunBegan(welcome.policy))
         elif welcome.session != self._session:
             logger.info("another process of the same run: %d leases go on", self._outbox.num_held)
-            self._events.session_began(welcome.policy)
+            self._emit(SessionBegan(welcome.policy))
         logs.bind(run=welcome.run_id)
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
         self._run_id, self._session = welcome.run_id, welcome.session
         self._connection.connected = True
         self._sender.start_over(welcome.heartbeat_interval_s)
-        self._downloads.announce(welcome.policy)
+        self._fetcher.note_connection(True)
+        self._fetcher.announce(welcome.policy)

@@ -28,7 +28,7 @@ class DownloadedPolicy(NamedTuple):
     serves it (None: not this one), and whether its sha256 was seen to match."""
 
     policy: PolicyInfo
-    blob: bytes
+    blob: bytes | memoryview
     announced_at: float
     probe: Probe | None = None
     is_verified: bool = False

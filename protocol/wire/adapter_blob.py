@@ -39,7 +39,7 @@ def pack(blob: AdapterBlob) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def verify(data: bytes, digest: str) -> None:
+def verify(data: bytes | memoryview, digest: str) -> None:
     actual = hashlib.sha256(data).hexdigest()
     if actual != digest:
         raise DamagedBlobError(
@@ -47,8 +47,8 @@ def verify(data: bytes, digest: str) -> None:
         )
 
 
-def unpack(data: bytes, digest: str | None, folder: Path) -> None:
-    """Write the adapter in `data` to `folder`, which must not exist, or raises `BlobError`. With `digest` None the caller has
+def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> None:
+    """Writes the adapter in `data` to `folder`, which must not exist, or raises `BlobError`. With `digest` None the caller has
     verified `data` already."""
     if digest is not None:
         verify(data, digest)

@@ -7,8 +7,8 @@ import pytest
 
 from protocol.runtime import scratch as shared_memory
 from tests.faults.mounts import tmpfs
-from tests.unit.producer.relays.scripted_relay import BLOB, POLICY, made_cache, neighbours
-from tests.unit.producer.relays.test_neighbours import find
+from tests.unit.producer.link.scripted_relay import BLOB, POLICY, made_cache, neighbours
+from tests.unit.producer.link.test_sources import find, take
 
 pytestmark = pytest.mark.integration
 
@@ -21,11 +21,11 @@ def test_a_full_memory_costs_a_download_and_no_more(tmp_path: Path, monkeypatch:
         claim = find(first).claim
         filler = memory / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(memory).free))
-        assert first.take_from_trainer(POLICY, BLOB, claim, 1.0), "it has the policy nevertheless"
+        assert take(first, claim), "it has the policy nevertheless"
         assert not cache.has(POLICY.digest)
         found = find(second)
         assert found.blob is None
-        assert second.take_from_trainer(POLICY, BLOB, found.claim, 1.0)
+        assert take(second, found.claim)
         filler.unlink()
-        assert first.take_from_trainer(POLICY, BLOB, find(first).claim, 1.0)
+        assert take(first, find(first).claim)
         assert find(second).blob == BLOB

@@ -5,20 +5,17 @@ Guarantee: a policy counts when its sha256 was seen to match. Times are of CLOCK
 
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from producer.link.events import LinkEvent, PolicyArrived
+from producer.link.host_cache import HostCache
+from producer.link.relay import Relay, RelayPlace
 from producer.link.session import Link, Mailbox
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
-from producer.policies.downloads import LinkEvents
-from producer.policies.loader import DownloadedPolicy
-from producer.relays.host_cache import HostCache
-from producer.relays.neighbours import Neighbours
-from producer.relays.place import RelayPlace
-from producer.relays.relay import Relay
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import producer_keys
 from protocol.config.operation import TransportSection
@@ -53,22 +50,23 @@ def run(pipe: Connection, side: Side) -> None:
         relay = Relay(cache, lambda: RelayPlace(endpoint, endpoint), MAX_MESSAGE_BYTES, keys.secret)
         stack.callback(relay.stop)
         relay.start()
-        neighbours = Neighbours(side.name, transport, keys.secret, cache, relay)
+        neighbours = PolicySources(side.name, transport, keys.secret, cache, relay)
 
-        def arrived(downloaded: DownloadedPolicy) -> None:
+        def arrived(event: LinkEvent) -> None:
+            if not isinstance(event, PolicyArrived):
+                return
+            downloaded = event.downloaded
             assert downloaded.is_verified
             now, counts = time.monotonic(), neighbours.counts
             pipe.send(Arrival(downloaded.policy.version, now, dict(counts.downloads), dict(counts.left)))
 
-        ignored = dict.fromkeys((event.name for event in fields(LinkEvents)), lambda *told: None)
-        events = LinkEvents(**ignored | {"policy_arrived": arrived})
         endpoints = [f"tcp://127.0.0.1:{port}" for port in side.ports]
         link = Link(
             Mailbox(ZmqClient(side.name, endpoints[0], endpoints[1], MAX_MESSAGE_BYTES, keys)),
             Hello(side.name, ENGINE_FACTS, 0, host=side.host, region=side.region),
             transport,
             neighbours,
-            events,
+            arrived,
             Counters(),
             lambda: Workload((), 0, 0, 0.0),
         )

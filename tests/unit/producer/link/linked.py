@@ -2,16 +2,16 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from producer.link.events import LinkEvent, PolicyArrived, PolicyFetched
 from producer.link.session import Link, Mailbox
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
-from producer.relays.neighbours import Neighbours
 from protocol.config.operation import TransportSection
-from protocol.wire.messages import Bye, Group, Hello, PolicyInfo
+from protocol.wire.messages import Bye, Group, Hello, Lease, PolicyInfo
 from tests.loopback import LoopbackServer
 from tests.scripted import facts, made_up_group
 from tests.scripted_trainer import ScriptedTrainer, lease
@@ -24,24 +24,27 @@ def policy(version: int, blob: bytes = b"") -> PolicyInfo:
 
 
 class Events:
-    """Keeps what the link says: of each event the arguments, in order."""
+    """Keeps the events of the link: of each kind what it says, in order."""
 
     def __init__(self) -> None:
-        self._told: defaultdict[str, list[Any]] = defaultdict(list)
+        self._told: defaultdict[type, list[Any]] = defaultdict(list)
 
-    def __getattr__(self, event: str) -> Callable[..., None]:
-        return lambda *told: self._told[event].append(told[0] if len(told) == 1 else told)
+    def __call__(self, event: LinkEvent) -> None:
+        told = event if isinstance(event, Lease) or len(event) > 1 else event[0]
+        self._told[type(event)].append(told)
 
-    def of(self, event: str) -> list[Any]:
-        return self._told[event]
+    def of(self, kind: type) -> list[Any]:
+        return self._told[kind]
 
     @property
     def blobs(self) -> list[tuple[int, bytes]]:
-        return [(downloaded.policy.version, downloaded.blob) for downloaded in self.of("policy_arrived")]
+        return [(downloaded.policy.version, bytes(downloaded.blob)) for downloaded in self.of(PolicyArrived)]
 
     @property
     def fetches(self) -> list[tuple[int, bytes | None]]:
-        return [(policy.version, downloaded and downloaded.blob) for policy, downloaded in self.of("fetched")]
+        return [
+            (policy.version, downloaded and bytes(downloaded.blob)) for policy, downloaded in self.of(PolicyFetched)
+        ]
 
 
 class Setup:
@@ -55,7 +58,7 @@ class Setup:
             self.mailbox,
             Hello("p", facts(), 8, swap_mode="merged"),
             transport,
-            Neighbours("p", transport),
+            PolicySources("p", transport),
             self.events,
             self.counters,
             lambda: Workload((0, 0, 7), 2, 1, 1.5),
@@ -74,10 +77,10 @@ class Setup:
         self.trainer.wait_for(condition, timeout_s)
 
     def take_leases(self, *numbers: int) -> None:
-        before = len(self.events.of("leased"))
+        before = len(self.events.of(Lease))
         for number in numbers:
             self.trainer.send(lease(number))
-        self.wait_for(lambda: len(self.events.of("leased")) == before + len(numbers))
+        self.wait_for(lambda: len(self.events.of(Lease)) == before + len(numbers))
 
     def finish(self, number: int) -> None:
         self.mailbox.put(made_up_group(lease(number), 0))

@@ -6,10 +6,11 @@ import pytest
 from msgspec import structs
 
 from campaigns.fuzz.mutations import sealed
+from producer.link.events import LeaseAbandoned, LinkEnded, OutboxFull, RunBegan, SessionBegan
 from producer.link.outbox import num_bytes
 from protocol.errors import BundleChangedError, IncompatiblePeerError
 from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Nack, Reject
+from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Lease, Nack, Reject
 from tests.scripted import made_up_group
 from tests.scripted_trainer import lease
 from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
@@ -58,7 +59,7 @@ def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
     setup.trainer.wait_for_message(Nack)
     setup.take_leases(2)
     assert setup.trainer.all(Nack) == [Nack("lease-1", "bad_prompt", "no")]
-    assert [held.lease_id for held in setup.events.of("leased")] == ["lease-1", "lease-2"]
+    assert [held.lease_id for held in setup.events.of(Lease)] == ["lease-1", "lease-2"]
 
 
 def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(setup):
@@ -72,10 +73,10 @@ def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(
     sent = len(setup.groups())
     setup.trainer.wants = lambda lease_id: lease_id not in ("lease-3", "lease-4")
     setup.restart_trainer(setup.trainer.policy, setup.blob)
-    setup.wait_for(lambda: setup.events.of("session_began") == [setup.trainer.policy])
+    setup.wait_for(lambda: setup.events.of(SessionBegan) == [setup.trainer.policy])
     setup.wait_for(lambda: setup.events.blobs[1:] == [(0, setup.blob)])  # its version 0 might be another one
     assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-3", "lease-1", "lease-4"]
-    setup.wait_for(lambda: setup.events.of("abandoned") == ["lease-3"])
+    setup.wait_for(lambda: setup.events.of(LeaseAbandoned) == ["lease-3"])
     setup.finish(2)
     setup.finish(3)  # its task had not noticed yet
     setup.trainer.acknowledges, setup.trainer.outcome = True, "duplicate"
@@ -84,7 +85,7 @@ def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(
     setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
     assert setup.groups()[sent:].count("lease-1") == 1
     assert "lease-3" not in setup.groups()
-    assert len(setup.events.of("run_began")) == 1
+    assert len(setup.events.of(RunBegan)) == 1
     assert (setup.counters.abandoned, setup.counters.settled) == (1, 2)
 
 
@@ -97,7 +98,7 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     sent = len(setup.groups())
     setup.trainer.run_id = "run-2"
     setup.restart_trainer(policy(7, b"other"), b"other")
-    setup.wait_for(lambda: setup.events.of("run_began")[1:] == [setup.trainer.policy])
+    setup.wait_for(lambda: setup.events.of(RunBegan)[1:] == [setup.trainer.policy])
     setup.wait_for(lambda: setup.events.blobs and setup.events.blobs[-1] == (7, b"other"))
     greeting = setup.trainer.all(Hello)[-1]
     assert (greeting.run_id, greeting.held) == ("run", ["lease-2", "lease-1"]), "the run whose leases they are"
@@ -106,7 +107,7 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     setup.finish(3)
     setup.wait_for(lambda: "lease-3" in setup.groups())
     assert setup.groups()[sent:] == ["lease-3"]
-    assert setup.events.of("session_began") == []
+    assert setup.events.of(SessionBegan) == []
     assert setup.counters.abandoned == 2
 
 
@@ -119,15 +120,15 @@ def test_the_outbox_says_when_it_is_full_and_when_it_is_not(caplog):
     setup.take_leases(1, 2)
     setup.finish(1)
     setup.trainer.wait_for_message(Group)
-    assert setup.events.of("outbox_full") == []
+    assert setup.events.of(OutboxFull) == []
     setup.finish(2)
-    setup.wait_for(lambda: setup.events.of("outbox_full") == [True])
+    setup.wait_for(lambda: setup.events.of(OutboxFull) == [True])
     delivery = setup.link.delivery()
     assert (delivery.connected, delivery.held, delivery.unacked, delivery.full) == (True, 2, 2, True)
     assert delivery.unacked_bytes == one + num_bytes(made_up_group(lease(2), 0))
     assert 0 <= delivery.heard_ago_s < 5
     setup.trainer.send(Ack("lease-2", "accepted", setup.trainer.policy))
-    setup.wait_for(lambda: setup.events.of("outbox_full") == [True, False])
+    setup.wait_for(lambda: setup.events.of(OutboxFull) == [True, False])
     setup.end()
     assert f"generation pauses: 2 groups ({delivery.unacked_bytes} bytes) wait for acknowledgement" in caplog.text
     assert f"generation resumes: 1 groups ({one} bytes) wait for acknowledgement" in caplog.text
@@ -161,7 +162,7 @@ def test_leases_that_the_trainer_does_not_know_are_dropped(setup, caplog):
     setup.trainer.wait_for_message(Group)
     setup.trainer.send(Nack("lease-1", "invalid", "3 rewards for 4 completions"))
     setup.trainer.send(Nack("lease-2", "unknown_lease"))
-    setup.wait_for(lambda: setup.events.of("abandoned") == ["lease-2"])
+    setup.wait_for(lambda: setup.events.of(LeaseAbandoned) == ["lease-2"])
     setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
     assert "the trainer refused a group: 3 rewards for 4 completions" in caplog.text
 
@@ -170,17 +171,17 @@ def test_a_refusal_ends_the_link_with_every_problem(setup):
     setup.trainer.problems = ["another base model", "another tokenizer"]
     setup.trainer.start()
     setup.link.start()
-    setup.wait_for(lambda: setup.events.of("ended"))
+    setup.wait_for(lambda: setup.events.of(LinkEnded))
     with pytest.raises(IncompatiblePeerError, match=r"(?s)another base model.*another tokenizer"):
-        raise setup.events.of("ended")[0]
+        raise setup.events.of(LinkEnded)[0]
 
 
 def test_a_peer_of_another_release_ends_the_link(setup):
     setup.start()
     setup.server.clients[setup.client.peer].put(b"", sealed(encode(Bye("finished"))[8:], 99))
-    setup.wait_for(lambda: setup.events.of("ended"))
+    setup.wait_for(lambda: setup.events.of(LinkEnded))
     with pytest.raises(IncompatiblePeerError, match="schema 99"):
-        raise setup.events.of("ended")[0]
+        raise setup.events.of(LinkEnded)[0]
 
 
 def test_a_refusal_over_an_earlier_connection_is_no_verdict(setup):
@@ -194,14 +195,14 @@ def test_a_refusal_over_an_earlier_connection_is_no_verdict(setup):
         mailbox.put(b"", refusal)
     setup.trainer.wait_for_message(Hello, 2)
     setup.take_leases(2)
-    assert setup.events.of("ended") == []
+    assert setup.events.of(LinkEnded) == []
 
 
 def test_finished_ends_the_link_without_an_error(setup):
     setup.start()
     setup.trainer.send(Bye("finished"))
-    setup.wait_for(lambda: setup.events.of("ended"))
-    assert (setup.events.of("ended"), setup.server.clients) == ([None], {})
+    setup.wait_for(lambda: setup.events.of(LinkEnded))
+    assert (setup.events.of(LinkEnded), setup.server.clients) == ([None], {})
     setup.finish(1)  # a task that ends later disturbs nothing
 
 
@@ -218,7 +219,7 @@ def test_stopping_delivers_what_is_finished_waits_for_its_acknowledgement_and_sa
     setup.trainer.send(Ack("lease-1", "accepted", setup.trainer.policy))
     setup.link.join(10)
     setup.trainer.wait_for_message(Bye)
-    assert (setup.groups(), setup.events.of("ended")) == (["lease-1"], [None])
+    assert (setup.groups(), setup.events.of(LinkEnded)) == (["lease-1"], [None])
 
 
 @IMPATIENT
@@ -251,7 +252,7 @@ def test_the_wait_for_a_trainer_is_visible_and_ends_at_once_when_stopped(setup, 
     assert caplog.messages[0] == "waiting for the trainer at loopback"
     setup.link.stop(30.0)
     setup.link.join(10)
-    assert setup.events.of("ended") == [None]
+    assert setup.events.of(LinkEnded) == [None]
 
 
 def test_another_bundle_than_its_own_ends_it_and_its_own_does_not(setup: Setup) -> None:
@@ -263,7 +264,7 @@ def test_another_bundle_than_its_own_ends_it_and_its_own_does_not(setup: Setup) 
     setup.take_leases(1)
     setup.trainer.send(BundleOffer("b" * 64, 1, 1))
     setup.link.join(10)
-    [error] = setup.events.of("ended")
+    [error] = setup.events.of(LinkEnded)
     assert isinstance(error, BundleChangedError)
     assert "another bundle (bbbbbbbbbbbb): starting again" in str(error)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from producer.link.events import EvaluationNoted
 from producer.link.session import TakeAgain
 from protocol.runtime import scratch as shared_memory_module
 from protocol.runtime.scratch import shared_memory
@@ -40,8 +41,8 @@ def test_what_the_trainer_evaluates_is_handed_over(setup):
     setup.wait_for(lambda: setup.events.blobs)
     evaluated = setup.trainer.policy
     setup.trainer.send(Policy(evaluated, evaluated))
-    setup.wait_for(lambda: evaluated in setup.events.of("evaluates"))
-    setup.wait_for(lambda: setup.events.of("evaluates")[-1] is None)
+    setup.wait_for(lambda: evaluated in setup.events.of(EvaluationNoted))
+    setup.wait_for(lambda: setup.events.of(EvaluationNoted)[-1] is None)
 
 
 def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gone(setup):
@@ -76,7 +77,7 @@ def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):
 
 
 def test_what_was_asked_for_over_a_lost_connection_is_asked_for_again(setup, monkeypatch):
-    monkeypatch.setattr("producer.policies.chunks._REPEAT_AFTER_S", 1e6)
+    monkeypatch.setattr("producer.link.chunks._REPEAT_AFTER_S", 1e6)
     setup.trainer.loses_chunk = lambda request: request.offset >= 1024
     setup.start()
     setup.trainer.wait_for_message(BlobRequest, 4)

@@ -3,16 +3,17 @@
 The link is driven step by step, without threads or waiting; a trainer with a journal plays the other side.
 """
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from producer.link.events import LeaseAbandoned, LinkEvent, RunBegan, SessionBegan
+from producer.link.fetch import Fetcher
 from producer.link.session import Link, Mailbox
+from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
-from producer.relays.neighbours import Neighbours
+from protocol.channel.channel import ReceivedGroup
 from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
@@ -26,29 +27,29 @@ class Worker:
     """What generation does with the link's events, which it notices late."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, object]] = []
+        self.events: list[LinkEvent] = []
         self.working: dict[str, Lease] = {}
         self.accepted: set[str] = set()
         self.returned: set[str] = set()
 
-    def __getattr__(self, event: str) -> Callable[..., None]:
-        return lambda *told: self.events.append((event, told[0]))
+    def __call__(self, event: LinkEvent) -> None:
+        self.events.append(event)
 
     def notice(self, mailbox: Mailbox) -> None:
-        for event, value in self.events:
-            match event, value:
-                case "run_began", _:
+        for event in self.events:
+            match event:
+                case RunBegan():
                     self.working.clear()
-                case "session_began", PolicyInfo(version):
+                case SessionBegan(PolicyInfo(version)):
                     for lease_id in [each for each, lease in self.working.items() if lease.policy_floor > version]:
                         del self.working[lease_id]
                         self.returned.add(lease_id)
                         mailbox.put(Nack(lease_id, "returned"))
-                case "leased", Lease(lease_id):
+                case Lease(lease_id):
                     assert lease_id not in self.working
-                    self.working[lease_id] = value
+                    self.working[lease_id] = event
                     self.accepted.add(lease_id)
-                case "abandoned", lease_id:
+                case LeaseAbandoned(lease_id):
                     self.working.pop(lease_id, None)
         self.events.clear()
 
@@ -65,7 +66,7 @@ class Redelivery(RuleBasedStateMachine):
             self.mailbox,
             Hello("p", facts(), 8),
             transport,
-            Neighbours("p", transport),
+            PolicySources("p", transport),
             self.worker,
             Counters(),
             lambda: Workload((), 0, 0, 0.0),
@@ -114,7 +115,8 @@ class Redelivery(RuleBasedStateMachine):
 
     @rule()
     def trainer_steps(self) -> None:
-        for peer, message in self.server.poll(0.0):
+        for peer, received in self.server.poll(0.0):
+            message = received.message if isinstance(received, ReceivedGroup) else received
             match message:
                 case Hello():
                     self.peer = peer
@@ -195,6 +197,7 @@ class Redelivery(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fetcher, "announce", lambda self, policy: None)
     monkeypatch.setattr("producer.link.session._TICK_S", 0.0)
     monkeypatch.setattr("producer.link.session._RECONNECT_AFTER_S", 0.0)
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.runtime import scratch as shared_memory
-from protocol.runtime.files import staged
 from protocol.runtime.scratch import SharedMemory, UnusableFileError, common_folder, read_offered
 
 logger = logging.getLogger(__name__)
@@ -130,31 +130,67 @@ class Claim:
     digest: str
     _lock: int | None  # None: what is downloaded is not shared
     _beat: int = 0
+    _arriving: Path | None = None  # the file of `room`, until it is shared
 
     def note(self, num_bytes: int) -> None:
-        """Tells those who wait how far the download is, and that it goes on."""
+        """Tell those who wait how far the download is, and that it goes on."""
         if self._lock is not None:
             self._beat += 1
             with contextlib.suppress(OSError):
                 os.pwrite(self._lock, _STATE.pack(num_bytes, self._beat), 0)
 
-    def store(self, blob: bytes) -> None:
-        """Shares what was downloaded and verified, if it can be."""
-        if self._lock is None or self.cache.folder is None:
+    def room(self, num_bytes: int) -> memoryview:
+        """Memory for the bytes: that of a file of the cache where they are shared, else of this process."""
+        if self._lock is not None and self.cache.folder is not None and num_bytes:
+            path = self.cache.folder / f".{self.digest}.partial"
+            try:
+                room = _mapped(path, num_bytes)
+            except OSError as error:
+                self._stay_alone(error)
+            else:
+                self._arriving = path
+                return room
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # takes memory as the bytes come
+        return memoryview(mmap.mmap(-1, num_bytes, flags=flags) if num_bytes else bytearray())
+
+    def share(self) -> None:
+        """Give the bytes in `room` to the others. Only after they were verified."""
+        if self._arriving is None:
             return
+        assert self.cache.folder is not None
         try:
-            with staged(self.cache.folder / self.digest, durable=False) as partial:
-                partial.write_bytes(blob)
+            self._arriving.rename(self.cache.folder / self.digest)
+            self._arriving = None
             self.cache.forget_old()
         except OSError as error:
-            logger.warning("policy %s is not shared with other producers of this host: %s", self.digest[:12], error)
-            self.note(_UNSTORABLE)
+            self._stay_alone(error)
 
     def release(self) -> None:
+        if self._arriving is not None:
+            self._arriving.unlink(missing_ok=True)
+            self._arriving = None
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child process may have inherited the descriptor
             os.close(self._lock)
             self._lock = None
+
+    def _stay_alone(self, error: OSError) -> None:
+        logger.warning("policy %s is not shared with other producers of this host: %s", self.digest[:12], error)
+        self.note(_UNSTORABLE)
+
+
+def _mapped(path: Path, num_bytes: int) -> memoryview:
+    """The memory of a new file, all of which is reserved: to write to it cannot fail."""
+    path.unlink(missing_ok=True)  # left by a process that was killed
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+        return memoryview(mmap.mmap(file, num_bytes))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Whatever a relay or a producer of the same host does, the policy arrives, from the next source or from the trainer."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,10 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from producer.relays.host_cache import HostCache
-from producer.relays.neighbours import Found, Neighbours
-from producer.relays.place import RelayPlace
-from producer.relays.relay import Downloads, Relay
+from producer.link.host_cache import Claim, HostCache
+from producer.link.relay import Downloads, Relay, RelayPlace
+from producer.link.sources import Found, PolicySources
 from protocol.channel.keys import SecretKey
 from protocol.errors import ConfigError
 from protocol.runtime import scratch as shared_memory
@@ -30,7 +30,7 @@ from protocol.wire.messages import (
     RelayPeers,
     RelayRequest,
 )
-from tests.unit.producer.relays.scripted_relay import (
+from tests.unit.producer.link.scripted_relay import (
     BLOB,
     PATIENCE_S,
     POLICY,
@@ -55,11 +55,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostCache:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a source is to be left; still long for one that answers."""
-    monkeypatch.setattr("producer.relays.pace.PATIENCE_S", 1.0)
+    monkeypatch.setattr("producer.link.relay_download.PATIENCE_S", 1.0)
 
 
-def find(asking: Neighbours, *relays: RelayAddress) -> Found:
+def find(asking: PolicySources, *relays: RelayAddress) -> Found:
     return asking.find(POLICY, PolicyOffer(POLICY.digest, relays=list(relays)), threading.Event())
+
+
+def take(asking: PolicySources, claim: Claim, blob: bytes = BLOB) -> bool:
+    """As it comes from the trainer."""
+    into = claim.room(len(blob))
+    into[:] = blob
+    try:
+        return asking.take_from_trainer(POLICY, into, claim, 1.0)
+    finally:
+        claim.release()
 
 
 def is_left_to_the_trainer(found: Found, cache: HostCache) -> bool:
@@ -93,7 +103,8 @@ def test_a_relay_whose_host_still_downloads_is_waited_for(here: HostCache, tmp_p
         for done in range(1024, len(BLOB), 1024):
             claim.note(done)
             time.sleep(0.01)
-        claim.store(BLOB)
+        claim.room(len(BLOB))[:] = BLOB
+        claim.share()
         claim.release()
 
     arriving = threading.Thread(target=arrive)
@@ -190,7 +201,7 @@ def test_a_cancelled_search_ends(here: HostCache) -> None:
 
 def test_the_download_of_a_producer_that_is_killed_is_taken_over(here: HostCache) -> None:
     holder = (
-        "import time; from pathlib import Path; from producer.relays.host_cache import HostCache\n"
+        "import time; from pathlib import Path; from producer.link.host_cache import HostCache\n"
         f"HostCache(Path({str(here.folder)!r})).claim({POLICY.digest!r}).note(9); print('held', flush=True); time.sleep(600)"
     )
     waiting, found = neighbours(here), list[Found]()
@@ -203,7 +214,7 @@ def test_the_download_of_a_producer_that_is_killed_is_taken_over(here: HostCache
         process.kill()
         process.wait()
         search.join(PATIENCE_S)
-    assert waiting.take_from_trainer(POLICY, BLOB, found[0].claim, 1.0)
+    assert take(waiting, found[0].claim)
     assert find(neighbours(here)).blob == BLOB
 
 
@@ -218,18 +229,18 @@ def test_a_producer_that_stands_still_is_not_waited_for(here: HostCache) -> None
 
 
 def test_what_cannot_be_stored_is_downloaded_by_each(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> int:
+    def full(file: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     first, waiting, found = neighbours(here), neighbours(here), list[Found]()
     claim = find(first).claim
     search = threading.Thread(target=lambda: found.append(find(waiting)))
     search.start()
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert first.take_from_trainer(POLICY, BLOB, claim, 1.0)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert take(first, claim)
     search.join(PATIENCE_S)
     assert found[0].blob is None
-    assert waiting.take_from_trainer(POLICY, BLOB, found[0].claim, 1.0)
+    assert take(waiting, found[0].claim)
     assert not here.has(POLICY.digest)
     monkeypatch.setattr(HostCache, "has_room", lambda self, num_bytes: False)
     assert not here.claim(POLICY.digest).note(0)  # type: ignore[union-attr]
@@ -238,7 +249,7 @@ def test_what_cannot_be_stored_is_downloaded_by_each(here: HostCache, monkeypatc
 
 def test_a_host_without_room_does_not_say_that_it_relays(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
     with relaying(here) as (relay, endpoint):
-        relays = Neighbours("here-1-aa", TRANSPORT, None, here, relay)
+        relays = PolicySources("here-1-aa", TRANSPORT, None, here, relay)
         eventually(lambda: relays.relay_endpoint == endpoint, "the relay")
         with monkeypatch.context() as full:
             full.setattr(HostCache, "has_room", lambda self, num_bytes: False)
@@ -251,7 +262,7 @@ def test_a_host_without_room_does_not_say_that_it_relays(here: HostCache, monkey
 def test_of_two_producers_of_a_host_the_one_that_has_the_port_relays_until_it_ends(
     here: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producer.relays.relay._BIND_EVERY_S", 0.05)
+    monkeypatch.setattr("producer.link.relay._BIND_EVERY_S", 0.05)
     with ExitStack() as stack:
         endpoint = f"tcp://127.0.0.1:{reserve_port(stack)}"
         first, second = (Relay(here, lambda: RelayPlace(endpoint, endpoint), 65_536, None) for _ in range(2))
@@ -265,7 +276,7 @@ def test_of_two_producers_of_a_host_the_one_that_has_the_port_relays_until_it_en
 
 
 def test_a_relay_that_does_not_know_its_address_tries_again(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.relays.relay._BIND_EVERY_S", 0.05)
+    monkeypatch.setattr("producer.link.relay._BIND_EVERY_S", 0.05)
     problems: list[Exception] = [RuntimeError("nobody foresaw this"), ConfigError("no way to trainer")]
     with ExitStack() as stack:
         endpoint = f"tcp://127.0.0.1:{reserve_port(stack)}"
@@ -297,7 +308,7 @@ def test_a_damaged_file_of_the_cache_is_removed(here: HostCache) -> None:
     asking = neighbours(here)
     assert is_left_to_the_trainer(find(asking), here)
     assert not here.has(POLICY.digest)
-    assert not asking.take_from_trainer(POLICY, bytes(len(BLOB)), find(asking).claim, 1.0)
+    assert not take(asking, find(asking).claim, bytes(len(BLOB)))
     assert not here.has(POLICY.digest), "and a wrong one does not get in"
 
 
@@ -321,7 +332,7 @@ def test_with_keys_a_relay_serves_whom_the_trainer_named_and_nobody_else(
     of_relay, own = keys
     asking, stranger = neighbours(here, secret=own), neighbours(here, "mallory-1-aa", SecretKey(zmq.curve_keypair()[1]))
     with relaying(far, of_relay) as (relay, endpoint):
-        serving = Neighbours("far-1-aa", asking.transport, of_relay, far, relay)
+        serving = PolicySources("far-1-aa", asking.transport, of_relay, far, relay)
         address = RelayAddress(endpoint, of_relay.public().decode())
         assert is_left_to_the_trainer(find(asking, address), here), "nobody is named yet"
         serving.admit(peers(child=own))

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from producer.relays.host_cache import HostCache
-from producer.relays.neighbours import Neighbours
-from producer.relays.place import RelayPlace
-from producer.relays.relay import Relay
+from producer.link.host_cache import HostCache
+from producer.link.relay import Relay, RelayPlace
+from producer.link.sources import PolicySources
 from protocol.channel.channel import BadFrame
 from protocol.channel.keys import SecretKey
 from protocol.channel.server import ZmqRelay
@@ -44,12 +43,13 @@ def made_cache(root: Path, name: str) -> HostCache:
 def store(cache: HostCache, blob: bytes = BLOB) -> None:
     claim = cache.claim(hashlib.sha256(blob).hexdigest())
     assert claim is not None
-    claim.store(blob)
+    claim.room(len(blob))[:] = blob
+    claim.share()
     claim.release()
 
 
-def neighbours(cache: HostCache, name: str = "child-1-aa", secret: SecretKey | None = None) -> Neighbours:
-    return Neighbours(name, TRANSPORT, secret, cache)
+def neighbours(cache: HostCache, name: str = "child-1-aa", secret: SecretKey | None = None) -> PolicySources:
+    return PolicySources(name, TRANSPORT, secret, cache)
 
 
 @contextmanager

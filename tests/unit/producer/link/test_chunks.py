@@ -3,10 +3,12 @@
 import random
 import tracemalloc
 
+import psutil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.policies.chunks import Chunks
+from producer.link.chunks import Chunks
+from producer.link.host_cache import Claim, HostCache
 from protocol.wire.messages import LARGEST_POLICY_BYTES, BlobChunk
 
 DIGEST, OTHER = "b" * 64, "a" * 64
@@ -16,12 +18,16 @@ def asked(chunks: Chunks, now: float) -> list[tuple[int, int]]:
     return [(request.offset, request.length) for request in chunks.due_requests(now)]
 
 
-def receive(chunks: Chunks, offset: int, data: bytes) -> bytes | None:
+def of(num_bytes: int, chunk_bytes: int) -> Chunks:
+    return Chunks(DIGEST, memoryview(bytearray(num_bytes)), chunk_bytes)
+
+
+def receive(chunks: Chunks, offset: int, data: bytes) -> bool:
     return chunks.receive(BlobChunk(DIGEST, offset, data))
 
 
 def test_requests_keep_a_window_and_are_repeated_when_unanswered_or_after_a_reconnect() -> None:
-    chunks = Chunks(DIGEST, 115, 10)
+    chunks = of(115, 10)
     first = [(offset, 10) for offset in range(0, 80, 10)]
     assert asked(chunks, 0.0) == first
     assert asked(chunks, 1.9) == []
@@ -37,7 +43,7 @@ def test_requests_keep_a_window_and_are_repeated_when_unanswered_or_after_a_reco
 
 
 def test_where_chunks_come_slowly_a_request_is_repeated_later() -> None:
-    chunks = Chunks(DIGEST, 200, 10)
+    chunks = of(200, 10)
     assert len(asked(chunks, 0.0)) == 8
     receive(chunks, 0, bytes(10))
     assert asked(chunks, 1.0) == [(80, 10)]
@@ -46,34 +52,39 @@ def test_where_chunks_come_slowly_a_request_is_repeated_later() -> None:
 
 
 def test_chunks_of_another_blob_or_size_are_ignored() -> None:
-    chunks = Chunks(DIGEST, 6, 4)
-    assert chunks.receive(BlobChunk(OTHER, 0, b"abcd")) is None
+    chunks = of(6, 4)
+    assert not chunks.receive(BlobChunk(OTHER, 0, b"abcd"))
     for offset, data in ((0, b"abc"), (2, b"cdef"), (4, b"ef")):
-        assert receive(chunks, offset, data) is None
-    assert receive(chunks, 0, b"abcd") == b"abcdef"
+        receive(chunks, offset, data)
+    assert (chunks.num_arrived, chunks.is_complete) == (2, False)
+    assert receive(chunks, 0, b"abcd")
+    assert (bytes(chunks.into), chunks.is_complete) == (b"abcdef", True)
 
 
 @given(data=st.binary(min_size=1, max_size=200), chunk_bytes=st.integers(1, 50), seed=st.integers(0, 2**32))
 def test_any_order_with_losses_and_repetitions_gives_the_blob_once(data: bytes, chunk_bytes: int, seed: int) -> None:
-    chance, chunks, now = random.Random(seed), Chunks(DIGEST, len(data), chunk_bytes), 0.0
-    blobs: list[bytes] = []
-    while not blobs:
+    chance, chunks, now = random.Random(seed), of(len(data), chunk_bytes), 0.0
+    completed = 0
+    while not completed:
         now += 0.7
         requests = asked(chunks, now)
         chance.shuffle(requests)
         for offset, length in requests:
             for _ in range(chance.choice([0, 1, 2])):  # lost, or told twice
-                blob = receive(chunks, offset, data[offset : offset + length])
-                blobs += [] if blob is None else [blob]
-    assert blobs == [data]
+                completed += receive(chunks, offset, data[offset : offset + length])
+    assert (completed, bytes(chunks.into)) == (1, data)
 
 
 def test_the_largest_download_takes_no_memory_before_its_bytes_do() -> None:
+    largest = min(LARGEST_POLICY_BYTES, psutil.virtual_memory().available // 2) // 1024 * 1024
+    into = Claim(HostCache(None), DIGEST, None).room(largest)
+    before = psutil.Process().memory_info().rss
     tracemalloc.start()
     try:
-        chunks = Chunks(DIGEST, LARGEST_POLICY_BYTES, 1024)
+        chunks = Chunks(DIGEST, into, 1024)
         assert asked(chunks, 0.0) == [(offset, 1024) for offset in range(0, 8192, 1024)]
-        receive(chunks, LARGEST_POLICY_BYTES - 1024, bytes(1024))
+        receive(chunks, largest - 1024, bytes(1024))
         assert tracemalloc.get_traced_memory()[1] < 100_000
+        assert psutil.Process().memory_info().rss - before < 2**25
     finally:
         tracemalloc.stop()

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.relays.download import RelayDownload
-from producer.relays.pace import PATIENCE_S, allowed_s
+from producer.link.relay_download import PATIENCE_S, RelayDownload, allowed_s
 from protocol.channel.channel import BadFrame
 from protocol.wire.messages import (
     BlobChunk,
@@ -26,7 +25,7 @@ RATE = 100.0  # bytes per second: a piece of 4 bytes may take 2.16 s, all of it 
 
 @pytest.fixture
 def download() -> RelayDownload:
-    return RelayDownload(PolicyInfo(2, DIGEST, len(DATA)), 4, RATE, 0.0)
+    return RelayDownload(PolicyInfo(2, DIGEST, len(DATA)), memoryview(bytearray(len(DATA))), 4, RATE, 0.0)
 
 
 def test_it_asks_until_the_relay_has_the_policy_and_then_for_the_chunks(download: RelayDownload) -> None:
@@ -42,7 +41,7 @@ def test_it_asks_until_the_relay_has_the_policy_and_then_for_the_chunks(download
     assert download.due_requests(2.4) == [BlobRequest(DIGEST, *part) for part in ((0, 4), (4, 4), (8, 2))]
     for offset in (8, 0, 0, 4, 4):
         download.receive(BlobChunk(DIGEST, offset, DATA[offset : offset + 4]), 2.5)
-    assert (download.blob, download.progress) == (DATA, 10)
+    assert (download.is_complete, bytes(download.into), download.progress) == (True, DATA, 10)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +72,15 @@ messages = st.one_of(
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), messages), max_size=60))
-def test_it_ends_in_time_and_what_it_has_is_of_the_announced_size(said: list[tuple[float, Any]]) -> None:
-    download, now = RelayDownload(PolicyInfo(2, DIGEST, len(DATA)), 4, RATE, 0.0), 0.0
+def test_it_ends_in_time_and_keeps_only_the_announced_bytes(said: list[tuple[float, Any]]) -> None:
+    download, now = RelayDownload(PolicyInfo(2, DIGEST, len(DATA)), memoryview(bytearray(len(DATA))), 4, RATE, 0.0), 0.0
     for after, message in said:
         now += after
-        if download.blob is not None or download.failure(now) is not None:
+        if download.is_complete or download.failure(now) is not None:
             break
         download.due_requests(now)
         download.receive(message, now)
-    assert download.blob is None or len(download.blob) == len(DATA)
+    assert len(download.into) == len(DATA)
     assert download.progress <= len(DATA)
     latest = 2 * (allowed_s(len(DATA), RATE) + PATIENCE_S)
-    assert download.blob is not None or download.failure(latest) is not None
+    assert download.is_complete or download.failure(latest) is not None

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from producer.link import relay_download
+from producer.link.host_cache import Claim, HostCache
+from producer.link.relay import Relay
+from producer.link.relay_download import ASK_EVERY_S, Failure, Rates, RelayDownload
 from producer.metrics import PolicyCounts
-from producer.relays import pace
-from producer.relays.download import ASK_EVERY_S, Failure, RelayDownload
-from producer.relays.host_cache import Claim, HostCache
-from producer.relays.pace import Rates
-from producer.relays.relay import Relay
 from protocol.channel.client import RelayConnection
 from protocol.channel.keys import SecretKey
 from protocol.config.operation import TransportSection, is_loopback
@@ -36,12 +35,12 @@ _MOST_BARRED = 256  # relays that are remembered for what was wrong with their p
 class Found(NamedTuple):
     """A policy, or else the right to download it."""
 
-    blob: bytes | None
+    blob: bytes | memoryview | None
     claim: Claim
 
 
 @dataclass
-class Neighbours:
+class PolicySources:
     """`name` is this producer's, and `secret` that of its key, where there are keys. Without a cache nothing is shared with other
     producers of this host, and without a relay nothing is handed on. Its methods wait, but not after `cancelled` was set."""
 
@@ -70,35 +69,37 @@ class Neighbours:
             self.relay.admit_only(peers.peers if peers else ())
 
     def find(self, policy: PolicyInfo, offer: PolicyOffer, cancelled: threading.Event) -> Found:
+        """The policy from the file of the trainer, from the cache of this host or from a relay."""
         if offer.shared_file and (blob := self._of_file(policy, offer.shared_file)) is not None:
             return Found(blob, self.unshared(policy))
         claim = self._claim(policy, cancelled)
         if isinstance(claim, bytes):
             return Found(claim, self.unshared(policy))
         try:
+            into: memoryview | None = None
             for relay in offer.relays:
-                if not cancelled.is_set() and (blob := self._of_relay(policy, relay, claim, cancelled)) is not None:
-                    claim.store(blob)
+                if cancelled.is_set() or relay in self._barred or not self._may_ask(relay):
+                    continue
+                into = claim.room(policy.num_bytes) if into is None else into
+                if self._of_relay(policy, relay, claim, into, cancelled):
+                    claim.share()
                     claim.release()
-                    return Found(blob, claim)
+                    return Found(into, claim)
         except BaseException:
             claim.release()
             raise
         return Found(None, claim)
 
-    def take_from_trainer(self, policy: PolicyInfo, blob: bytes, claim: Claim, seconds: float) -> bool:
-        """Shares what came from the trainer. Returns whether its sha256 is right."""
+    def take_from_trainer(self, policy: PolicyInfo, blob: memoryview, claim: Claim, seconds: float) -> bool:
+        """Share what came from the trainer into the room of `claim`. Returns whether its sha256 is right."""
         try:
             verify(blob, policy.digest)
         except BlobError:
             return False
-        else:
-            self.counts.count_download("trainer")
-            self._rates.note(len(blob), seconds)
-            claim.store(blob)
-            return True
-        finally:
-            claim.release()
+        self.counts.count_download("trainer")
+        self._rates.note(len(blob), seconds)
+        claim.share()
+        return True
 
     def unshared(self, policy: PolicyInfo) -> Claim:
         return Claim(self.cache, policy.digest, None)
@@ -134,8 +135,11 @@ class Neighbours:
                 break
             if state != seen:
                 seen, seen_at = state, time.monotonic()
-            elif time.monotonic() - seen_at > pace.PATIENCE_S:
-                logger.warning("policy v%d: the producer of this host that downloads it stands still", policy.version)
+            elif time.monotonic() - seen_at > relay_download.PATIENCE_S:
+                logger.warning(
+                    "policy v%d: the producer of this host that downloads it makes no progress; downloading it here, too",
+                    policy.version,
+                )
                 break
             cancelled.wait(_LOOK_EVERY_S)
         return self.unshared(policy)
@@ -154,37 +158,36 @@ class Neighbours:
         return blob
 
     def _of_relay(
-        self, policy: PolicyInfo, relay: RelayAddress, claim: Claim, cancelled: threading.Event
-    ) -> bytes | None:
-        if relay in self._barred or not self._may_ask(relay):
-            return None
+        self, policy: PolicyInfo, relay: RelayAddress, claim: Claim, into: memoryview, cancelled: threading.Event
+    ) -> bool:
+        """Returns whether the policy is in `into` now."""
         began = time.monotonic()
         limit = self.transport.max_message_bytes
-        download = RelayDownload(policy, self.transport.blob_chunk_bytes, self._rates.bytes_per_s, began)
+        download = RelayDownload(policy, into, self.transport.blob_chunk_bytes, self._rates.bytes_per_s, began)
         keys = (self.secret, relay.key.encode()) if self.secret and relay.key else None
         try:
             connection = RelayConnection(self.name, relay.endpoint, limit, keys)
         except ConfigError as error:
             logger.warning("policy v%d: %s", policy.version, error)
-            return None
+            return False
         try:
             why = _run(download, connection, claim.note, cancelled)
-            if why is None and download.blob is not None:
-                verify(download.blob, policy.digest)
+            if download.is_complete:
+                verify(into, policy.digest)
         except BlobError:
             why = "wrong"
         finally:
             connection.close()
         if why is None:
-            if download.blob is not None:
+            if download.is_complete:
                 self.counts.count_download("relay")
                 self._rates.note(policy.num_bytes, time.monotonic() - began)
-            return download.blob
+            return download.is_complete
         self.counts.count_left(why)
         if why == "wrong":
             self._barred.append(relay)
-        logger.warning("policy v%d: the relay at %s is left: %s", policy.version, relay.endpoint, why)
-        return None
+        logger.warning("policy v%d: giving up on the relay at %s: %s", policy.version, relay.endpoint, why)
+        return False
 
     def _may_ask(self, relay: RelayAddress) -> bool:
         """With keys a relay must have one; without, it must be on this host."""
@@ -195,7 +198,7 @@ def _run(
     download: RelayDownload, connection: RelayConnection, note: Callable[[int], None], cancelled: threading.Event
 ) -> Failure | None:
     """Until the bytes are here, or for the reason that it returns they will not be, or it is cancelled."""
-    while download.blob is None and not cancelled.is_set():
+    while not download.is_complete and not cancelled.is_set():
         now = time.monotonic()
         if (why := download.failure(now)) is not None:
             return why

@@ -1,7 +1,7 @@
-"""A policy that comes in chunks, from whoever has it.
+"""Bytes that come in chunks, from any peer, straight into their place.
 
-Guarantee: every byte is in its place, whichever messages were lost, repeated or reordered; what has arrived is not asked for
-again. At most `_WINDOW` chunks are on their way at a time.
+Guarantee: every byte is in its place, whichever messages were lost, repeated or reordered, and is kept once; what has arrived is
+not requested again. At most `_WINDOW` chunks are on their way at a time.
 """
 
 import math
@@ -16,24 +16,28 @@ _REPEAT_AFTER_S = 2.0  # or the time that two windows take, where that is longer
 
 @dataclass
 class Chunks:
-    """Of the `num_bytes` of one policy. Times are the caller's, in seconds."""
+    """The arrival of `len(into)` bytes in the memory `into`. Times are the caller's, in seconds."""
 
     digest: str
-    num_bytes: int
+    into: memoryview
     chunk_bytes: int
     num_arrived: int = 0  # bytes
     _began_at: float | None = None
     _num_seen: int = 0
     _s_per_byte: float = 0.0  # when something came last
     _asked_at: dict[int, float] = field(default_factory=dict)
-    _arrived: dict[int, bytes] = field(default_factory=dict)  # by offset
+    _arrived: set[int] = field(default_factory=set)  # offsets
+
+    @property
+    def is_complete(self) -> bool:
+        return 0 < len(self.into) == self.num_arrived
 
     @property
     def _offsets(self) -> range:
-        return range(0, self.num_bytes, self.chunk_bytes)
+        return range(0, len(self.into), self.chunk_bytes)
 
     def due_requests(self, now: float) -> list[BlobRequest]:
-        """As much as the window has room for, and what stayed unanswered for too long."""
+        """As many as the window has room for, and those without an answer for too long."""
         self._began_at = now if self._began_at is None else self._began_at
         if self.num_arrived != self._num_seen:
             self._num_seen, self._s_per_byte = self.num_arrived, (now - self._began_at) / self.num_arrived
@@ -44,20 +48,19 @@ class Chunks:
         return [BlobRequest(self.digest, offset, self._length(offset)) for offset in due]
 
     def forget_requests(self) -> None:
-        """The connection is gone, and every request with it."""
+        """Forget what was requested over a connection that is gone."""
         self._asked_at.clear()
 
-    def receive(self, chunk: BlobChunk) -> bytes | None:
-        """Returns all bytes when this chunk was the last one missing."""
+    def receive(self, chunk: BlobChunk) -> bool:
+        """Put a chunk in its place. Returns whether it was the last one missing."""
         if chunk.offset in self._arrived or chunk.offset not in self._offsets:
-            return None
+            return False
         if chunk.digest != self.digest or len(chunk.data) != self._length(chunk.offset):
-            return None
-        self._arrived[chunk.offset] = chunk.data
+            return False
+        self._arrived.add(chunk.offset)
+        self.into[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
         self.num_arrived += len(chunk.data)
-        if len(self._arrived) < len(self._offsets):
-            return None
-        return b"".join(self._arrived[offset] for offset in self._offsets)
+        return self.is_complete
 
     def _length(self, offset: int) -> int:
-        return min(self.chunk_bytes, self.num_bytes - offset)
+        return min(self.chunk_bytes, len(self.into) - offset)

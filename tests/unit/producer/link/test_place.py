@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from producer.relays.place import relay_place
+from producer.link.relay import relay_place
 from protocol.config.operation import TransportSection
 from protocol.errors import ConfigError
 

@@ -1,6 +1,7 @@
 """One producer of a host downloads, the others read, and whatever goes wrong costs a download."""
 
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from producer.relays.host_cache import HostCache, host_cache
+from producer.link.host_cache import Claim, HostCache, host_cache
 from protocol.runtime import scratch as shared_memory
 
 A, B = "a" * 64, "b" * 64
@@ -30,8 +31,13 @@ def cache() -> Iterator[HostCache]:
 def store(cache: HostCache, digest: str, blob: bytes) -> None:
     claim = cache.claim(digest)
     assert claim is not None
-    claim.store(blob)
+    put(claim, blob)
     claim.release()
+
+
+def put(claim: Claim, blob: bytes) -> None:
+    claim.room(len(blob))[:] = blob
+    claim.share()
 
 
 def test_one_downloads_says_how_far_it_is_and_the_others_read(cache: HostCache) -> None:
@@ -43,7 +49,7 @@ def test_one_downloads_says_how_far_it_is_and_the_others_read(cache: HostCache) 
     claim.note(1024)
     assert (cache.progress(A), cache.progress(B)) == ((1024, 3), (0, 0))
     assert (cache.has(A), cache.read(A, 4), cache.chunk(A, 0, 2)) == (False, None, b"")
-    claim.store(b"blob")
+    put(claim, b"blob")
     claim.release()
     claim.release()
     assert (cache.has(A), cache.read(A, 4), cache.read(A, 5)) == (True, b"blob", None)
@@ -62,7 +68,7 @@ def test_a_right_that_is_given_back_or_whose_process_died_goes_to_another(cache:
     assert cache.progress(A) == (0, 1)
     again.release()
     holder = (
-        "import sys, time; from pathlib import Path; from producer.relays.host_cache import HostCache\n"
+        "import sys, time; from pathlib import Path; from producer.link.host_cache import HostCache\n"
         f"claim = HostCache(Path({str(cache.folder)!r})).claim({B!r}); claim.note(7); print('held', flush=True)\n"
         "(claim.cache.folder / f'.{claim.digest}.partial').write_bytes(b'half')\ntime.sleep(600)"
     )
@@ -103,17 +109,44 @@ def test_a_file_that_another_process_removes_meanwhile_is_no_error(
 
 
 def test_a_full_memory_tells_the_others_not_to_wait(cache: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> int:
+    def full(file: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     claim = cache.claim(A)
     assert claim is not None
-    claim.store(b"blob")
+    put(claim, b"blob")
     assert (cache.has(A), cache.progress(A)) == (False, None)
     claim.release()
     assert cache.folder is not None
     assert os.listdir(cache.folder) == [f"{A}.lock"]
+
+
+def test_the_bytes_of_a_policy_are_kept_once_in_the_file_that_others_read(cache: HostCache) -> None:
+    claim = cache.claim(A)
+    assert claim is not None
+    assert cache.folder is not None
+    room = claim.room(4)
+    assert isinstance(room.obj, mmap.mmap)
+    room[:] = b"blob"
+    partial = cache.folder / f".{A}.partial"
+    assert (cache.has(A), partial.read_bytes()) == (False, b"blob"), "the memory is that of the file"
+    claim.share()
+    claim.release()
+    assert not partial.exists()
+    room[:1] = b"B"
+    assert cache.read(A, 4) == b"Blob", "no copy was made"
+
+
+def test_what_did_not_arrive_or_was_wrong_leaves_nothing(cache: HostCache) -> None:
+    claim = cache.claim(A)
+    assert claim is not None
+    assert cache.folder is not None
+    claim.room(4)[:] = b"blob"
+    claim.release()
+    assert os.listdir(cache.folder) == [f"{A}.lock"]
+    store(cache, A, b"blob")
+    assert cache.read(A, 4) == b"blob"
 
 
 def test_producers_of_a_run_share_a_folder_which_the_last_one_removes(root: Path) -> None:
@@ -133,7 +166,7 @@ def test_without_a_folder_everybody_downloads(root: Path, monkeypatch: pytest.Mo
         for claim in claims:
             assert claim is not None
             claim.note(1)
-            claim.store(b"blob")
+            put(claim, b"blob")
             claim.release()
         assert not cache.has_room(1)
         assert (cache.has(A), cache.read(A, 4), cache.chunk(A, 0, 1), cache.progress(A)) == (False, None, b"", (0, 0))

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from producer.relays.host_cache import HostCache
-from producer.relays.place import RelayPlace
+from producer.link.host_cache import HostCache
 from protocol.channel.authenticator import GrantedKeys
-from protocol.channel.channel import BadFrame
+from protocol.channel.channel import BadFrame, own_address
 from protocol.channel.keys import SecretKey
 from protocol.channel.server import ServerKeys, ZmqRelay
+from protocol.config.operation import TransportSection, is_loopback
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
@@ -32,6 +33,38 @@ from protocol.wire.messages import (
     RelayPeer,
     RelayRequest,
 )
+
+
+class RelayPlace(NamedTuple):
+    """Two endpoints."""
+
+    bound: str
+    advertised: str
+
+
+def relay_place(transport: TransportSection, trainer: str) -> RelayPlace:
+    """For `transport.relay_port`; `trainer` is its endpoint. Raises ConfigError where nobody can tell which address of this host
+    others reach."""
+    host = transport.relay_host or (_address_towards(trainer) if transport.keys else "127.0.0.1")
+    advertised = f"tcp://{host}:{transport.relay_port}"
+    if is_loopback(advertised):
+        return RelayPlace(advertised.replace("localhost", "127.0.0.1"), advertised)
+    return RelayPlace(f"tcp://{'[::]' if host.startswith('[') else '*'}:{transport.relay_port}", advertised)
+
+
+def _address_towards(trainer: str) -> str:
+    if trainer.startswith("ipc://"):
+        return "127.0.0.1"
+    host = trainer.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        own = own_address(host.strip("[]"))
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"transport.relay_host: no way to {host} ({why}); give the address of this host") from error
+    if "%" in own:
+        raise ConfigError(f"transport.relay_host: {own} is known on this link alone; give another address of this host")
+    return f"[{own}]" if ":" in own else own
+
 
 logger = logging.getLogger(__name__)
 
