@@ -165,11 +165,6 @@ class SwapSection(Section):
     def on_swap(self) -> Literal["finish", "continue", "restart"]:
         return self.in_flight or ("continue" if self.mode == "merged" else "finish")
 
-    @property
-    def spans_versions(self) -> bool:
-        """Tell whether tokens of one completion may come from several policies."""
-        return self.on_swap == "continue"
-
 
 def _not_empty(value: str) -> str:
     if not value.strip():
