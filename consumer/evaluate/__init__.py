@@ -1,5 +1,5 @@
-"""Evaluations of a run: which versions are due, their leases, results, when to stop.
+"""Evaluations of a run: the versions that are due, their leases, results, and the reason to stop.
 
-Guarantee: Every version that is due is evaluated once, on the same prompts, also across restarts, and never holds training
-up. Training, reporting and the wiring may enter.
+Guarantee: every version that is due is evaluated once, on the same prompts, also across restarts, and never holds training up.
+The app and the report may enter.
 """

@@ -1,5 +1,5 @@
-"""What a run says about itself: the report of a step, sampled rollouts, Prometheus metrics.
+"""The report of a run: its steps, sampled rollouts, Prometheus metrics, and the batch of a step that was not finite.
 
-Guarantee: A number is computed once and shown in the same way everywhere; a full disk costs lines and nothing else. Training
-and the wiring may enter.
+Guarantee: a number is computed once and shown in the same way everywhere; a full disk costs lines and nothing else. The app
+may enter.
 """
