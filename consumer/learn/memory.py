@@ -12,6 +12,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from consumer.learn.micro_batches import MOST_TOKENS, MicroBatch
 from consumer.ranks.exchange import Ranks
+from protocol import errors
 from protocol.config.learning import FIRST_TOKENS
 
 _USED_SHARE = 0.8  # of the free memory; the rest is for other shapes and fragmentation
@@ -43,9 +44,8 @@ def oom_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a device, or the host, had no memory. CUDA itself reports it in other words than torch's allocator."""
-    of_driver = isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
-    return of_driver or isinstance(error, torch.OutOfMemoryError) or bool(should_reduce_batch_size(error))
+    """Tell whether a device, or the host, had no memory."""
+    return errors.is_out_of_memory(error) or bool(should_reduce_batch_size(error))
 
 
 def num_refusals() -> int:

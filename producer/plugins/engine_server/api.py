@@ -1,7 +1,9 @@
-"""Requests to one server.
+"""Requests to one vLLM server.
 
-Guarantee: an answer is of the form that was asked for and of bounded size, or one of the errors here says what there was instead.
-The key goes to this server alone: no redirect is followed, and no message holds it.
+Guarantee: an answer has the requested form and a bounded size, or one of the errors here describes it. The key goes to this
+server alone: no redirect is followed, and no message holds it. `sample` returns tokens that were sampled on exactly the model
+that it names, with log-probs, or raises. All parameters of sampling are sent, so that no default of the server or of the model
+applies.
 """
 
 import asyncio
