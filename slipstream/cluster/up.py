@@ -7,14 +7,17 @@ run goes on without this process: Ctrl-C leaves it running.
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
 from slipstream.cluster import session
 from slipstream.cluster.asked import Asked, check_gpu_use
-from slipstream.cluster.manager import ManagerHandle, NoAnswer, last_line
 from slipstream.cluster.plan import TRAINER, DaemonReport, FleetReport
 from slipstream.tables import printable, write_line
+
+if TYPE_CHECKING:  # it imports Ray, which reads its environment when it is imported; `session.connected` sets that
+    from slipstream.cluster.manager import ManagerHandle
 
 _PLACED_S = 60.0
 _SILENCE_S = 60.0
@@ -22,7 +25,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class Watch:
-    def __init__(self, manager: ManagerHandle) -> None:
+    def __init__(self, manager: "ManagerHandle") -> None:
         self._manager = manager
         self._seen = 0
         self._why = ""  # the manager did not answer
@@ -33,7 +36,7 @@ class Watch:
         until = time.monotonic() + _PLACED_S
         while True:
             report = self._look()
-            if report is None and ManagerHandle.find() is None:
+            if report is None and self._is_gone():
                 raise ConfigError(f"the manager of the run cannot start: {self._why}")
             if report is not None and _all_begun(report):
                 return
@@ -51,7 +54,7 @@ class Watch:
         """Wait until the trainer has ended for good, or the run was taken down; return the trainer's exit code."""
         while True:
             report = self._look()
-            if report is None and ManagerHandle.find() is None:
+            if report is None and self._is_gone():
                 write_line("the run was taken down")
                 return ExitCode.OK
             trainer = report.trainer if report else None
@@ -60,8 +63,15 @@ class Watch:
                 return _code(trainer)
             time.sleep(_LOOK_EVERY_S)
 
+    def _is_gone(self) -> bool:
+        from slipstream.cluster.manager import ManagerHandle
+
+        return ManagerHandle.find() is None
+
     def _look(self) -> FleetReport | None:
         """Show what is new; None if the manager does not answer now."""
+        from slipstream.cluster.manager import NoAnswer, last_line
+
         try:
             self._seen, lines = self._manager.events(self._seen)
             report = self._manager.report()

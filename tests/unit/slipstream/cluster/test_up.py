@@ -1,5 +1,7 @@
 """What `up` shows of a run, and how it ends, against a manager in memory."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +9,6 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
-from slipstream.cluster import up as watching
 from slipstream.cluster.plan import DaemonReport, FleetReport
 from slipstream.cluster.up import Watch
 from tests.unit.slipstream.cluster.builders import PLAN, report
@@ -42,7 +43,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watch]:
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def made(*answers: Any, found: bool = True, **options: Any) -> Watch:
-        monkeypatch.setattr(watching.ManagerHandle, "find", lambda: object() if found else None)
+        monkeypatch.setattr("slipstream.cluster.manager.ManagerHandle.find", lambda: object() if found else None)
         return Watch(FakeManager(*answers, **options))  # type: ignore[arg-type]
 
     return made
@@ -95,3 +96,11 @@ def test_a_silent_manager_ends_the_watch_after_a_minute(watch: Callable[..., Wat
 def test_a_run_that_somebody_took_down(watch: Callable[..., Watch], capsys: pytest.CaptureFixture[str]) -> None:
     assert watch(GetTimeoutError(""), found=False).wait_until_it_ends() == ExitCode.OK
     assert "the run was taken down" in capsys.readouterr().out
+
+
+def test_ray_is_imported_after_its_environment_is_set() -> None:
+    """Ray reads the variables of `session.connected` when it is imported; without them it hangs at a loopback address."""
+    modules = "slipstream.cluster.up, slipstream.cluster.down, slipstream.cluster.cli, slipstream.cluster.session"
+    program = f"import sys, {modules}; print('ray' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert shown.stdout == "False\n", shown.stderr
