@@ -37,7 +37,7 @@ def test_a_warm_start_begins_a_run_and_its_export_is_a_whole_checkpoint(tmp_path
     trainer.start_from(initial_adapter(str(adapter), build_lora(config)), resumed=False)
     expected = reference_logprobs(checkpoint, adapter, [3, 4], [5, 6, 7], 1.0)
     with torch.no_grad():
-        logits = trainer._causal_model.eval()(input_ids=torch.tensor([[3, 4, 5, 6, 7]])).logits[0, 1:-1]
+        logits = trainer.model.eval()(input_ids=torch.tensor([[3, 4, 5, 6, 7]])).logits[0, 1:-1]
     started = logits.log_softmax(-1).gather(1, torch.tensor([[5], [6], [7]]))[:, 0]
     torch.testing.assert_close(started, expected, atol=1e-5, rtol=0)
     assert (expected - reference_logprobs(checkpoint, None, [3, 4], [5, 6, 7], 1.0)).abs().max() > 0.01
