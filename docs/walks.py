@@ -289,7 +289,6 @@ def walk_trainer(folder: Path, config: Any, phase: Phase) -> list[tuple[Any, Any
 
 def walk_producer(folder: Path, config: Any, phase: Phase, policies: list[Any], engine: str) -> None:
     """Trace the walks of a lease and of a policy that arrives."""
-    from protocol.channel.channel import ReceivedGroup
     from protocol.channel.server import ZmqServer
     from protocol.wire import messages
     from tests.scripted_trainer import ScriptedTrainer, lease
@@ -309,7 +308,11 @@ def walk_producer(folder: Path, config: Any, phase: Phase, policies: list[Any], 
 
         def answer(number: int, floor: int) -> None:
             trainer.send(lease(number, policy_floor=floor))
-            until(lambda: len(trainer.all(ReceivedGroup)) == number, "group", process)
+            until(
+                lambda: sum(type(it).__name__.endswith("Group") for it in list(trainer.received)) == number,
+                "group",
+                process,
+            )
 
         answer(1, 0)
         trainer.publish(policies[1][0], policies[1][2])
