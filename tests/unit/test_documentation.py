@@ -125,7 +125,7 @@ def test_nobody_is_told_to_install_what_no_index_has() -> None:
 
 def test_every_module_and_target_that_a_page_names_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-    packages = "protocol|replay|producer|consumer|tools|tests|deploy|examples|benchmarks|docs"
+    packages = "protocol|replay|producer|consumer|slipstream|campaigns|benchmarks|examples|docs|deploy|tests"
     gone = []
     for page in PAGES:
         text = page.read_text()
