@@ -1,4 +1,4 @@
-"""What the parts of a producer hand each other.
+"""Types that the parts of a producer hand each other.
 
 Guarantee: nothing here imports a library, so every part can be tested with stand-ins for the others.
 """
@@ -17,7 +17,7 @@ from protocol.wire.messages import EngineFacts, Sampling
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What vLLM's scheduler said last, and how often it has preempted a request since it started."""
+    """Last report of vLLM's scheduler, and how often it has preempted a request since it started."""
 
     kv_cache_usage: float  # share of the blocks, from 0 to 1
     running: int  # requests, of which a group has one per completion
@@ -27,7 +27,7 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One policy version as the engine knows it. Name, id and path belong to this load alone (see `AdapterRegistry`)."""
+    """A policy version as the engine knows it. Name, id and path belong to this load alone (see `AdapterRegistry`)."""
 
     version: int
     name: str
@@ -76,8 +76,8 @@ class PolicyWeights(Protocol):
         then."""
 
     async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        """What the engine computes for a loaded policy: log-probs of these tokens but the first. Raises AdapterRefusedError if
-        it does not score them."""
+        """Compute the log-probs of these tokens but the first with a loaded policy. Raises AdapterRefusedError if it does not
+        score them."""
 
     def activate(self, adapter: Adapter) -> None:
         """From now on requests may begin on this policy."""
@@ -88,10 +88,10 @@ class PolicyWeights(Protocol):
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine is and can do, which does not change while it lives. One that `holds_versions` has several policies at a
-    time, and each request stays on the one that it began on; otherwise a new policy takes the place of the former one under the
-    requests that run. `placeholders` are the tokens of its model that stand for images or videos. One that `can_sleep` can leave
-    its GPU to others for a while."""
+    """Facts and abilities of an engine, which do not change while it lives. An engine that `holds_versions` has several policies
+    at a time, and each request stays on the one that it began on. In any other, a new policy replaces the former one under the
+    requests that run. `placeholders` are the tokens of its model that stand for images or videos. An engine that `can_sleep`
+    can leave its GPU to others for a while."""
 
     facts: EngineFacts
     tokenizer_folder: Path
@@ -130,10 +130,10 @@ class Engine(Protocol):
         """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
 
     def openai_server(self, config: RunConfig) -> Any:
-        """What answers OpenAI requests on this engine: a `producer.endpoint.openai.Answering`."""
+        """Return the server of OpenAI requests on this engine, a `producer.endpoint.openai.Answering`."""
 
     def current_load(self) -> EngineLoad | None:
-        """As of the last engine step; None with `engine.disable_log_stats`."""
+        """Return the load at the last engine step; None with `engine.disable_log_stats`."""
 
     def outage(self) -> str | None:
         """Why nothing can be generated for a while, which passes by itself; None: it can. What is asked meanwhile waits."""

@@ -16,7 +16,7 @@ Leave = Callable[[], object]
 
 
 class _User:
-    """One that is in the engine."""
+    """A user of the engine, while it is inside."""
 
     def __init__(self, leave: Leave, after_s: float) -> None:
         self._leave = leave
@@ -26,12 +26,12 @@ class _User:
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self) -> None:
-        """To leave as soon as it is worth it."""
+        """Make the user leave as soon as its least time is over."""
         if self._may_leave_at < math.inf:
             self._timer = self._loop.call_at(self._may_leave_at, self.tell)
 
     def tell(self) -> None:
-        """To leave now. Once: it may take longer than this turn."""
+        """Make the user leave now. It is told once, because it may take longer than this turn."""
         if not self._was_told:
             self._was_told = True
             self._leave()

@@ -1,4 +1,4 @@
-"""What was generated for one prompt, and the group that it becomes on the wire.
+"""Completions of one prompt, and the group that they become on the wire.
 
 Guarantee: every record begins with the group's prompt, which is all that the records have in common, and has a sampled token
 behind it; log-probs of tokens that were not sampled are 0.
@@ -80,7 +80,7 @@ class Episode:
 
     @classmethod
     def of(cls, prompt_ids: list[int], completion: Completion) -> "Episode":
-        """That is over with this completion."""
+        """Make an episode that is over with this completion."""
         record = Record.of(prompt_ids)
         record.sampled(completion)
         return cls(len(prompt_ids), [record], truncated=completion.truncated)
@@ -91,24 +91,24 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Of all records, prompts included."""
+        """Count the tokens of all records, prompts included."""
         return sum(len(record.token_ids) for record in self.records)
 
     @property
     def versions(self) -> set[int]:
-        """Those that sampled it."""
+        """Return the versions that sampled its tokens."""
         return {version for record in self.records for version in np.unique(record.versions).tolist() if version >= 0}
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the last record, after the prompt."""
+        """Return the tokens of the last record after the prompt."""
         return self.records[-1].token_ids[self.prompt_length :]
 
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """What was generated for one lease: episodes, what reward functions see of each (its text, or its messages), and the rewards
-    that came with them, if any did: float32 (episodes, names) with NaN for missing."""
+    """Completions of one lease, as episodes. Reward functions see the text or the messages of each, in `completions`. Rewards
+    that came with them are in `own_rewards`: float32 (episodes, names), NaN for missing."""
 
     episodes: list[Episode]
     generation_s: float
@@ -117,7 +117,7 @@ class Rollouts:
 
     @property
     def versions(self) -> set[int]:
-        """Those that sampled a token of it."""
+        """Return the versions that sampled its tokens."""
         return set().union(*(episode.versions for episode in self.episodes))
 
     @property

@@ -1,4 +1,4 @@
-"""What a producer does, as Prometheus metrics.
+"""Prometheus metrics of a producer.
 
 Guarantee: totals and stages are read from `Counters`, `Workload` and `Delivery` when they are scraped; vLLM's own metrics of the
 engine appear under vLLM's names (`vllm:...`).
@@ -69,7 +69,7 @@ class Counters:
 
 @dataclass
 class PolicyCounts:
-    """Where policies came from, and why relays were left. Any thread may count and read."""
+    """Counts of downloads by source, and of relays left by reason. Any thread may count and read."""
 
     downloads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("file", "cache", "relay", "trainer"), 0))
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("missing", "silent", "slow", "wrong"), 0))
@@ -86,7 +86,7 @@ class PolicyCounts:
 
 @dataclass(frozen=True)
 class Workload:
-    """Where the leases are that are worked on."""
+    """Leases in work by stage."""
 
     waiting_floors: tuple[int, ...]  # one policy floor per lease that waits for that version, or for room in the engine
     generating: int
@@ -98,7 +98,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What the link holds, and for whom."""
+    """Connection of the link and the groups that it holds."""
 
     connected: bool
     heard_ago_s: float

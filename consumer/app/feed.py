@@ -1,4 +1,4 @@
-"""Where batches come from: the rollout buffer, or the journal of a run that is trained again without producers.
+"""Sources of batches: the rollout buffer, or the journal of a run that is trained again without producers.
 
 Guarantee: exactly the batches that were cut, in order. Of a journal they are those of the surviving lineage and nothing else:
 with the same configuration, on the same kind of CPU and in float32, every checkpoint comes out bit for bit as in the recorded

@@ -1,6 +1,6 @@
-"""What follows from the configuration alone, and every way of training needs.
+"""Parts that follow from the configuration alone, and that every way of training needs.
 
-Guarantee: whatever is wrong with dataset, sections of libraries or model folder is said here, before anything is written.
+Guarantee: whatever is wrong with dataset, sections of libraries or model folder is reported here, before anything is written.
 """
 
 from collections import Counter

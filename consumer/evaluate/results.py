@@ -1,4 +1,4 @@
-"""What is on the disk of evaluations: the versions that are due, the file of results, the best adapter, the newest answers.
+"""Files of evaluations: the versions that are due, the file of results, the best adapter, the newest answers.
 
 Guarantee: a version that is due is whole in `RUN_DIR/evaluation` before any producer hears of it, and stays until `done`. At
 most two are there: the one that is being evaluated and the newest that became due meanwhile, in place of any between.

@@ -90,7 +90,7 @@ def view_of(data: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tenso
 
 
 class _Row(NamedTuple):
-    """One record of a completion."""
+    """A record of a completion."""
 
     number: int  # in the batch
     prompt_ids: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""What a run is, as its journal remembers it, and whether this configuration may go on with it or train it again.
+"""Facts of a run in its journal, which decide whether this configuration may go on with it or train it again.
 
 Guarantee: groups of another base model or tokenizer are never trained. Groups that do not fit the present sampling or
 rewards are dropped with a reason, not misread. Recorded batches are trained again only as they were cut. A dataset that

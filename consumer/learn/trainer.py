@@ -92,7 +92,7 @@ _OF_LOSS = (
 
 @dataclass
 class TrainedStep:
-    """One optimizer step as the trainer knows it when it ends.
+    """An optimizer step as the trainer knows it when it ends.
 
     Args:
         plan: how it was split into passes, as the journal records it.

@@ -1,4 +1,4 @@
-"""What is taken of the model for a version: its weights as an adapter blob in host memory, and the probe of a swap.
+"""Snapshot of the model for a version: its weights as an adapter blob in host memory, and the probe of a swap.
 
 Guarantee: a snapshot is the plain PEFT adapter that `save_pretrained` would write, packed, of the moment of `take`, while
 training goes on. `take` does no more than copy the tensors to where they belong in the blob; under CUDA it does not even

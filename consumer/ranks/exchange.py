@@ -1,4 +1,4 @@
-"""What ranks tell one another: plans of rank 0, and the numbers of an optimizer step.
+"""Messages between ranks: plans of rank 0, and the numbers of an optimizer step.
 
 Guarantee: the other ranks hear of a run before any of its batches, and of every batch before rank 0 trains it. `decode` returns
 exactly the plan that was encoded, or raises `PlanError`; a plan holds data only, and groups travel as the messages that they

@@ -1,4 +1,4 @@
-"""What a step that was not finite leaves behind, in `RUN_DIR/inspect/step-N`.
+"""Files of a step that was not finite, in `RUN_DIR/inspect/step-N`.
 
 Guarantee: `step.json` says what was found and names the groups, `groups.safetensors` holds their arrays under `ID/NAME` (no
 pickle). The folder appears whole; a full disk costs the folder and nothing else. Folders of the newest eight steps are kept.

@@ -37,7 +37,7 @@ EVAL_ROWS = 500
 
 
 def make_tokenizer(vocabulary: dict[str, int], max_length: int) -> PreTrainedTokenizerFast:
-    """One token for each character."""
+    """Make a tokenizer with one token for each character."""
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""What a run was like, from the files that the daemons leave behind: steps.jsonl and producer-*.jsonl."""
+"""Summary of a run, from the files that the daemons leave behind: steps.jsonl and producer-*.jsonl."""
 
 import statistics
 from pathlib import Path

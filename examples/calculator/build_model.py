@@ -47,7 +47,7 @@ EVAL_ROWS = 300
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each digit, and one for each fixed part of a conversation and of a tool call."""
+    """Make a tokenizer with one token for each digit and for each fixed part of a conversation and of a tool call."""
     core = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()

@@ -43,7 +43,7 @@ def greedy_accuracy(model_path: Path, data_path: Path, adapter: Path | None = No
 
 
 def generate(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
-    """What follows each prompt greedily, with its end, of at most 16 tokens."""
+    """Return the greedy continuation of each prompt, with its end, of at most 16 tokens."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=16, do_sample=False)

@@ -28,7 +28,7 @@ logger = logging.getLogger("producer.app.cli")  # also where this module is the 
 
 
 class _Start:
-    """Of the daemon. `bundle` is the digest of what the trainer gave it, and `is_outdated` says that the trainer has another."""
+    """State of a start. `bundle` is the digest of the trainer's bundle, and `is_outdated` says that the trainer has another."""
 
     def __init__(self) -> None:
         self.bundle = ""

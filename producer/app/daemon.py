@@ -44,7 +44,7 @@ def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """That of uvloop, which vLLM brings: its own server uses it for the output of a thousand requests at once."""
+    """Return a loop of uvloop if it is installed. vLLM brings it, and its own server uses it for a thousand requests at once."""
     try:
         import uvloop
     except ImportError:

@@ -69,7 +69,7 @@ class GpuTurns:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, turn: GpuTurn | None) -> None:
-        """What the trainer says, again and again; None: it shares no GPU with this producer."""
+        """Note the turn, which the trainer repeats; None: it shares no GPU with this producer."""
         self._heard_at, self._turn = self.clock(), turn
         self._changed.set()
 
@@ -88,7 +88,7 @@ class GpuTurns:
         )
 
     async def _sleep(self) -> None:
-        """With the gate closed; through all of the trainer's turns until it is the producers' again."""
+        """Sleep with the gate closed, through all of the trainer's turns until it is the producers' again."""
         began = self.clock()
         async with self.unchanged():
             await self._sleep_through()

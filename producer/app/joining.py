@@ -45,8 +45,8 @@ class FetchedBundle:
 
 @dataclass
 class BundleFetch:
-    """One fetch. `name` is this producer's, `wait_s` how long the trainer may make no progress, and `must_stop` says whether
-    this process was asked to stop.
+    """A fetch of the trainer's bundle. `name` is this producer's, and `wait_s` is how long the trainer may make no progress.
+    `must_stop` says whether this process was asked to stop.
 
     Raises:
         SystemExit: it was, with code 0.
@@ -95,7 +95,7 @@ class BundleFetch:
                         raise BundleError("\n  ".join(["the trainer gives this producer no bundle:", *problems]))
 
     def _download(self, channel: ZmqClient, offer: BundleOffer) -> bytes | None:
-        """None if the trainer has another bundle by now."""
+        """Return the bundle; None if the trainer has another one by now."""
         data = bytearray(offer.num_bytes)
         chunks = Chunks(offer.digest, memoryview(data), min(offer.chunk_bytes, _CHUNK_BYTES))
         while True:
@@ -190,7 +190,7 @@ def _model_folder(given: str) -> str:
 
 
 def _from_here(override: str, bundle: Bundle) -> str:
-    """With an absolute path, where the key has one and the value is there, or is to be made. A name of the hub stays one."""
+    """Make the path of an override absolute, where the key takes one and it exists or is to be made. A name of the hub stays."""
     key, separator, value = override.partition("=")
     if key in (*_PATHS, *bundle.host_keys) and value and (key == "run_dir" or Path(value).exists()):
         return f"{key}{separator}{_quoted(os.path.abspath(value))}"
@@ -208,5 +208,5 @@ def _check_host_keys(bundle: Bundle, overrides: list[str]) -> None:
 
 
 def _quoted(value: str | None) -> str:
-    """As the value of an override, which is YAML."""
+    """Write the value of an override, which is YAML."""
     return json.dumps(value, ensure_ascii=False)

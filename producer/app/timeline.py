@@ -66,7 +66,7 @@ class Timeline:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Of producers that ended long ago, all but the newest."""
+    """Remove the timelines of producers that ended long ago, all but the newest."""
     with suppress(FileNotFoundError):  # another producer that starts is removing them
         written_at = {path: path.stat().st_mtime for path in paths(folder, "producer-*.jsonl")}
         for path in sorted(written_at, key=written_at.__getitem__)[:-_KEPT]:

@@ -1,4 +1,4 @@
-"""Where the trainer is, and who this producer is to it, by the command line alone.
+"""Address of the trainer and identity of this producer, from the command line alone.
 
 Guarantee: an address over which code may come is one where the trainer proves who it is: by its key, or by the owner of its
 socket, in a folder where no other user can put one. Everything else is refused before a connection is made.
@@ -30,7 +30,7 @@ class TrainerAddress:
     keys: ProducerKeys | None
 
     def blob_endpoint(self, offered: str) -> str:
-        """Where blobs are, when the trainer says `offered` of it ("": nothing). Raises ConfigError if that cannot be trusted."""
+        """Return the address of blobs; the trainer offers `offered`, "" if none. Raises ConfigError if that cannot be trusted."""
         if not offered:
             return next_endpoint(self.endpoint)
         host, _, port = offered.removeprefix("tcp://").rpartition(":")

@@ -1,4 +1,4 @@
-"""What a producer notices of itself, once a second.
+"""Checks that a producer makes of itself, once a second.
 
 Guarantee: an engine that died while idle ends the producer, and so does work that does not move any more: leases were in hand,
 with the trainer connected, for the whole of `stall_timeout_s` and no group was finished, refused or acknowledged and no adapter

@@ -113,7 +113,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the daemon was started with, and who it is."""
+    """Options and identity of the daemon."""
 
     config: RunConfig
     gpus: list[int]
@@ -130,7 +130,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Base:
-    """What every other part may use."""
+    """Parts that any other part may use."""
 
     launch: Launch
     config: RunConfig
@@ -145,7 +145,7 @@ class Base:
     seat: GpuReservation
 
     def folder_for(self, num_bytes: int) -> Path:
-        """Where an adapter is unpacked: in memory, if there is room."""
+        """Return the folder in which an adapter is unpacked: in memory, if there is room."""
         return self.memory.folder if self.memory.folder is not None and self.memory.has_room(num_bytes) else self.folder
 
 
@@ -180,7 +180,7 @@ def build_sources(launch: Launch, stack: AsyncExitStack) -> PolicySources:
 
 @dataclass(frozen=True)
 class Helpers:
-    """What works beside the engine. `agents` are those whose rewards are posted; `program` is ours that plays for them."""
+    """Parts that work beside the engine. `agents` post their rewards; `program` is ours that plays for them."""
 
     rewards: RewardPool
     environments: EnvironmentPool | None
@@ -364,7 +364,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
 
 
 def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
-    """What the trainer is told of this producer, which may have so many leases."""
+    """Make the message that introduces this producer to the trainer. It may have `capacity` leases."""
     config, host = base.config, socket.gethostname()[:128]
     return Hello(
         base.launch.name,
@@ -384,7 +384,7 @@ def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
 def build_gpu_turns(
     base: Base, engine: Engine, gate: EngineGate, registry: AdapterRegistry, told: Callable[[], None]
 ) -> GpuTurns | None:
-    """None: the GPU is the producer's alone. Raises ConfigError where the engine cannot leave it."""
+    """Build the turns on the GPU; None where they do not apply. Raises ConfigError where the engine cannot leave the GPU."""
     pipeline = base.config.pipeline
     if pipeline.gpu != "turns":
         return None

@@ -42,7 +42,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 @dataclass(eq=False, kw_only=True)
 class AgentEpisode(Episode):
-    """One completion of a task while it grows. Its last record grew last. `rewards` are in the order of their names."""
+    """A completion of a task while it grows. Its last record grew last. `rewards` are in the order of their names."""
 
     id: str
     floor: int

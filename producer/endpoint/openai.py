@@ -161,7 +161,8 @@ Answer = dict[str, Any] | AsyncGenerator[str, None]
 
 @dataclass
 class Sampled:
-    """One completion. Its three lists have equal lengths; `finish_reason` is None unless the completion has ended by itself."""
+    """A completion. Its lists of tokens, log-probs and versions have equal lengths.
+    `finish_reason` is None unless the completion has ended by itself."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -172,7 +173,7 @@ class Sampled:
 
 @dataclass
 class Call:
-    """One request in the engine. The caller pins `adapter`."""
+    """A request in the engine. The caller pins `adapter`."""
 
     adapter: Adapter
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -22,7 +22,7 @@ from protocol.runtime.scratch import scratch_folder
 
 
 class EngineCore:
-    """One vLLM `AsyncLLM`. The constructor blocks, and raises EngineError if the engine does not start. `stat_loggers` are
+    """A vLLM `AsyncLLM`. The constructor blocks, and raises EngineError if the engine does not start. `stat_loggers` are
     classes to which vLLM reports its steps; without them it counts nothing."""
 
     def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:

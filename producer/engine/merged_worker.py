@@ -59,7 +59,7 @@ class MergeWorker:
 
 @dataclass(frozen=True)
 class Part:
-    """One target module of an adapter: a whole layer of the engine, or the shard of a fused one."""
+    """A target module of an adapter: a whole layer of the engine, or the shard of a fused one."""
 
     layer: str
     shard: str | int | None

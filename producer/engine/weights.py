@@ -33,7 +33,7 @@ _POLL_S = (0.005, 0.05)  # the first pause, and the longest
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """One group in the engine: the version that it began on, and each flip since."""
+    """A group in the engine: the version that it began on, and each flip since."""
 
     version: int
     flips: list[tuple[int, dict[int, int]]] = field(default_factory=list)  # to a version; tokens that completions had

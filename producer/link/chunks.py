@@ -37,7 +37,7 @@ class Chunks:
         return range(0, len(self.into), self.chunk_bytes)
 
     def due_requests(self, now: float) -> list[BlobRequest]:
-        """As many as the window has room for, and those without an answer for too long."""
+        """Return the requests that the window has room for, and those without an answer for too long."""
         self._began_at = now if self._began_at is None else self._began_at
         if self.num_arrived != self._num_seen:
             self._num_seen, self._s_per_byte = self.num_arrived, (now - self._began_at) / self.num_arrived

@@ -135,7 +135,7 @@ class _Cancelled(Exception):  # noqa: N818 - ends a thread without a result
 
 
 class _Download(threading.Thread):
-    """One policy on its way: its offer, then one source after the other."""
+    """A download of one policy: its offer, then one source after the other."""
 
     def __init__(self, fetcher: Fetcher, policy: PolicyInfo) -> None:
         super().__init__(name="fetch", daemon=True)
@@ -189,7 +189,7 @@ class _Download(threading.Thread):
         return DownloadedPolicy(policy, blob, self._announced_at, probe_of(offer), is_verified)
 
     def _offer(self) -> PolicyOffer | None:
-        """What the trainer says of this policy; None: it does not have it."""
+        """Ask the trainer for its offer of this policy; None if it does not have it."""
         asked_at = -math.inf
         while True:
             now = time.monotonic()

@@ -119,5 +119,5 @@ class Outbox:
 
 
 def num_bytes(answer: Group | Nack) -> int:
-    """Of its buffers, which is all of it but a few hundred bytes."""
+    """Count the bytes of the answer's buffers, which are all of it but a few hundred bytes."""
     return sum(len(value) for value in structs.astuple(answer) if isinstance(value, bytes))

@@ -108,7 +108,7 @@ class Relay(threading.Thread):
         self.num_bytes = 0  # handed on
 
     def admit_only(self, peers: Iterable[RelayPeer]) -> None:
-        """Those who may connect from now on, without effect where there are no keys. The others' connections are shut."""
+        """Let only these peers connect from now on, and shut the others' connections. Without keys this has no effect."""
         if self._keys is not None:
             assert isinstance(self._keys.authorized, GrantedKeys)
             self._keys.authorized.grant({peer.key.encode(): peer.identity for peer in peers})

@@ -43,7 +43,7 @@ def allowed_s(num_bytes: int, bytes_per_s: float) -> float:
 
 @dataclass
 class Rates:
-    """What downloads of this producer had, of which the slowest counts. One thread at a time may note, any may read."""
+    """Rates of this producer's downloads, of which the slowest counts. One thread at a time may note, any may read."""
 
     _last: deque[float] = field(default_factory=partial(deque, maxlen=8))
 
@@ -57,7 +57,7 @@ class Rates:
 
 @dataclass
 class Pace:
-    """Of one source that is to bring `num_bytes` in pieces of at most `piece_bytes`. Times are the caller's, in seconds."""
+    """Progress and deadline of a source of `num_bytes` in pieces of at most `piece_bytes`. Times are the caller's, in seconds."""
 
     num_bytes: int
     piece_bytes: int
@@ -68,7 +68,7 @@ class Pace:
     _progress_at: float = -math.inf
 
     def note(self, done: int, now: float) -> None:
-        """So many bytes are there in all. Fewer than before, or more than there can be, are no progress."""
+        """Note how many bytes are there in all. Fewer than before, or more than there can be, are no progress."""
         if self.num_arrived < done <= self.num_bytes:
             self.num_arrived, self._progress_at = done, now
             self._first = self._first or (done, now)
@@ -118,13 +118,13 @@ class RelayDownload:
 
     @property
     def progress(self) -> int:
-        """Of `num_bytes`, for those who wait for this: one half while the relay gets the policy itself, then the other."""
+        """Return the part of `num_bytes` that is done: one half while the relay gets the policy itself, then the other."""
         if self._chunks is None:
             return self._pace.num_arrived // 2
         return (self.policy.num_bytes + self._chunks.num_arrived) // 2
 
     def due_requests(self, now: float) -> list[RelayRequest]:
-        """What to ask the relay for now."""
+        """Return the requests that are due to the relay."""
         if self._chunks is not None:
             return list[PolicyRequest | BlobRequest](self._chunks.due_requests(now))
         if self._asked_at is not None and now - self._asked_at < ASK_EVERY_S:

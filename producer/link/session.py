@@ -267,7 +267,7 @@ class Link(threading.Thread):
         self._emit(LinkEnded(error))
 
     def _step(self) -> bool:
-        """One round: say what is due, listen briefly. Returns True when the thread has nothing more to do."""
+        """Do one round: send what is due, listen briefly. Returns True when the thread has nothing more to do."""
         now = time.monotonic()
         self._beat()
         self._take_mail()

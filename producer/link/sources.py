@@ -1,4 +1,4 @@
-"""Where a policy can be had without the trainer sending it: its file, the cache of this host, relays of others.
+"""Sources of a policy beside the trainer's socket: its file, the cache of this host, relays of others.
 
 Guarantee: what is found has its sha256. Sources are tried in order and left by their pace; where none has the policy, the caller
 has the right to download it from the trainer for all producers of this host.
@@ -56,7 +56,7 @@ class PolicySources:
 
     @property
     def relay_endpoint(self) -> str:
-        """Where this producer hands policies on; "" while nobody is to be sent here."""
+        """Return the address at which this producer hands policies on; "" while it does not."""
         return self.relay.endpoint if self.relay and self._shares else ""
 
     @property
@@ -64,7 +64,7 @@ class PolicySources:
         return self.relay.num_bytes if self.relay else 0
 
     def admit(self, peers: RelayPeers | None) -> None:
-        """Those whom the trainer names may connect to the relay here; None: nobody, while the trainer is away."""
+        """Admit the peers that the trainer names to the relay here; None admits no peer, while the trainer is away."""
         if self.relay is not None:
             self.relay.admit_only(peers.peers if peers else ())
 
@@ -190,7 +190,7 @@ class PolicySources:
         return False
 
     def _may_ask(self, relay: RelayAddress) -> bool:
-        """With keys a relay must have one; without, it must be on this host."""
+        """Check that a relay has a key; without keys, that it is on this host."""
         return relay.key is not None if self.secret else is_loopback(relay.endpoint)
 
 

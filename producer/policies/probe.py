@@ -25,7 +25,7 @@ _SAME = 0.1  # of the tolerance: one engine, asked the same twice
 
 
 def probe_of(offer: PolicyOffer) -> Probe | None:
-    """None if there is none, or one that makes no sense."""
+    """Return the probe of an offer; None if there is none, or one that makes no sense."""
     if len(offer.probe_ids) < 8 or len(offer.probe_ids) % 4 or len(offer.probe_logprobs) != len(offer.probe_ids) - 4:
         return None
     count = len(offer.probe_ids) // 4
@@ -65,7 +65,7 @@ class SwapProof:
         return ""
 
     def change(self, before: list[float], after: list[float]) -> str:
-        """What an engine computes otherwise than before; "" if nothing."""
+        """Describe how far log-probs differ from those before; "" if they do not."""
         difference = largest_difference(tuple(before), after)
         if difference <= _SAME * self._tolerance:
             return ""

@@ -40,7 +40,7 @@ class SwapReport:
     record: Callable[..., None]  # to the timeline: the event's name and its fields
 
     def note_current(self, adapter: Adapter | None) -> None:
-        """What requests start on from now on."""
+        """Note the adapter on which requests begin from now on."""
         self.counters.policy_version = -1 if adapter is None else adapter.version
         self.counters.refused_version, self.counters.refusal = -1, ""
         logs.bind(version=None if adapter is None else adapter.version)
@@ -83,8 +83,8 @@ class _Version:
 
 @dataclass
 class AdapterRegistry:
-    """Which adapter new requests start on, and which old ones are still needed. `fetch` asks for a policy that is not the
-    newest, and `on_fetched` answers; `take_again` has the newest one come again, through `offer`. A newer version waits `hold_s`
+    """Registry of the adapter for new requests, and of older ones in use. `fetch` asks for a policy that is not the newest,
+    and `on_fetched` answers; `take_again` has the newest one come again, through `offer`. A newer version waits `hold_s`
     for an evaluation; None: the engine has several versions at once. A group whose version is more than `max_staleness` older
     than the newest can only be stale."""
 
@@ -133,7 +133,7 @@ class AdapterRegistry:
             self._offered.set()
 
     def on_fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
-        """What `fetch` asked for is here, or (None) cannot be had."""
+        """Take the policy that `fetch` asked for; None if it cannot be had."""
         if downloaded is None:
             self._unavailable.append((policy, time.monotonic()))
             self._tell_fetched()

@@ -58,7 +58,7 @@ class AdmissionControl:
         return True
 
     def note_left(self, inside: int, load: EngineLoad) -> None:
-        """One of the `inside` groups is about to leave."""
+        """Note that one of the `inside` groups is about to leave."""
         overloaded = self.look(inside, load)
         self._excess = max(0.0, self._excess - self._tolerated)
         self._unsettled = max(0, self._unsettled - 1)

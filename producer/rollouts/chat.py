@@ -51,7 +51,7 @@ class ChatFormat(PromptFormat):
             )
 
     def prompt(self, messages: Messages) -> str:
-        """What the model is to go on from. Raises LeaseFailure if the template refuses the messages."""
+        """Render the text from which the model goes on. Raises LeaseFailure if the template refuses the messages."""
         try:
             return self._render(messages)
         except Exception as error:
@@ -121,7 +121,7 @@ def assistant_message(content: str, calls: list[tuple[str, dict[str, Any]]], fir
 
 
 def tool_message(name: str, content: str | list[Any], number: int) -> dict[str, Any]:
-    """What call `number` of the episode returned."""
+    """Make the message with the result of call `number` of the episode."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": _call_id(number)}
 
 

@@ -135,8 +135,7 @@ class InFlight:
         return completions
 
     async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
-        """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current or the turn on
-        the GPU ends."""
+        """Sample `requests` until they end or, after `min_run_s`, a newer adapter is current or the turn on the GPU ends."""
         cut = asyncio.Event()
         gains = all(_can_be_continued(sampling) for _, sampling in requests)  # by a cut at the end of a turn
         async with self.gate.use(cut.set, min_run_s if gains else math.inf):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutSource(Protocol):
-    """What generates the completions of leases. `reward_names` come with them; reward functions compute the others."""
+    """Source of the completions of leases. `reward_names` come with them; reward functions compute the others."""
 
     reward_names: tuple[str, ...]
 

@@ -58,7 +58,7 @@ class PromptFormat:
     )
 
     async def in_thread(self, work: Callable[_Given, _Made], /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        """What `work` returns, from the one thread in which the tokenizer is used: it may refuse to work in two at once."""
+        """Run `work` in the tokenizer's only thread and return its result: a tokenizer may refuse to work in two at once."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
@@ -98,7 +98,7 @@ class PromptFormat:
             )
 
     def decode(self, prompt: Any, completions: list[list[int]]) -> list[str] | list[Messages]:
-        """What reward functions get as `completions`: texts, or one assistant message each for message prompts."""
+        """Return the `completions` that reward functions get: texts, or one assistant message each for message prompts."""
         texts: list[str] = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         if isinstance(prompt, str):
             return texts

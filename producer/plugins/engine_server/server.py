@@ -1,4 +1,4 @@
-"""One server: whether it is ready, and which policies it has.
+"""A server, with its readiness and its policies.
 
 Guarantee: a server is ready only after it was inspected and has every needed policy, each loaded under a name that was never used
 before and, once one server has computed its probe, computing the same. A lost server, or one with a wrong answer, stops being
@@ -56,7 +56,7 @@ class NeededPolicy:
 
 
 class Server:
-    """One server, which `run` keeps usable. `needed` has the policies by the id of their adapter, and belongs to `ServerWeights`;
+    """A server that `run` keeps usable. `needed` has the policies by the id of their adapter, and belongs to `ServerWeights`;
     `on_change` is called when the server becomes ready, or stops being ready."""
 
     def __init__(
