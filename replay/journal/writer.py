@@ -262,7 +262,7 @@ def _lock(path: Path) -> BinaryIO:
     except BlockingIOError:
         stream.close()
         raise JournalInUseError(
-            f"another rl-trainer is at task in {path.parent}; stop it, or choose another run_dir"
+            f"another rl-trainer is at work in {path.parent}; stop it, or choose another run_dir"
         ) from None
     return stream
 

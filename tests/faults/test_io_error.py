@@ -47,7 +47,7 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(tmp_path: Path, make
     failing.touch()
     last_words = last_words_of(trainer)
     assert f"{run.config.journal_file} cannot be written or read (" in last_words
-    assert "look at the disk, then start again" in last_words
+    assert "check the disk, then start again" in last_words
 
     with closing(JournalReader(run.config.journal_file)) as journal:
         written = {row.lease_id for row in journal.rows()}

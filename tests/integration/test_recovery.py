@@ -145,7 +145,7 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     copied = len(rotated_lines.read(copy / "steps.jsonl"))
     restored = run.trainer("--resume", "--set", f"run_dir={copy}", "--set", f"transport.endpoint=ipc://{copy}/c.ipc")
     again = run.trainer("--resume")
-    again.wait_for(r"journal: \d+ groups ready, [1-9]\d* steps to train again as they were cut")
+    again.wait_for(r"journal: \d+ groups ready, [1-9]\d* steps to train again with the same batches")
     again.wait_for(r"listening at .*waiting for producers(.|\n)*listening at .*waiting for producers")
     run.wait_for_step(reached)
     eventually(lambda: len(rotated_lines.read(copy / "steps.jsonl")) >= copied, 60)

@@ -25,7 +25,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         own = own_arguments
         half = "HalfMerging" if request.param == "merged" else "HalfLoading"
         extension = {"worker_extension_cls": f"tests.integration.half_swapped.{half}"}
-        patch.setattr("producer.engine.own_arguments.own_arguments", lambda *given: own(*given) | extension)
+        patch.setattr("producer.engine.configuration.own_arguments", lambda *given: own(*given) | extension)
         model = build_model("qwen2", folder / "model")
         with live_engine(model, folder, num_workers=2, swap={"mode": request.param}) as engine:
             yield engine

@@ -29,7 +29,10 @@ def commands(folder: Path) -> Path:
     """A folder of the project's commands, whether or not this checkout is the one that is installed."""
     folder.mkdir()
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-    arguments = {name: f"-m {place.partition(':')[0]}" for name, place in scripts.items()} | {"python": ""}
+    modules = {"slipstream": "slipstream"}  # the package's own __main__
+    arguments = {name: f"-m {modules.get(name, place.partition(':')[0])}" for name, place in scripts.items()} | {
+        "python": ""
+    }
     for name, before in arguments.items():
         (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {before} "$@"\n')
         (folder / name).chmod(0o755)
