@@ -17,7 +17,6 @@ from tests.plugins import use_entry_points_of_checkout
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else an engine takes 92 % of the memory or fails
 
 use_entry_points_of_checkout()
 settings.register_profile(

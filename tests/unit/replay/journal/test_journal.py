@@ -229,7 +229,7 @@ def test_a_second_writer_is_refused_until_the_first_one_ends(tmp_path: Path) -> 
     for _ in range(2):
         with pytest.raises(JournalError) as caught:
             Journal(tmp_path / "journal.sqlite")
-        assert str(caught.value) == (f"another rl-trainer is at task in {tmp_path}; stop it, or choose another run_dir")
+        assert str(caught.value) == (f"another rl-trainer is at work in {tmp_path}; stop it, or choose another run_dir")
     first.close()
     Journal(tmp_path / "journal.sqlite").close()
 
