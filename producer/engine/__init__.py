@@ -8,6 +8,5 @@ import os
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault(
-    "VLLM_CPU_KVCACHE_SPACE", "1"
-)  # GiB; only the CPU build reads it, its default is most of the memory
+# GiB. Only the CPU build reads it; its default is most of the memory.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
