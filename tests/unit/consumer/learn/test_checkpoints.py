@@ -1,10 +1,8 @@
 """A checkpoint appears whole or not at all, wherever the process dies, and what `latest` returns can be resumed from."""
 
 import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +18,10 @@ from consumer.learn.checkpoints import (
     starting_point,
 )
 from protocol.errors import ConfigError
+from tests.dying import dies
 from tests.unit.replay.builders import memory_folder
 
-
-class Crash(BaseException):
-    """The process dies here."""
+CHANGES = ("fsync", "rename", "replace", "unlink", "rmdir")
 
 
 @pytest.fixture
@@ -62,30 +59,6 @@ def foreign(folder: Path, step: int) -> Path:
 def is_whole(found: Checkpoint) -> bool:
     files = {str(file.relative_to(found.folder)) for file in found.folder.rglob("*") if file.is_file()}
     return files == {"adapter_model.safetensors", "global_step/optimizer.pt", "pipeline_state.json"}
-
-
-def dies(action: Callable[[], object], number: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `action` still died when the process ended before its change `number` (from 0) of the disk."""
-    left = number
-
-    def mortal(original: Callable[..., Any]) -> Callable[..., Any]:
-        def change(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Crash
-            return original(*args, **options)
-
-        return change
-
-    with monkeypatch.context() as patched:
-        for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
-            patched.setattr(os, name, mortal(getattr(os, name)))
-        try:
-            action()
-        except Crash:
-            return True
-    return False
 
 
 def test_those_that_count_are_found_by_number(tmp_path: Path) -> None:
@@ -126,7 +99,7 @@ def test_a_crash_anywhere_in_a_commit_leaves_the_old_state_or_the_new(
         folder = tmp_path / str(number)
         checkpoint(folder, 1)
         place = staged(folder, 2)
-        if not dies(attempt, number, monkeypatch):
+        if not dies(attempt, number, CHANGES, monkeypatch):
             break
         found = latest(folder)
         assert found is not None
@@ -148,7 +121,7 @@ def test_a_crash_anywhere_in_a_commit_of_the_same_step_leaves_that_step(
         commit(staged(tmp_path, 2, "the same weights"), state(2, again=True))
 
     number = 0
-    while dies(again, number, monkeypatch):
+    while dies(again, number, CHANGES, monkeypatch):
         number += 1
         found = latest(tmp_path)
         assert found is not None
@@ -227,7 +200,7 @@ def test_a_crash_anywhere_in_pruning_leaves_only_whole_checkpoints_that_count(
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
     number = 0
-    while dies(lambda: prune(tmp_path, 1), number, monkeypatch):
+    while dies(lambda: prune(tmp_path, 1), number, CHANGES, monkeypatch):
         number += 1
         assert all(map(is_whole, committed(tmp_path)))
         assert committed(tmp_path)

@@ -2,18 +2,12 @@
 
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from protocol.runtime.files import restore_folder, staged
-
-
-class Crash(BaseException):
-    """The process dies here."""
-
+from tests.dying import dies
 
 CHANGES = ("fsync", "rename", "unlink", "rmdir", "mkdir")
 NEW = {"weights": "new", "more/state": "new"}
@@ -42,30 +36,6 @@ def replace_file(final: Path) -> None:
         partial.write_text("new")
 
 
-def dies(action: Callable[[], object], number: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `action` still died when the process ended before its change `number` (from 0) of the disk."""
-    left = number
-
-    def mortal(original: Callable[..., Any]) -> Callable[..., Any]:
-        def change(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Crash
-            return original(*args, **options)
-
-        return change
-
-    with monkeypatch.context() as patched:
-        for name in CHANGES:
-            patched.setattr(os, name, mortal(getattr(os, name)))
-        try:
-            action()
-        except Crash:
-            return True
-    return False
-
-
 @pytest.mark.parametrize("had_one", [False, True])
 def test_a_crash_anywhere_leaves_the_old_folder_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_one: bool
@@ -76,7 +46,7 @@ def test_a_crash_anywhere_leaves_the_old_folder_or_the_new(
         final.parent.mkdir()
         if had_one:
             write(final, OLD)
-        if not dies(lambda final=final: replace(final), number, monkeypatch):
+        if not dies(lambda final=final: replace(final), number, CHANGES, monkeypatch):
             break
         restore_folder(final)
         found.append(content(final))
@@ -92,7 +62,7 @@ def test_a_crash_anywhere_leaves_the_old_folder_or_the_new(
 def test_a_crash_anywhere_leaves_the_old_file_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final, number = tmp_path / "trainer.json", 0
     final.write_text("old")
-    while dies(lambda: replace_file(final), number, monkeypatch):
+    while dies(lambda: replace_file(final), number, CHANGES, monkeypatch):
         assert content(final) in ("old", "new")
         final.write_text("old")
         number += 1
