@@ -1,4 +1,4 @@
-"""How the main thread waits: never silently, never for ever.
+"""Waits on the main thread, with a limit and a log line every 10 s.
 
 Guarantee: every wait says every ten seconds for whom or what, and ends with what `check` raises, or with `StalledError` after
 `stall_timeout_s` without progress.

@@ -68,8 +68,8 @@ class ToolParser(Protocol):
 
 
 class PolicyWeights(Protocol):
-    """How an engine takes up policies. Each is loaded, may be verified, and is activated, or else discarded; one that is active
-    is discarded when no request names it any more."""
+    """Policies in an engine. Each is loaded, may be verified, and is then activated or discarded. An active policy is discarded
+    when no request names it any more."""
 
     async def load(self, adapter: Adapter) -> None:
         """Reads a policy into the engine, while requests run. Raises AdapterRefusedError if it cannot; nothing has changed
@@ -80,7 +80,7 @@ class PolicyWeights(Protocol):
         score them."""
 
     def activate(self, adapter: Adapter) -> None:
-        """From now on requests may begin on this policy."""
+        """Allow requests on this policy."""
 
     async def discard(self, adapter: Adapter) -> None:
         """Unloads a policy. One that was not activated is undone, as if it had never been loaded."""
@@ -102,8 +102,7 @@ class EngineCapabilities:
 
 
 class Engine(Protocol):
-    """All that the producer knows of its engine, whether that runs in this process or elsewhere. What is asked of one that is
-    dead raises EngineError."""
+    """Interface of an engine, in this process or elsewhere. Every call to a dead engine raises EngineError."""
 
     capabilities: EngineCapabilities
 
@@ -136,10 +135,10 @@ class Engine(Protocol):
         """Return the load at the last engine step; None with `engine.disable_log_stats`."""
 
     def outage(self) -> str | None:
-        """Why nothing can be generated for a while, which passes by itself; None: it can. What is asked meanwhile waits."""
+        """Return why the engine cannot generate for now, None if it can. Requests wait until the outage passes by itself."""
 
     def check_alive(self) -> None:
-        """Also while no request is in it."""
+        """Raise EngineError if the engine is dead, also while it has no requests."""
 
     def shutdown(self) -> None:
         """Ends the engine. What is asked of it from then on is an `EngineError`."""

@@ -1,9 +1,8 @@
 """The way into the engine, which is closed while the engine sleeps (`pipeline.gpu: turns`).
 
-Guarantee: once `close` has returned nothing is in the engine, and nothing enters it before `open`. Whoever is in it when the gate
-closes is told to leave, after the least time that it asked for and at the latest when the time of `close` is over. Loading and
-unloading (`upkeep`) may enter until it is closed, so that nobody in the engine waits for what stands before the gate. Belongs to
-the event loop.
+Guarantee: once `close` has returned, the engine is empty and stays so until `open`. Requests inside a closing gate are cancelled
+after their `min_run_s`, or when `close(within_s)` expires. Loading and unloading (`upkeep`) may enter until the gate is closed,
+because requests inside may wait for them. Belongs to the event loop.
 """
 
 import asyncio
@@ -18,31 +17,31 @@ Leave = Callable[[], object]
 class _User:
     """A user of the engine, while it is inside."""
 
-    def __init__(self, leave: Leave, after_s: float) -> None:
+    def __init__(self, leave: Leave, min_run_s: float) -> None:
         self._leave = leave
-        self._was_told = False
+        self._is_cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._may_leave_at = self._loop.time() + after_s
+        self._may_leave_at = self._loop.time() + min_run_s
         self._timer: asyncio.TimerHandle | None = None
 
-    def ask(self) -> None:
-        """Make the user leave as soon as its least time is over."""
+    def cancel_later(self) -> None:
+        """Cancel the user as soon as its least time is over."""
         if self._may_leave_at < math.inf:
-            self._timer = self._loop.call_at(self._may_leave_at, self.tell)
+            self._timer = self._loop.call_at(self._may_leave_at, self.cancel)
 
-    def tell(self) -> None:
-        """Make the user leave now. It is told once, because it may take longer than this turn."""
-        if not self._was_told:
-            self._was_told = True
+    def cancel(self) -> None:
+        """Cancel the user now, but only once: it may take longer than this turn to leave."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
             self._leave()
 
-    def recall(self) -> None:
+    def stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
 
 class EngineGate:
-    """Open at first."""
+    """Gate before the engine, which is open at first."""
 
     def __init__(self) -> None:
         self._state: Literal["open", "closing", "closed"] = "open"
@@ -61,22 +60,22 @@ class EngineGate:
             await self._opened.wait()
 
     @asynccontextmanager
-    async def use(self, leave: Leave = lambda: None, after_s: float = math.inf) -> AsyncIterator[None]:
-        """A request in the engine; waits while the gate is closed or closing. `leave` ends it soon. When the gate closes it is
-        called, once, but not before `after_s` from now, or only (infinite) if the request stays too long."""
+    async def use(self, leave: Leave = lambda: None, min_run_s: float = math.inf) -> AsyncIterator[None]:
+        """Hold a place in the engine for one request; waits while the gate is closed or closing. `leave` must end the request
+        soon. When the gate closes it is called once, after `min_run_s`, or (infinite) only when `within_s` expires."""
         await self.wait_open()
-        user = _User(leave, after_s)
+        user = _User(leave, min_run_s)
         self._users.add(user)
         try:
             yield
         finally:
-            user.recall()
+            user.stop_timer()
             self._users.discard(user)
             self._left.set()
 
     @asynccontextmanager
     async def upkeep(self) -> AsyncIterator[None]:
-        """Something that is done to the engine; waits while the gate is closed."""
+        """Hold a place for loading or unloading; waits while the gate is closed."""
         while self._state == "closed":
             await self._awake.wait()
         self._num_upkeep += 1
@@ -87,18 +86,18 @@ class EngineGate:
             self._left.set()
 
     async def close(self, within_s: float) -> None:
-        """Returns when nobody is in the engine. When it is cancelled the gate is open again."""
+        """Close the gate and wait until the engine is empty. Opens the gate again if cancelled."""
         self._state = "closing"
         self._opened.clear()
         for user in list(self._users):
-            user.ask()
+            user.cancel_later()
         try:
             try:
                 async with asyncio.timeout(within_s):
                     await self._until_empty()
             except TimeoutError:
                 for user in list(self._users):
-                    user.tell()
+                    user.cancel()
                 await self._until_empty()
         except BaseException:
             self.open()
@@ -109,7 +108,7 @@ class EngineGate:
     def open(self) -> None:
         self._state = "open"
         for user in self._users:
-            user.recall()
+            user.stop_timer()
         self._opened.set()
         self._awake.set()
 

@@ -12,7 +12,7 @@ Request = TypeVar("Request")
 
 
 class FifoQueue(Generic[Request]):
-    """Each task waits with a request, by which the owner of the queue decides."""
+    """Tasks that wait in order, each with a request that the queue's owner decides by."""
 
     def __init__(self) -> None:
         self._grants: dict[asyncio.Future[None], Request] = {}  # in order

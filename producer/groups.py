@@ -16,7 +16,7 @@ from protocol.wire.messages import FailureReason, Group, MissingReward
 
 
 class LeaseFailure(Exception):  # noqa: N818 - a result that travels to the trainer, not a defect
-    """Why one lease cannot be answered with a group. It is data: the daemon goes on."""
+    """Reason why one lease cannot be answered with a group. It is data: the daemon goes on."""
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
         super().__init__(detail)
@@ -62,7 +62,7 @@ class Record:
         return int(self.is_sampled.argmax())
 
     def cut(self, length: int) -> "Record":
-        """Its first tokens, at most `length`, of which the last was sampled."""
+        """Return its first tokens, at most `length`, up to the last sampled one among them."""
         end = int(np.flatnonzero(self.is_sampled[:length]).max(initial=-1)) + 1
         return Record(self.token_ids[:end], self.logprobs[:end], self.versions[:end])
 

@@ -110,7 +110,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a producer can say of itself, at one moment."""
+    """State of a producer at one moment."""
 
     counters: Counters
     workload: Workload
@@ -158,7 +158,7 @@ class PolicySharing(Protocol):
 
 
 class ProducerMetrics:
-    """Timings that are told as they happen; `watch` adds all that is read."""
+    """Metrics that are observed as events happen; `watch` adds those that are read at the scrape."""
 
     def __init__(
         self, registry: CollectorRegistry, reward_names: Sequence[str] = (), reward_failures: Sequence[str] = ()

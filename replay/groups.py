@@ -24,7 +24,7 @@ class InvalidGroupError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class RolloutGroup:
-    """All completions of one prompt, scored. n completions in R records of T tokens in all, F reward functions.
+    """Completions of one prompt, scored. n completions in R records of T tokens in all, F reward functions.
 
     A record is a sequence that the policy saw. A completion has one, and more only where a chat template rewrote the history of
     an episode between two of its turns.

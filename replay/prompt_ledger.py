@@ -248,7 +248,7 @@ class PromptLedger:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Everything unsettled, as plain data; after `restore` it waits."""
+        """Return everything unsettled as plain data; after `restore` it waits."""
         works = [self.leases.task(key) for key in self.leases.keys(Waiting, Leased, Held)]
         self._answered_early = set(filter(self._may_be_deferred, self._answered_early))
         return self.order.state() | {

@@ -24,10 +24,9 @@ from replay.groups import RolloutGroup
 
 @dataclass(frozen=True)
 class ReplayCredit:
-    """Every delivered group earns `rate` trainings, whether it has signal or not. Every training spends one, the first one of
-    a group too. What is left over may be spent on replays. At most one batch of it is kept from batch to batch, and the rest is
-    forgotten: leases count on a batch to take its groups in the order of their leases, and a long run of replays would let
-    steps overtake groups that are still being generated.
+    """Credit for replays. Every delivered group earns `rate` trainings, whether it has signal or not; every training spends one,
+    also the first one of a group. The rest may be spent on replays, and at most one batch of it is kept from batch to batch.
+    More would let a long run of replays overtake groups that are still being generated, while leases rely on their order.
 
     Example: batches of 4, a rate of 1, at most 3 replays in a batch. 20 groups were delivered, of which 7 have signal. The first
     batch takes 4 of these, and the second begins with the other 3:

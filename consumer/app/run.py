@@ -189,7 +189,7 @@ class Run(TrainerCallback):
 
     @property
     def early_stop_reason(self) -> str | None:
-        """Why the run ends before its last step, if evaluations say that it should."""
+        """Return why evaluations end the run before its last step; None if they do not."""
         return self.evaluation.results.stop_reason if self.evaluation else None
 
     def publish(self, step: int) -> None:

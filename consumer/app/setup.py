@@ -48,7 +48,7 @@ class RunStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that follows from the configuration alone."""
+    """Hold everything that follows from the configuration alone."""
 
     config: RunConfig
     stop: Callable[[], bool]

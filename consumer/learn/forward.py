@@ -69,7 +69,7 @@ class Tokens(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the tokens of a micro-batch go through the model. N tokens are in the loss."""
+    """Describe how the tokens of a micro-batch go through the model. N tokens are in the loss."""
 
     ids: torch.Tensor  # (rows, columns)
     before: torch.Tensor  # (N,), places in the flattened `ids`, of the token before each token in the loss

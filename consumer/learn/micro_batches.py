@@ -1,4 +1,4 @@
-"""From rollout groups to the micro-batches of an optimizer step: advantages, tensors, passes.
+"""Makes the micro-batches of an optimizer step from rollout groups: advantages, tensors, passes.
 
 Guarantee: a step is split into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
 longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Tokens that

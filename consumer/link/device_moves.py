@@ -113,7 +113,7 @@ class DeviceMoves:
         return target.copy_(source, non_blocking=True)
 
     def _finish(self, pieces: list[_Piece], storages: list[torch.UntypedStorage]) -> None:
-        """Only now do tensors change their place, so that a device without room changes nothing."""
+        """Give the tensors their new places. This is the last step, so a device without room changes nothing."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for piece, storage in zip(pieces, storages, strict=True):

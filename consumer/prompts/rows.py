@@ -1,4 +1,4 @@
-"""From a source's data to rows, and from a row to a prompt and its columns, by the functions that the configuration names.
+"""Makes rows from a source's data, and a prompt with its columns from a row, by the functions that the configuration names.
 
 Guarantee: a source that loaded has at least one row, and a row keeps its number at every start as long as the data stay the
 same. An error of `datasets` reaches the user with key and place. Any fault of a user's function is a `DatasetError` that names

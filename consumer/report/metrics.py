@@ -89,8 +89,8 @@ def watch_trainer(
     refusals: Mapping[str, int],
     waiting_s: Callable[[], float],
 ) -> None:
-    """Everything that is read at the scrape. Only after the first policy was published. `refusals` of the server's sockets are
-    by reason, `waiting_s` is of the wait for rollouts in progress."""
+    """Register the metrics that are read at the scrape, once the first policy is published. `refusals` counts those of the
+    server's sockets by reason; `waiting_s` returns the seconds of the wait for rollouts in progress."""
     Info("rl_trainer", "The run and this release.", registry=registry).info({"run": run_id, "release": __version__})
     readings = Readings(registry)
     _watch_buffer(readings, storage.buffer)

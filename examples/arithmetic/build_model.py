@@ -53,7 +53,7 @@ def make_tokenizer(vocabulary: dict[str, int], max_length: int) -> PreTrainedTok
 
 
 def make_pairs(seed: int, num_held_out: int = EVAL_ROWS) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All two-digit pairs in a random order: those to train on, those to evaluate on."""
+    """Shuffle all two-digit pairs and return those to train on and those to evaluate on."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     return pairs[num_held_out:], pairs[:num_held_out]

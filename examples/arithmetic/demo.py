@@ -67,7 +67,7 @@ def build_base_model() -> None:
 
 
 def default_gpus() -> list[str]:
-    """Two GPUs if the machine has two, one shared if it has one, else the CPU."""
+    """Return two GPUs if the machine has two, one shared if it has one, else the CPU."""
     try:
         count = len(visible_gpus(os.environ.get(VISIBLE)))
     except DeviceError:
@@ -110,7 +110,7 @@ def run_pair(
 
 
 def wait_for(processes: dict[str, subprocess.Popen[bytes]]) -> None:
-    """Until the trainer has ended (and the producer, which ends with it), or the producer has died."""
+    """Wait until the trainer has ended (and the producer, which ends with it), or the producer has died."""
     while processes["rl-trainer"].poll() is None:
         if processes["rl-producer"].poll() not in (None, 0):
             return

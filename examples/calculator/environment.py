@@ -2,7 +2,7 @@
 
 
 class Calculator:
-    """It multiplies, which the model cannot do by itself."""
+    """Tool that multiplies, which the model cannot do by itself."""
 
     def reset(self, **_: object) -> None:
         """Begins an episode. A calculator remembers nothing, and adds nothing to the prompt."""

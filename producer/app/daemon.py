@@ -67,7 +67,7 @@ async def live(launch: Launch, watch: Watch) -> None:
 
 
 async def _main_loop(parts: Producer) -> None:
-    """Until a signal comes, the trainer has finished or something fails, which is raised."""
+    """Run until a signal comes or the trainer has finished. Raises what fails."""
     tasks, helpers, stop = parts.base.tasks, parts.helpers, _stop_on_signals()
     for work in (
         parts.take_events(),
@@ -98,7 +98,7 @@ async def _main_loop(parts: Producer) -> None:
 
 
 async def _shutdown(parts: Producer) -> None:
-    """Nothing more is begun; what is finished is delivered, what is not is returned."""
+    """Begin nothing more, deliver the groups that are finished, and return the leases that are not."""
     parts.base.watch.health.stopping("handing leases back")
     parts.generation.hand_back_all()
     if parts.helpers.program is not None:
@@ -126,10 +126,10 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
-    """Before there is work to hand back."""
+    """Exit on a signal that comes before there is work to hand back."""
     sys.exit(ExitCode.OK)
 
 
 def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
-    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.runtime.processes`)."""
+    """End the process, even while the engine's shutdown blocks the loop. Children end too (`protocol.runtime.processes`)."""
     os._exit(ExitCode.INTERRUPTED)

@@ -1,13 +1,13 @@
 """The producer's turns on a GPU that it shares with the trainer (`pipeline.gpu: turns`).
 
-Guarantee: in the trainer's turn the engine sleeps, and the trainer is told so only after it does and only while it does. Nothing
-is lost by it: what runs ends, or is cut and goes on, and whoever wants the engine waits. Nobody gets it back before it was seen
-to compute what it did before. A trainer that says nothing for `silence_s` has lost its turn; the engine wakes when the GPU has
-the room that it gave up, whoever uses it until then.
+Guarantee: in the trainer's turn the engine sleeps, and heartbeats report it as asleep only while it is. No request is lost:
+running ones end, or are cut and continued; new ones wait. After waking, the engine's log-probs are compared with those before
+the sleep; only then do requests enter. A trainer that is silent for `silence_s` loses its turn. The engine wakes once the GPU
+has as much free memory as the engine released.
 
-    awake --trainer's turn--> leaving --nobody is in the engine--> asleep --turn over, room--> awake
-                                 |                                                               ^
-                                 +------------------------ turn over ----------------------------+
+    awake --trainer's turn--> draining --engine is empty--> asleep --turn over, room--> awake
+                                 |                                                        ^
+                                 +--------------------- turn over ------------------------+
 """
 
 import asyncio
@@ -32,14 +32,14 @@ _SAY_EVERY_S = 10.0
 
 
 async def until_free(num_bytes: float, free_bytes: Callable[[], int | None], limit_s: float) -> None:
-    """Returns when so much memory is free, or nobody can tell. Raises StalledError after `limit_s`."""
+    """Wait until `num_bytes` of the GPU are free or its free memory is unknown. Raises StalledError after `limit_s`."""
     began = said = time.monotonic()
     while (free := free_bytes()) is not None and free < num_bytes:
         now = time.monotonic()
         if now - began > limit_s:
             raise StalledError(
-                f"the GPU has had {gib(free)} free for {limit_s:.0f} s, and the engine needs {gib(num_bytes)}: look in "
-                "nvidia-smi who uses it"
+                f"the GPU has had {gib(free)} free for {limit_s:.0f} s (pipeline.stall_timeout_s), and the engine needs "
+                f"{gib(num_bytes)}; end the other programs on this GPU, which nvidia-smi lists"
             )
         if now - said > _SAY_EVERY_S:
             said = now
@@ -49,16 +49,18 @@ async def until_free(num_bytes: float, free_bytes: Callable[[], int | None], lim
 
 @dataclass
 class GpuTurns:
-    """`note` and `run` belong to the event loop. `unchanged` is entered around a sleep, and raises where the engine is not what
-    it was. `told` is called when the trainer is to be told of a change; `free_bytes` of the GPU are None where nobody can tell;
-    `stall_timeout_s` bounds the wait for room. What `try_moving` opens is this producer's alone among those on its GPU: what
-    becomes free meanwhile is its own. None: another one has it."""
+    """Let the engine sleep in the trainer's turns. `note` and `run` belong to the event loop.
+
+    `unchanged` is entered around a sleep and raises if the engine computes other log-probs afterwards. `notify_link` is called
+    when `counters.asleep_in` changed, so that a heartbeat is sent. `free_bytes` is the GPU's free memory, None if unknown;
+    `stall_timeout_s` bounds the wait for it. `try_moving` locks the GPU against other producers that fall asleep or wake, so
+    that memory freed meanwhile is this engine's; None if another producer holds the lock."""
 
     engine: Engine
     gate: EngineGate
     unchanged: Callable[[], AbstractAsyncContextManager[None]]
     counters: Counters
-    told: Callable[[], None]
+    notify_link: Callable[[], None]
     silence_s: float
     stall_timeout_s: float
     free_bytes: Callable[[], int | None]
@@ -74,7 +76,7 @@ class GpuTurns:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until it is cancelled, or the engine fails."""
+        """Run until cancelled. Raises EngineError if the engine fails."""
         while True:
             while not self._must_sleep():
                 await self._changed.wait()
@@ -104,11 +106,11 @@ class GpuTurns:
         logger.info("the engine sleeps: it is the trainer's turn on the GPU")
         while self._must_sleep():
             assert self._turn is not None
-            self._say(self._turn.number)
+            self._set_asleep_in(self._turn.number)
             await self._next()
-        self._say(-1)
+        self._set_asleep_in(-1)
         if self._turn is not None and self._turn.side == "trainer":
-            logger.warning("the trainer has said nothing for %.0f s and loses its turn on the GPU", self.silence_s)
+            logger.warning("the trainer has been silent for %.0f s and loses its turn on the GPU", self.silence_s)
         given_up = 0 if before is None or after is None else max(0, after - before)
         await until_free(given_up, self.free_bytes, self.stall_timeout_s)
         async with self._moving():
@@ -116,20 +118,20 @@ class GpuTurns:
 
     @asynccontextmanager
     async def _moving(self) -> AsyncIterator[None]:
-        """Raises StalledError if another producer comes or goes for too long."""
+        """Hold the lock of `try_moving`. Raises StalledError if another producer keeps it longer than `stall_timeout_s`."""
         began = self.clock()
         while (moving := self.try_moving()) is None:
             if self.clock() - began > self.stall_timeout_s:
                 raise StalledError(
-                    f"another producer has come to this GPU or left it for {self.stall_timeout_s:g} s "
-                    "(pipeline.stall_timeout_s); look at its log"
+                    f"another producer on this GPU has been falling asleep or waking for {self.stall_timeout_s:g} s "
+                    "(pipeline.stall_timeout_s); its log has the cause: restart it, or raise the limit"
                 )
             await asyncio.sleep(_POLL_S)
         with moving:
             yield
 
     async def _unless_over(self, leaving: Coroutine[Any, Any, None]) -> bool:
-        """Whether the engine was left; False if the trainer did not want its turn any more."""
+        """Return True when the engine is empty, False if the trainer's turn ended first."""
         task = asyncio.create_task(leaving)
         try:
             while not task.done() and self._must_sleep():
@@ -143,12 +145,12 @@ class GpuTurns:
         return True
 
     async def _next(self) -> None:
-        """Until the trainer says something else, or a moment has passed."""
+        """Wait for the next turn from the trainer, for at most `_POLL_S`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _POLL_S)
         self._changed.clear()
 
-    def _say(self, asleep_in: int) -> None:
-        if asleep_in != self.counters.asleep_in:
-            self.counters.asleep_in = asleep_in
-            self.told()
+    def _set_asleep_in(self, number: int) -> None:
+        if number != self.counters.asleep_in:
+            self.counters.asleep_in = number
+            self.notify_link()

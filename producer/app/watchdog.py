@@ -43,13 +43,13 @@ class Watchdog:
         elif now - self._since >= self.stall_timeout_s:
             raise StalledError(
                 f"no progress for pipeline.stall_timeout_s={self.stall_timeout_s:g} seconds with {delivery.held} leases "
-                "in hand; restart the process that the others wait for, or raise the limit. Who waits for what:\n  "
+                "in hand; restart the process that the others wait for, or raise the limit. What waits for what:\n  "
                 + "\n  ".join(describe(situation))
             )
 
 
 def describe(situation: Situation) -> list[str]:
-    """Who waits for what, a line each."""
+    """List what each kind of work waits for, one line each."""
     work, delivery, version = situation.workload, situation.delivery, situation.counters.policy_version
     loaded = f"v{version} is loaded" if version >= 0 else "none is loaded"
     floors = Counter(floor for floor in work.waiting_floors if floor > version)
@@ -68,25 +68,25 @@ def describe(situation: Situation) -> list[str]:
 
 @dataclass
 class Supervision:
-    """`beat` is called every time, `hand_back` while the engine is out of order."""
+    """Watch the engine and the progress. `on_tick` is called every time, `return_leases` while the engine has an outage."""
 
     engine: Engine
-    look: Callable[[], Situation]
+    read_status: Callable[[], Situation]
     timeline: Timeline
     watchdog: Watchdog
-    beat: Callable[[], None]
-    hand_back: Callable[[], None]
+    on_tick: Callable[[], None]
+    return_leases: Callable[[], None]
 
     async def run(self) -> None:
-        """Until it is cancelled, or raises EngineError or StalledError."""
+        """Run until cancelled. Raises EngineError if the engine died, StalledError if nothing progresses."""
         now, busy_s = time.monotonic(), 0.0
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             self.engine.check_alive()
-            self.beat()
+            self.on_tick()
             if self.engine.outage() is not None:
-                self.hand_back()
-            situation = self.look()
+                self.return_leases()
+            situation = self.read_status()
             before, busy_before_s = now, busy_s
             now, busy_s = time.monotonic(), situation.workload.busy_s
             if situation.delivery.connected:
@@ -96,7 +96,7 @@ class Supervision:
             self.watchdog.check(now, situation)
 
     def totals(self) -> dict[str, Any]:
-        situation = self.look()
+        situation = self.read_status()
         counters, busy_s = situation.counters, situation.workload.busy_s
         counts = {name: getattr(counters, name) for name in ("tokens", "groups", "failed", "abandoned")}
         return counts | {"busy_s": round(busy_s, 3), "idle_s": round(counters.idle_s, 3)}

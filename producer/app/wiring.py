@@ -1,4 +1,4 @@
-"""How the parts of a producer are put together, in the order in which they need each other.
+"""Puts the parts of a producer together, in the order in which they need each other.
 
 Guarantee: every function builds its part from parts that are there already, and nothing is set from outside afterwards.
 """
@@ -50,7 +50,7 @@ from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Failure
 from producer.rollouts.admission import Admission, EngineAccess
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.group import Finish
+from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation, RolloutSource
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
@@ -327,8 +327,8 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     access = EngineAccess(registry, admission, in_flight)
     outside = build_outside(base, can.facts.max_model_len)
     source = build_source(base, helpers, engine, tokenizer, access, outside)
-    finish = Finish(config.reward_names, source.reward_names, rewards, counters, base.metrics)
-    generation = Generation(source, finish, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
+    builder = GroupBuilder(config.reward_names, source.reward_names, rewards, counters, base.metrics)
+    generation = Generation(source, builder, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
     serving = None
     if helpers.listener is not None:
         served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running, gate)
@@ -348,18 +348,18 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     beat = partial(health.beat, "link")
     link = Link(mailbox, hello, config.transport, base.sources, emit, counters, workload, beat)
 
-    def look() -> Situation:
+    def read_status() -> Situation:
         work, delivery = workload(), link.delivery()
         return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle)
 
-    base.metrics.watch(name, look, base.sources)
+    base.metrics.watch(name, read_status, base.sources)
     health.check_ready("trainer", lambda: None if link.connected else "not connected")
     health.check_ready("swap", lambda: counters.refusal or None)
     health.check_ready("engine", engine.outage)
     health.check_ready("weights", lambda: None if counters.policy_version >= 0 else "none are loaded")
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
-    beat_event = partial(health.beat, "event")
-    supervision = Supervision(engine, look, base.timeline, watchdog, beat_event, generation.hand_back_ungenerated)
+    on_tick = partial(health.beat, "event")
+    supervision = Supervision(engine, read_status, base.timeline, watchdog, on_tick, generation.hand_back_ungenerated)
     return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns, access, forget, events)
 
 
@@ -382,7 +382,7 @@ def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
 
 
 def build_gpu_turns(
-    base: Base, engine: Engine, gate: EngineGate, registry: AdapterRegistry, told: Callable[[], None]
+    base: Base, engine: Engine, gate: EngineGate, registry: AdapterRegistry, notify_link: Callable[[], None]
 ) -> GpuTurns | None:
     """Build the turns on the GPU; None where they do not apply. Raises ConfigError where the engine cannot leave the GPU."""
     pipeline = base.config.pipeline
@@ -397,7 +397,7 @@ def build_gpu_turns(
         gate,
         registry.unchanged,
         base.counters,
-        told,
+        notify_link,
         silence_s=base.config.transport.heartbeat_timeout_s + pipeline.gpu_handover_s,
         stall_timeout_s=pipeline.stall_timeout_s,
         free_bytes=partial(free_bytes, base.launch.gpus),
@@ -452,8 +452,8 @@ def build_source(
 
 
 def build_chat(base: Base, environments: EnvironmentPool, engine: Engine, tokenizer: Any) -> ChatFormat:
-    """After the pool was started. Raises ConfigError where tools do not go with the chat template or with the engine's
-    parser."""
+    """Return the chat format; the pool must have started. Raises ConfigError if tools do not fit the chat template or the
+    engine's parser."""
     config, tools, parser = base.config, environments.tools, None
     if tools:
         assert config.environment.tool_parser is not None

@@ -57,7 +57,7 @@ class TurnNoted(NamedTuple):
 
 
 class OutboxFull(NamedTuple):
-    """Whether the outbox is full, sent when that changes. While it is, no generation may begin."""
+    """Sent when the outbox becomes full or has room again. While it is full, no generation may begin."""
 
     is_full: bool
 

@@ -59,7 +59,7 @@ class HostCache:
             return None
 
     def chunk(self, digest: str, offset: int, length: int) -> bytes:
-        """At most `length` bytes from `offset` on; none where the file is gone or ends before."""
+        """Return at most `length` bytes from `offset` on; none if the file is gone or ends before."""
         if self.folder is None:
             return b""
         with contextlib.suppress(OSError):
@@ -71,13 +71,13 @@ class HostCache:
         return b""
 
     def drop(self, digest: str) -> None:
-        """A file that is not what its name says."""
+        """Remove a file whose sha256 is not its name."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 (self.folder / digest).unlink()
 
     def progress(self, digest: str) -> DownloadState | None:
-        """How far the download is; None: whoever downloads it cannot share it."""
+        """Return how far the download is; None if the process that downloads it has no room to share it."""
         if self.folder is not None:
             with contextlib.suppress(OSError, struct.error):
                 state = DownloadState(*_STATE.unpack((self.folder / f"{digest}.lock").read_bytes()))
@@ -85,7 +85,7 @@ class HostCache:
         return DownloadState(0, 0)
 
     def claim(self, digest: str) -> "Claim | None":
-        """The right to download it for all; None: another process has that."""
+        """Return the right to download it for this host; None if another process has it."""
         if self.folder is None:
             return Claim(self, digest, None)
         path = self.folder / f"{digest}.lock"

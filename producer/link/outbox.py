@@ -69,14 +69,14 @@ class Outbox:
         return True
 
     def finish(self, answer: Group | Nack) -> bool:
-        """Keeps the answer to a lease; False if nobody waits for it any more."""
+        """Keep the answer to a lease. Returns False if the lease is not held any more."""
         if not self.abandon(answer.lease_id):
             return False
         self._keep(answer)
         return True
 
     def replace(self, answer: Nack) -> None:
-        """For a group that cannot be sent."""
+        """Put this refusal in the place of a group that cannot be sent."""
         self.settle(answer.lease_id)
         self._keep(answer)
 
@@ -85,7 +85,7 @@ class Outbox:
         return [kept.answer for kept in self._kept.values() if now - kept.sent_at >= kept.pause_s]
 
     def note_sent(self, answer: Group | Nack, now: float) -> None:
-        """A refusal is done with, because nothing acknowledges it; if it is lost, `held` says so."""
+        """Note a send. A refusal is settled by it, because nothing acknowledges refusals; the next `held` reveals a lost one."""
         if isinstance(answer, Nack):
             self.settle(answer.lease_id)
         else:

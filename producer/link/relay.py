@@ -1,8 +1,8 @@
 """Hands on to producers of other hosts what the cache of this host has.
 
-Guarantee: it serves only policies whose sha256 was seen to match, to at most `MOST_DOWNLOADS` producers at a time, and with keys
-only to those that the trainer named, while that is there. It keeps nothing of what peers send. One producer of a host relays,
-because one has the port; when that one ends another one takes its place.
+Guarantee: it serves only policies whose sha256 was verified, to at most `MAX_DOWNLOADS` producers at a time. With keys it serves
+only producers that the trainer names, while the trainer is connected. It stores nothing that peers send. One producer of a host
+relays, because one has the port; when it ends, another takes the port.
 """
 
 import logging
@@ -36,15 +36,15 @@ from protocol.wire.messages import (
 
 
 class RelayPlace(NamedTuple):
-    """Two endpoints."""
+    """Endpoint that the relay binds, and the one that it advertises."""
 
     bound: str
     advertised: str
 
 
 def relay_place(transport: TransportSection, trainer: str) -> RelayPlace:
-    """For `transport.relay_port`; `trainer` is its endpoint. Raises ConfigError where nobody can tell which address of this host
-    others reach."""
+    """Return the relay's endpoints for `transport.relay_port`; `trainer` is the trainer's endpoint. Raises ConfigError if the
+    address at which others reach this host is unknown."""
     host = transport.relay_host or (_address_towards(trainer) if transport.keys else "127.0.0.1")
     advertised = f"tcp://{host}:{transport.relay_port}"
     if is_loopback(advertised):
@@ -60,15 +60,19 @@ def _address_towards(trainer: str) -> str:
         own = own_address(host.strip("[]"))
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"transport.relay_host: no way to {host} ({why}); give the address of this host") from error
+        raise ConfigError(
+            f"this host has no route to {host} ({why}); set transport.relay_host to the address of this host"
+        ) from error
     if "%" in own:
-        raise ConfigError(f"transport.relay_host: {own} is known on this link alone; give another address of this host")
+        raise ConfigError(
+            f"{own} is valid on its link only; set transport.relay_host to an address of this host that others reach"
+        )
     return f"[{own}]" if ":" in own else own
 
 
 logger = logging.getLogger(__name__)
 
-MOST_DOWNLOADS = 8
+MAX_DOWNLOADS = 8
 _DOWNLOAD_ENDS_S = 5.0  # without a request
 _TICK_S = 0.2
 _BIND_EVERY_S = 5.0
@@ -76,22 +80,22 @@ _BIND_EVERY_S = 5.0
 
 @dataclass
 class Downloads:
-    """Who is served now, by peer. Times are the caller's, in seconds."""
+    """Downloads that are served now, by peer. The caller gives times, in seconds."""
 
     _asked_at: dict[bytes, float] = field(default_factory=dict)
 
     def admit(self, peer: bytes, now: float) -> bool:
-        """Notes a request; False if there are too many others."""
+        """Note a request. Returns False if `MAX_DOWNLOADS` others are served."""
         self._asked_at = {one: at for one, at in self._asked_at.items() if now - at < _DOWNLOAD_ENDS_S}
-        if peer not in self._asked_at and len(self._asked_at) >= MOST_DOWNLOADS:
+        if peer not in self._asked_at and len(self._asked_at) >= MAX_DOWNLOADS:
             return False
         self._asked_at[peer] = now
         return True
 
 
 class Relay(threading.Thread):
-    """Start it once; `stop` ends it. `endpoint` is where it can be reached, "" while it cannot be. `place` says where that is to
-    be, or raises ConfigError while it cannot be known."""
+    """Thread that serves policies to producers of other hosts. Start it once; `stop` ends it. `endpoint` is its address, "" while
+    it has none. `place` returns the address to use, or raises ConfigError while that is unknown."""
 
     def __init__(
         self, cache: HostCache, place: Callable[[], RelayPlace], max_message_bytes: int, secret: SecretKey | None
@@ -124,19 +128,21 @@ class Relay(threading.Thread):
                 self._relay()
             except EndpointInUseError:
                 self._say(
-                    "bind", "another process of this host has transport.relay_port; a producer relays", logging.INFO
+                    "bind",
+                    "port transport.relay_port is in use; assuming that another producer of this host is the relay",
+                    logging.INFO,
                 )
             except ConfigError as error:
                 self._say("bind", f"this host does not relay policies (transport.relay_port): {error}")
             except Exception:
-                logger.exception("the relay failed, and begins anew")
+                logger.exception("the relay failed and restarts")
             self._stopping.wait(_BIND_EVERY_S)
 
     def _relay(self) -> None:
-        """Until it is to stop."""
+        """Serve until `stop`."""
         place = self._place()
         with closing(ZmqRelay(place.bound, self._max_message_bytes, self._keys)) as server:
-            logger.info("policies are handed on to other hosts at %s", place.advertised)
+            logger.info("relaying policies to other hosts at %s", place.advertised)
             try:
                 self.endpoint = place.advertised
                 while not self._stopping.is_set():

@@ -2,10 +2,10 @@
 
     asking --offer--> fetching --last chunk--> all bytes are here
        |                 |
-       +-- it says that it has none, says what nobody asked for, is silent or slow --> failed, with the reason
+       +-- policy missing, bad message, silence, slowness --> failed, with the reason
 
-Guarantee: it ends, by whatever the relay says or does not say: at the latest with the deadline of `Pace` for each of the two
-states. It keeps nothing but the bytes of this policy. Whether they are the right ones the sha256 says, which the caller looks at.
+Guarantee: whatever the relay sends or omits, it ends at the latest with the deadline of `Pace` for each of the two states. It
+stores only the bytes of this policy, whose sha256 the caller verifies.
 """
 
 import math
@@ -37,13 +37,13 @@ Lateness = Literal["silent", "slow"]
 
 
 def allowed_s(num_bytes: int, bytes_per_s: float) -> float:
-    """How long so many bytes may take, where others came at this rate."""
+    """Return how many seconds `num_bytes` may take if other downloads had this rate."""
     return PATIENCE_S + _TIMES * num_bytes / bytes_per_s
 
 
 @dataclass
 class Rates:
-    """Rates of this producer's downloads, of which the slowest counts. One thread at a time may note, any may read."""
+    """Rates of this producer's downloads; the slowest counts. One thread at a time may note, any may read."""
 
     _last: deque[float] = field(default_factory=partial(deque, maxlen=8))
 
@@ -57,7 +57,7 @@ class Rates:
 
 @dataclass
 class Pace:
-    """Progress and deadline of a source of `num_bytes` in pieces of at most `piece_bytes`. Times are the caller's, in seconds."""
+    """Progress and deadline of a source of `num_bytes` in pieces of at most `piece_bytes`. The caller gives times, in seconds."""
 
     num_bytes: int
     piece_bytes: int
@@ -68,20 +68,20 @@ class Pace:
     _progress_at: float = -math.inf
 
     def note(self, done: int, now: float) -> None:
-        """Note how many bytes are there in all. Fewer than before, or more than there can be, are no progress."""
+        """Note how many bytes have arrived in all. A number below the last one or above `num_bytes` is no progress."""
         if self.num_arrived < done <= self.num_bytes:
             self.num_arrived, self._progress_at = done, now
             self._first = self._first or (done, now)
 
     def lateness(self, now: float) -> Lateness | None:
-        """Why this source is to be left; None: it is not."""
+        """Return why this source should be abandoned, None if it should not."""
         if now - max(self.began_at, self._progress_at) > allowed_s(self.piece_bytes, self.bytes_per_s):
             return "silent"
         ends_at = now + self._left_s(now)
         return "slow" if ends_at - self.began_at > allowed_s(self.num_bytes, self.bytes_per_s) else None
 
     def _left_s(self, now: float) -> float:
-        """At the pace since something came first; 0 as long as nobody can tell."""
+        """Return the seconds left at the pace since the first bytes came; 0 while the pace is unknown."""
         if self._first is None:
             return 0.0
         done, at = self._first
@@ -97,7 +97,7 @@ Failure = Literal["missing", "silent", "slow", "wrong"]
 
 @dataclass
 class RelayDownload:
-    """Fills `into`. `bytes_per_s` is the rate of other downloads. Times are the caller's, in seconds."""
+    """Fills `into`. `bytes_per_s` is the rate of other downloads. The caller gives times, in seconds."""
 
     policy: PolicyInfo
     into: memoryview
@@ -150,7 +150,7 @@ class RelayDownload:
                 self._pace.note(self._chunks.num_arrived, now)
 
     def failure(self, now: float) -> Failure | None:
-        """Why another source is to be asked; None: not for now."""
+        """Return why the next source should be tried, None while this one is in time."""
         return self._failure or self._pace.lateness(now)
 
     def _start_pace(self, now: float) -> None:

@@ -167,7 +167,7 @@ class Sender:
         return self.channel.send(structs.replace(self.hello, held=held, release=__version__, run_id=run_id))
 
     def start_over(self, interval_s: float) -> None:
-        """For a new connection: everything that was under way is lost, and everything is due."""
+        """Begin on a new connection: everything that was under way is lost, so everything is due."""
         self._interval_s = interval_s
         self._heartbeat_at = float("-inf")
         self.outbox.forget_sends()

@@ -1,7 +1,7 @@
 """Sources of a policy beside the trainer's socket: its file, the cache of this host, relays of others.
 
-Guarantee: what is found has its sha256. Sources are tried in order and left by their pace; where none has the policy, the caller
-has the right to download it from the trainer for all producers of this host.
+Guarantee: every policy found has its sha256. Sources are tried in order and abandoned if they are slow. If none has the policy,
+the caller gets the right to download it from the trainer for all producers of this host.
 """
 
 import logging
@@ -41,8 +41,8 @@ class Found(NamedTuple):
 
 @dataclass
 class PolicySources:
-    """`name` is this producer's, and `secret` that of its key, where there are keys. Without a cache nothing is shared with other
-    producers of this host, and without a relay nothing is handed on. Its methods wait, but not after `cancelled` was set."""
+    """Sources in order. `name` is this producer's, `secret` its key, None without keys. Without a cache, policies are not shared
+    on this host; without a relay, not with other hosts. Methods block, and return early once `cancelled` is set."""
 
     name: str
     transport: TransportSection
@@ -69,7 +69,7 @@ class PolicySources:
             self.relay.admit_only(peers.peers if peers else ())
 
     def find(self, policy: PolicyInfo, offer: PolicyOffer, cancelled: threading.Event) -> Found:
-        """The policy from the file of the trainer, from the cache of this host or from a relay."""
+        """Return the policy from the trainer's file, this host's cache or a relay; else the right to download it."""
         if offer.shared_file and (blob := self._of_file(policy, offer.shared_file)) is not None:
             return Found(blob, self.unshared(policy))
         claim = self._claim(policy, cancelled)
@@ -91,7 +91,7 @@ class PolicySources:
         return Found(None, claim)
 
     def take_from_trainer(self, policy: PolicyInfo, blob: memoryview, claim: Claim, seconds: float) -> bool:
-        """Share what came from the trainer into the room of `claim`. Returns whether its sha256 is right."""
+        """Verify the bytes that came from the trainer and share them by `claim`. Returns False if their sha256 is wrong."""
         try:
             verify(blob, policy.digest)
         except BlobError:
@@ -109,13 +109,15 @@ class PolicySources:
             blob = read_offered(path, policy.num_bytes)
             verify(blob, policy.digest)
         except (UnusableFileError, BlobError) as error:
-            logger.info("policy v%d comes over the wire, its file cannot be used: %s", policy.version, error)
+            logger.info(
+                "policy v%d: the trainer's file cannot be used (%s); trying other sources", policy.version, error
+            )
             return None
         self.counts.count_download("file")
         return blob
 
     def _claim(self, policy: PolicyInfo, cancelled: threading.Event) -> Claim | bytes:
-        """The policy out of the cache, when whoever downloads it has put it there, or the right to download it."""
+        """Return the policy from the cache, after waiting for another process's download, or else the right to download it."""
         digest = policy.digest
         self._shares = self.cache.has(digest) or self.cache.has_room(policy.num_bytes)
         if not self._shares:
@@ -137,7 +139,7 @@ class PolicySources:
                 seen, seen_at = state, time.monotonic()
             elif time.monotonic() - seen_at > relay_download.PATIENCE_S:
                 logger.warning(
-                    "policy v%d: the producer of this host that downloads it makes no progress; downloading it here, too",
+                    "policy v%d: another producer of this host downloads it and makes no progress; downloading it here too",
                     policy.version,
                 )
                 break
@@ -160,7 +162,7 @@ class PolicySources:
     def _of_relay(
         self, policy: PolicyInfo, relay: RelayAddress, claim: Claim, into: memoryview, cancelled: threading.Event
     ) -> bool:
-        """Returns whether the policy is in `into` now."""
+        """Download the policy from a relay into `into`. Returns False if that failed or was cancelled."""
         began = time.monotonic()
         limit = self.transport.max_message_bytes
         download = RelayDownload(policy, into, self.transport.blob_chunk_bytes, self._rates.bytes_per_s, began)
@@ -197,7 +199,7 @@ class PolicySources:
 def _run(
     download: RelayDownload, connection: RelayConnection, note: Callable[[int], None], cancelled: threading.Event
 ) -> Failure | None:
-    """Until the bytes are here, or for the reason that it returns they will not be, or it is cancelled."""
+    """Run the download until it is complete or cancelled, which return None, or fails; then return the reason."""
     while not download.is_complete and not cancelled.is_set():
         now = time.monotonic()
         if (why := download.failure(now)) is not None:

@@ -1,4 +1,4 @@
-"""From the bytes of a policy to an adapter that the engine has, and back.
+"""Loads the bytes of a policy into the engine as an adapter, and unloads it.
 
 Guarantee: every load has a name, an id and a folder of its own. What is refused is undone, and nothing is left of what is
 discarded. An engine that sleeps is asked for nothing. (vLLM dies when it has to read an adapter again whose folder is gone, and
@@ -108,8 +108,8 @@ class PolicyLoader:
         logger.debug("policy v%d unloaded", adapter.version)
 
     async def _verify(self, adapter: Adapter, probe: Probe) -> tuple[str, float | None]:
-        """Why it is refused ("": it is not), and how far the engine is from the probe. Raises AdapterFailedError where the engine
-        failed to score it."""
+        """Return why the probe refuses it ("" if it does not) and the largest log-prob difference. Raises AdapterFailedError if
+        the engine failed to score it."""
         try:
             engine = await self.weights.verify(adapter, list(probe.token_ids))
         except AdapterFailedError:

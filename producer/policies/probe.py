@@ -1,4 +1,4 @@
-"""Whether the engine really serves the policy that it was given: the producer's side of the probe.
+"""Checks that the engine computes the policy it was given: the producer's side of the probe.
 
 Guarantee: pure. A version is refused when the engine's log-probs of the probe are not the trainer's, and when the engine's
 stayed where they were although the trainer's have moved further than the two ever were apart. A probe that makes no sense
@@ -42,7 +42,7 @@ class SwapProof:
         self._noise = 0.0  # largest difference between the two sides for such a version
 
     def refusal(self, probe: Probe, engine: list[float]) -> str:
-        """Why the version is refused; "" if it is not."""
+        """Return why the version is refused, "" if it is not."""
         difference = largest_difference(probe.logprobs, engine)
         if not difference <= self._tolerance:  # a NaN, too
             return (

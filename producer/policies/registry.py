@@ -159,8 +159,8 @@ class AdapterRegistry:
 
     @contextmanager
     def pin(self, adapter: Adapter | None = None, outdated: Callable[[], None] | None = None) -> Iterator[Adapter]:
-        """This adapter, or else the current one, kept loaded for the duration of the context. Only after `wait_for`. `outdated`
-        is called, once, when a group of this version has become too old to be trained; the context should end soon then."""
+        """Keep this adapter (default: the current one) loaded for the duration of the context. Call `wait_for` first. `outdated`
+        is called once, when groups of this version become too old to be trained; the context should end soon then."""
         adapter = adapter or self.current
         assert adapter is not None
         version = self._versions[adapter]
@@ -177,8 +177,8 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def pin_evaluated(self, policy: PolicyInfo) -> AsyncIterator[Adapter]:
-        """The adapter of exactly this policy, fetched if need be, kept loaded for the duration of the context and beyond,
-        until another policy is evaluated. The caller sets the deadline. Raises LeaseFailure if it cannot be served here."""
+        """Keep the adapter of exactly this policy loaded, fetching it if needed, until another policy is evaluated. The caller
+        sets the deadline. Raises LeaseFailure if it cannot be served here."""
         await self.wait_for(policy.version)
         while (adapter := self._serving(policy)) is None:
             if self.hold_s is not None:
@@ -257,12 +257,12 @@ class AdapterRegistry:
         await self.unload_idle()
 
     def _activate(self, adapter: Adapter, policy: PolicyInfo) -> None:
-        """Not before, or the end of any request would unload it while it is verified."""
+        """Register the adapter, after its verification: registered earlier, `unload_idle` could remove it meanwhile."""
         self.loader.weights.activate(adapter)
         self._versions[adapter] = _Version(policy)
 
     def refuse_for_now(self, policy: PolicyInfo, reason: str) -> None:
-        """The newest policy could not be taken. Has it come again after a pause, which is longer every time."""
+        """Report that the newest policy could not be loaded, and try it again after a pause that doubles every time."""
         self.report.note_refused(policy.version, f"{reason}; the next attempt is in {self._pause_s:g} s", self.current)
         pause_s = self._pause_s
         self._forget_again()

@@ -1,14 +1,13 @@
-"""How many groups are in the engine at once.
+"""Limits how many groups are in the engine at once.
 
-Guarantee: at least one and never more than the ceiling, which keeps vLLM's scheduler full; fewer where vLLM preempts more than
-it gains. Who waits longest enters first. Groups of an evaluation take the places that training leaves, and always one, so that
-they neither hold training up nor starve.
+Guarantee: at least one group and never more than the ceiling, which keeps vLLM's scheduler full; fewer while preemptions cost
+more than they gain. Groups enter in the order in which they came. Groups of an evaluation take the places that training leaves
+and always have one, so they neither delay training nor starve.
 
-A request that vLLM preempts loses its KV cache, which is computed again as that of a prompt: cheaper than decoding, and the price
-of a cache that is full with whatever lengths. So some of it is tolerated. The limit moves as TCP's window does: down by a quarter
-when there is more, then not again before every group that was in the engine has left (only then has the step shown what it does);
-up by about one group per round of groups while the cache has room and the limit is what keeps groups out. Without numbers from
-vLLM it stays where it is.
+A preempted request loses its KV cache, which vLLM computes again as for a prompt. That is cheaper than decoding, so some
+preemptions are tolerated. The limit moves like TCP's window. It falls by a quarter when preemptions exceed the tolerance, and not
+again before every group that was in the engine has left. It rises by about one group per round of groups while the cache has room
+and groups wait for the limit. Without numbers from vLLM it does not change.
 """
 
 import asyncio
@@ -141,7 +140,7 @@ Stage = Literal["waiting", "generating", "with agents", "scoring"]
 
 
 class Progress:
-    """How far a lease is, for the heartbeat and for the message when its deadline passes."""
+    """Stage of a lease, for the heartbeat and for the message when its deadline passes."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -164,7 +163,7 @@ class EngineAccess:
         self._is_open.set()
 
     def pause(self, paused: bool) -> None:
-        """While paused nothing enters the engine; what is in it goes on."""
+        """Let no group enter the engine while paused; those inside go on."""
         if paused:
             self._is_open.clear()
         else:
@@ -195,7 +194,7 @@ class EngineAccess:
             await self.wait_for(lease.policy_floor)
             progress.enter("generating", "generation_failed")
             async with self._while_usable() as outdated:
-                with self.in_flight.kept(outdated) as kept:
+                with self.in_flight.pin_for_group(outdated) as kept:
                     yield partial(self.in_flight.sample, kept=kept, outdated=outdated)
 
     @asynccontextmanager

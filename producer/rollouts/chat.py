@@ -19,7 +19,7 @@ _SENTINEL = "7351"
 
 
 class Continuation(NamedTuple):
-    """How a conversation goes on after a turn of the model."""
+    """Continuation of a conversation after a turn of the model."""
 
     text: str  # all of it, as the template writes it, up to where the model is to go on
     token_ids: list[int] | None  # what comes after the tokens that the model sampled; None: the history was rewritten

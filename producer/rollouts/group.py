@@ -1,7 +1,7 @@
-"""From rollouts to the group that the trainer gets, wherever they come from.
+"""Builds the group that the trainer gets from rollouts of any source.
 
-Guarantee: what was generated is counted once, also when scoring fails afterwards; an episode that failed has no reward, and a
-group of which no episode can be scored is refused.
+Guarantee: generated tokens are counted once, also when scoring fails afterwards. An episode that failed has no reward. A group
+without a single scored episode is refused.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Finish:
-    """Counts, scores and builds the message, with all rewards in the order of `columns`. The rollouts bring along those of
-    `own`."""
+class GroupBuilder:
+    """Counts and scores rollouts and builds their message. It has all rewards in the order of `reward_names`; those in
+    `included_rewards` come with the rollouts."""
 
-    columns: tuple[str, ...]
-    own: tuple[str, ...]
+    reward_names: tuple[str, ...]
+    included_rewards: tuple[str, ...]
     rewards: RewardPool
     counters: Counters
     metrics: ProducerMetrics
@@ -46,12 +46,12 @@ class Finish:
         has_failed = [bool(episode.failure) for episode in rollouts.episodes]
         self._check_scored(rollouts, all(has_failed))
         progress.enter("scoring", "reward_failed")
-        is_own, reward_s = np.array([name in self.own for name in self.columns], bool), 0.0
+        is_included, reward_s = np.array([name in self.included_rewards for name in self.reward_names], bool), 0.0
         failures = RewardFailures()
-        rewards = np.empty((len(rollouts.episodes), len(is_own)), np.float32)
-        rewards[:, is_own] = rollouts.own_rewards
-        if not is_own.all():
-            rewards[:, ~is_own], reward_s, failures = await self.rewards.score(
+        rewards = np.empty((len(rollouts.episodes), len(is_included)), np.float32)
+        rewards[:, is_included] = rollouts.own_rewards
+        if not is_included.all():
+            rewards[:, ~is_included], reward_s, failures = await self.rewards.score(
                 lease.prompt,
                 rollouts.completions,
                 [episode.token_ids for episode in rollouts.episodes],

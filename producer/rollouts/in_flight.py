@@ -81,9 +81,9 @@ class InFlight:
             self.on_swap = "finish"  # where the engine's own weights change, a group goes on by itself, without a cut
 
     @contextmanager
-    def kept(self, outdated: OnOutdated | None = None) -> Iterator[Adapter | None]:
-        """The adapter on which all turns of a group are sampled, for `sample`; None where each begins on the current one.
-        Only after `AdapterRegistry.wait_for`; `outdated` as in `AdapterRegistry.pin`."""
+    def pin_for_group(self, outdated: OnOutdated | None = None) -> Iterator[Adapter | None]:
+        """Pin one adapter for all turns of a group (`in_flight: finish`); yields None if every turn uses the newest. Call
+        `AdapterRegistry.wait_for` first; `outdated` as in `AdapterRegistry.pin`."""
         if self.on_swap != "finish" or not self._keeps_weights:
             yield None
             return
@@ -164,7 +164,7 @@ class InFlight:
 
 
 def _can_be_continued(sampling: Sampling) -> bool:
-    """Whether nothing is looked for that may lie on both sides of a cut."""
+    """Return True if no stop text or grammar could span a cut."""
     return not (sampling.stop or sampling.regex or sampling.json_schema)
 
 

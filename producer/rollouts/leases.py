@@ -1,4 +1,4 @@
-"""From a lease to an answer.
+"""Answers leases.
 
 Guarantee: every lease that is not abandoned is answered exactly once, with a group or with the reason why not, before its
 deadline, also when its trainer is replaced by another process of the run meanwhile.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from producer.groups import LeaseFailure, Rollouts
 from producer.metrics import Counters, Workload
 from producer.rollouts.admission import Progress
-from producer.rollouts.group import Finish
+from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import BusyClock
 from protocol.runtime.logs import Throttle
 from protocol.wire.messages import FailureReason, Group, Lease, Nack
@@ -38,7 +38,7 @@ class Generation:
     refusal."""
 
     source: RolloutSource
-    finish: Finish
+    builder: GroupBuilder
     clock: BusyClock
     counters: Counters
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -64,7 +64,7 @@ class Generation:
             self.abandon(lease_id)
 
     def hand_back_all(self) -> None:
-        """At the end: no lease is begun any more."""
+        """Hand all leases back at the end; no lease begins any more."""
         self._has_ended = True
         for lease_id in list(self._works):
             self._hand_back(lease_id)
@@ -103,7 +103,7 @@ class Generation:
         try:
             async with asyncio.timeout(lease.timeout_s) as limit:
                 rollouts = await self.source.generate(lease, work)
-                answer = await self.finish.group(lease, rollouts, work)
+                answer = await self.builder.group(lease, rollouts, work)
         except LeaseFailure as failure:
             answer = self._refusal(lease, failure.reason, failure.detail)
         except TimeoutError as error:

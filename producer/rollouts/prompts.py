@@ -46,8 +46,7 @@ def malformed(prompt: Any, expected: str) -> LeaseFailure:
 
 @dataclass
 class PromptFormat:
-    """How this run's tokenizer turns prompts into tokens and tokens into text. `placeholders` are tokens that stand for what is
-    no text."""
+    """Tokenizer of this run, with its chat template. `placeholders` are tokens that stand for images."""
 
     tokenizer: Any
     max_model_len: int
@@ -62,7 +61,8 @@ class PromptFormat:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
-        """Its token ids. Raises LeaseFailure where it is malformed, empty or no text, or leaves no room for the completion."""
+        """Return the prompt's token ids. Raises LeaseFailure if it is malformed, empty or no text, or leaves no room for the
+        completion."""
         if not (isinstance(prompt, str) or is_conversational(prompt)):
             raise malformed(prompt, "expected a string or")
         try:

@@ -186,7 +186,7 @@ class Deliveries:
             self._first_messages.append(key)
 
     def note_drained(self, index: int) -> None:
-        """Every whole message of a socket was taken."""
+        """Note that every whole message of a socket was taken."""
         self._drained_at[index] = time.monotonic()
 
     def take_ended(self) -> list[tuple[int, bytes]]:

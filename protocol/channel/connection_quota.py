@@ -1,4 +1,4 @@
-"""How many connections a server takes, and which connections have the places.
+"""Bounds the connections of a server, and decides which ones may stay.
 
 Guarantee: one key can never keep the others out: it has at most `limits.of_one_key` connections that have sent a message. Where
 there are more than `limits.finished`, the oldest silent connections go first, so a newcomer has as long to send its first message

@@ -112,7 +112,7 @@ def paths(folder: Path, pattern: str) -> list[Path]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first, without one that is still being written."""
+    """Return all lines, oldest first, without one that is still being written."""
     with opened(path) as files:
         return [json.loads(line) for file in files for line in file if line.endswith(b"\n")]
 

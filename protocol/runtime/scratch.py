@@ -135,7 +135,7 @@ NO_MEMORY = SharedMemory(None)
 
 @contextlib.contextmanager
 def shared_memory(root: Path | None = None) -> Iterator[SharedMemory]:
-    """This process's own folder in memory, while the context lasts."""
+    """Make a folder in memory for this process, which is removed at the end of the context."""
     root = root or ROOT
     if not os.access(root, os.W_OK):
         yield NO_MEMORY

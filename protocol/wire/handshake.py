@@ -29,7 +29,7 @@ class TrainerNeeds:
 
 
 def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
-    """Every reason to refuse an engine, with its fix. With the `swap_mode` `merged` it needs no LoRA slots."""
+    """Return every reason to refuse an engine, each with its fix. With the `swap_mode` `merged` it needs no LoRA slots."""
     slots = swap_mode == "adapter"
     checks = (
         (
@@ -85,8 +85,8 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
 
 
 def turn_problems(hello: Hello, trainer_gpus: Collection[str] | None) -> list[str]:
-    """Every reason why this producer cannot be beside a trainer that takes turns on these GPUs (`pipeline.gpu: turns`), or (None)
-    that takes none."""
+    """Return every reason why this producer cannot share these GPUs with a trainer that takes turns on them
+    (`pipeline.gpu: turns`). None: the trainer takes no turns."""
     if trainer_gpus is None:
         found = (
             "the producer takes turns on its GPU (pipeline.gpu: turns), and this trainer does not: give both one file"

@@ -1,4 +1,4 @@
-"""Every message of the wire, as typed msgspec structs.
+"""Messages of the wire, as typed msgspec structs.
 
 Guarantee: a decoded message has every field, of the declared type and within the declared size; `protocol.wire.codec.decode`
 refuses everything else. Token ids, log-probs and rewards travel as raw little-endian buffers inside the msgpack map, so any
@@ -234,8 +234,8 @@ class MissingReward(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
-    """All completions of one prompt (a rollout group), scored.  With n completions, T sampled tokens in all and F reward
-    functions: `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,)
+    """Completions of one prompt (a rollout group), scored.  With n completions, T sampled tokens in all and F reward functions:
+    `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,)
     under the processed sampling distribution, `rewards` float32 (n, F) with NaN for missing, `truncated` uint8 (n,).
     `token_versions` int32 (T,) has the policy version that sampled each token, where they differ; `policy_version` is the
     oldest of them.  With an environment a completion is an episode of several turns, and T counts the tokens of tool results

@@ -1,4 +1,4 @@
-"""How much of the past the journal keeps, and how much of the disk a run may fill.
+"""Bounds how much of the past the journal keeps, and how much of the disk a run may fill.
 
 Guarantee: a row goes only when no checkpoint that can be resumed from needs it; of the others the newest stay, within a number of
 bytes and an age. Policies stay that steps of these rows began with or made. The file gives freed pages back to the disk. The cost

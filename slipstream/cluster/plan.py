@@ -188,7 +188,7 @@ def trainer_command(plan: Plan, gpus: Sequence[str]) -> list[str]:
 
 
 def producer_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, keys: Path) -> list[str]:
-    """Its node needs no file of the run: configuration and code come from the trainer."""
+    """Return a producer's command. Its node needs no file of the run: configuration and code come from the trainer."""
     model = ["--model", plan.model] if plan.model else []
     own = _set(*plan.producer_overrides, f"transport.identity={name}", f"run_dir={folder}")
     return [*_program("rl-producer", gpus), "--connect", plan.endpoint, "--keys", str(keys), *model, *own]

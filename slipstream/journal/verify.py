@@ -78,7 +78,7 @@ def _steps(reader: JournalReader) -> Iterator[str]:
 
 
 def _replays(reader: JournalReader) -> Iterator[str]:
-    """Every replayed group was trained before, and is replayed once in a step that trains others for the first time."""
+    """Check that every replayed group was trained before, and at most once in a step, which also trains others anew."""
     may_be_deleted = reader.num_deleted() > 0
     step, seen, last_step = -1, set[str](), None
     for use in reader.uses():

@@ -42,7 +42,7 @@ _MIN_SHARE = 0.01  # as Atropos has it
 
 
 class QueueFullError(Exception):
-    """No lease waits for another group, and too many groups are queued."""
+    """Raised when no lease waits for a group and the queue is full."""
 
 
 class GroupQueue:
@@ -184,7 +184,7 @@ class Atropos:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine has a policy."""
+        """Return True once the engine has a policy."""
         return self._version() >= 0
 
     @property

@@ -56,7 +56,7 @@ class ServerRefusedError(Exception):
 
 
 class ServerMismatchError(Exception):
-    """This run cannot use the server; the message ends with the fix."""
+    """Raised when this run cannot use the server; the message ends with the fix."""
 
 
 def open_session(section: EngineServerSection) -> aiohttp.ClientSession:

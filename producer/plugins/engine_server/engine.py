@@ -59,7 +59,7 @@ LINGER_S = 30.0  # files outlive their adapter: vLLM may read them for a request
 
 @dataclass
 class Servers:
-    """All servers of a run. Each calls `note_change` when it becomes ready or is lost."""
+    """The servers of a run. Each calls `note_change` when it becomes ready or is lost."""
 
     all: list[Server] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)

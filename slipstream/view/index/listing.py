@@ -73,7 +73,7 @@ class Page(NamedTuple):
 
 
 def page(db: apsw.Connection, wanted: Wanted, cursor: Cursor | None, size: int) -> Page:
-    """At most `size` groups."""
+    """Return at most `size` groups."""
     column = _COLUMN.get(wanted.sort, wanted.sort)
     downwards = wanted.ascending == bool(cursor and cursor.back)
     where, bindings = _conditions(wanted)

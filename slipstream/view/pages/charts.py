@@ -175,7 +175,7 @@ def staleness_shares(steps: Sequence[dict[str, Any]], counts: Iterable[tuple[int
 
 
 def binned(steps: Sequence[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, float]]:
-    """At most `most` steps, each with the means of its neighbours."""
+    """Return at most `most` steps, each with the means of its neighbours."""
     per_point = -(-len(steps) // most) or 1
     return [_mean(steps[start : start + per_point]) for start in range(0, len(steps), per_point)]
 

@@ -131,7 +131,7 @@ async def test_an_engine_that_does_not_sleep_ends_the_producer() -> None:
 @asynchronous
 async def test_memory_that_nobody_gives_up_is_not_waited_for_for_ever() -> None:
     await until_free(100, lambda: None, 0.0)
-    with pytest.raises(StalledError, match="look in nvidia-smi"):
+    with pytest.raises(StalledError, match="which nvidia-smi lists"):
         await until_free(100, lambda: 99, 0.1)
 
 

@@ -14,7 +14,7 @@ from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import DownloadedPolicy
 from producer.rewards.pool import RewardFailures, Scored
 from producer.rollouts.admission import Admission, EngineAccess
-from producer.rollouts.group import Finish
+from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation
 from producer.rollouts.single_turn import PlainRollouts
@@ -90,7 +90,9 @@ class Setup:
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
         self.admission = Admission(max_groups, 4, lambda: None)
-        self.finish = Finish(("length", "none"), (), self.rewards, self.counters, self.metrics, Prompts().in_thread)
+        self.finish = GroupBuilder(
+            ("length", "none"), (), self.rewards, self.counters, self.metrics, Prompts().in_thread
+        )
         self.generation = self.generation_with("finish", self.engine)
 
     def generation_with(self, on_swap, engine) -> Generation:

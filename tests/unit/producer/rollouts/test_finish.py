@@ -11,7 +11,7 @@ from producer.groups import Episode, LeaseFailure, Record, Rollouts
 from producer.metrics import Counters, ProducerMetrics
 from producer.rewards.pool import RewardFailures, Scored
 from producer.rollouts.admission import Progress
-from producer.rollouts.group import Finish
+from producer.rollouts.group import GroupBuilder
 from protocol.wire.messages import Group, MissingReward, PolicyInfo
 from tests.scripted_trainer import lease
 
@@ -33,7 +33,7 @@ class Setup:
 
     def __init__(self, columns: tuple[str, ...] = ("computed",), own: tuple[str, ...] = ()) -> None:
         self.rewards, self.counters, self.registry = Rewards(), Counters(), CollectorRegistry()
-        self._finish = Finish(columns, own, self.rewards, self.counters, ProducerMetrics(self.registry))  # type: ignore[arg-type]
+        self._finish = GroupBuilder(columns, own, self.rewards, self.counters, ProducerMetrics(self.registry))  # type: ignore[arg-type]
 
     def group(self, own_rewards: list[list[float]], *failures: str, episodes: list[Episode] | None = None) -> Group:
         """Of two episodes, each of which samples one token."""

@@ -243,7 +243,7 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
     policies.swap(0)
     in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0)
     sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
-    with in_flight.kept() as adapter:
+    with in_flight.pin_for_group() as adapter:
         assert (adapter and adapter.version) == kept
         for version in (0, 1):
             turn = asyncio.ensure_future(in_flight.sample(PROMPT, sampling, adapter))

@@ -16,7 +16,7 @@ from producer.metrics import Counters, ProducerMetrics
 from producer.rollouts import group as finish
 from producer.rollouts.admission import Progress
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.group import Finish
+from producer.rollouts.group import GroupBuilder
 from producer.rollouts.prompts import PromptFormat
 from producer.rollouts.several_turns import PlayedRollouts
 from producer.rollouts.single_turn import PlainRollouts
@@ -101,6 +101,6 @@ async def test_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = ProducerMetrics(CollectorRegistry(), ("own",))
     episodes = [Episode.of([1], Completion([2], [-0.5], False, [1])) for _ in range(2)]
     rollouts = Rollouts(episodes, 0.0, ["a", "b"], np.zeros((2, 1), np.float32))
-    finishing = Finish(("own",), ("own",), None, Counters(), metrics)  # type: ignore[arg-type]
+    finishing = GroupBuilder(("own",), ("own",), None, Counters(), metrics)  # type: ignore[arg-type]
     group = await with_a_loop_that_goes_on(slow, finishing.group(work, rollouts, Progress(work)))
     assert group.lease_id == work.lease_id
