@@ -8,7 +8,7 @@ def row(*cells: str) -> str:
 
 
 def grouped(header: tuple[str, ...], keys: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
-    """A table with one row for all keys of which the same is said."""
+    """Yield a table with one row for all keys that share their other cells."""
     yield row(*header)
     yield "|" + "---|" * len(header)
     same: dict[tuple[str, ...], list[str]] = {}

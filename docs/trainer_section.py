@@ -8,19 +8,12 @@ from protocol.config import trainer_keys
 TRAINER = """\
 ### `trainer`
 
-[`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), which includes everything of transformers'
-`TrainingArguments`, read by the trainer. Often useful: `learning_rate`, `max_steps`, `loss_type`, `beta`, `scale_rewards`,
-`num_iterations`, `save_steps`, `report_to`.
-
-Where the file leaves them out, these keys have defaults of Slipstream's own, which `--check` prints, because TRL's are for full
-fine-tuning and not for LoRA:
+[`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) with transformers' `TrainingArguments`, read by the
+trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning:
 {defaults}.
 On a GPU `bf16` is true for a model in bfloat16.
 
-How a step is cut into forward and backward passes follows from `pipeline.trainer_tokens_per_micro_batch`. Every key that starts
-with `vllm_` is refused, because generation is the producer's.
-
-These work as TRL and transformers document them:
+These keys work as TRL and transformers document them:
 """
 
 RESERVED = """\
@@ -28,7 +21,8 @@ These follow from other keys:
 """
 
 REFUSED = """\
-These would have no effect here, or a harmful one. They are refused unless they have the value that they have anyway:
+These would have no effect or a harmful one, and are refused unless they have the value that applies anyway. So is every key that
+starts with `vllm_`, because producers generate:
 """
 
 REFUSED_VALUES = """\
@@ -37,7 +31,7 @@ Of keys that work, these values are refused:
 
 
 def trainer_section() -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the section."""
     defaults = ", ".join(f"`{key}: {value}`" for key, value in trainer_keys.DEFAULTS.items())
     yield from [TRAINER.format(defaults=defaults), *working(trainer_keys.WORKS)]
     model_options = {f"model_init_kwargs.{key}": owner for key, owner in trainer_keys.MODEL_INIT_RESERVED.items()}
@@ -59,7 +53,7 @@ def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[st
 
 
 def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
-    """One row for all values of a key that are refused for the same reason."""
+    """Yield a row for all values of a key that are refused for the same reason."""
     yield row("key", "values", "why")
     yield "|---|---|---|"
     for key, values in keys.items():

@@ -47,7 +47,7 @@ class Counters:
     turns: int = _total("rl_producer_turns_total", "Turns of the policy in episodes with an environment.")
     tool_calls: int = _total("rl_producer_tool_calls_total", "Tool calls that the policy asked for.")
     failed_tool_calls: int = _total(
-        "rl_producer_tool_calls_failed_total", "Of these, those that the policy was told an error for."
+        "rl_producer_tool_calls_failed_total", "Tool calls that returned an error to the policy."
     )
     failed_episodes: int = _total(
         "rl_producer_episodes_failed_total",
@@ -55,7 +55,7 @@ class Counters:
     )
     groups: int = _total("rl_producer_groups_generated_total", "Groups generated and scored.")
     failed: int = _total("rl_producer_leases_failed_total", "Leases answered with a refusal.")
-    timed_out: int = _total("rl_producer_leases_timed_out_total", "Of these, those that ran into their deadline.")
+    timed_out: int = _total("rl_producer_leases_timed_out_total", "Leases answered with a refusal because their deadline passed.")
     swaps: int = 0
     failed_swaps: int = 0
     refused_version: int = -1  # the newest that failed, until a newer one is live
@@ -190,7 +190,7 @@ class ProducerMetrics:
             buckets=SWAP_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self.load_s = Histogram(
-            "rl_producer_adapter_load_seconds", "Of these, from the last byte on: verifying, unpacking and loading.",
+            "rl_producer_adapter_load_seconds", "Part of swap_seconds after the last byte: verifying, unpacking and loading.",
             buckets=SWAP_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self.lengths = Histogram(
@@ -239,7 +239,7 @@ class ProducerMetrics:
         )
         readings.counters(
             "rl_producer_relays_left_total",
-            "Relays that were left for the next source: they had none to give, said nothing, were slow, or sent a wrong policy.",
+            "Failed relay downloads by reason: policy missing, silence, slowness, or wrong bytes.",
             "reason",
             lambda: sharing.counts.left,
         )

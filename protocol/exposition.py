@@ -222,13 +222,13 @@ def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, 
     readings = Readings(registry)
     readings.gauges(
         f"{prefix}_check_failing",
-        "1 while this check of /healthz fails, by what it looks at.",
+        "1 while this check of /healthz fails.",
         "check",
         lambda: {name: why is not None for name, why in health.alive().items()},
     )
     readings.counters(
         f"{prefix}_metrics_connections_refused_total",
-        "Connections to the port of the metrics that were closed, because they were slow, too many or no HTTP.",
+        "Connections to the metrics port that were closed.",
         "reason",
         lambda: {str(reason): refused[reason] for reason in REASONS},
     )
@@ -308,7 +308,7 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
         lambda: resident_bytes(os.getpid()),
     )
     for what, documentation in (
-        ("used", "Memory in use on each GPU of this daemon, by whatever process. Nothing without GPUs."),
+        ("used", "Memory in use on each GPU of this daemon, by any process."),
         ("total", "Memory of each GPU of this daemon."),
     ):
         name, read = f"{prefix}_gpu_memory_{what}_bytes", partial(_gpu_memory, gpus, what)

@@ -74,7 +74,7 @@ _FLEET: dict[str, tuple[str, Callable[[ProducerSession, Intake], float]]] = {
 
 
 def commit_seconds(registry: CollectorRegistry) -> Histogram:
-    """Told as it happens; the other numbers are read at the scrape."""
+    """Make the histogram of commits, which is observed as they happen; the other metrics are read at the scrape."""
     return Histogram(
         "rl_trainer_journal_commit_seconds", "Duration of durable commits to the journal.",
         buckets=COMMIT_BUCKETS_S, registry=registry,
@@ -103,7 +103,7 @@ def watch_trainer(
         lambda: refusals,
     )
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
-        ("waiting_seconds", "How long the trainer waits for rollouts now; 0 while it trains.", waiting_s),
+        ("waiting_seconds", "Length of the wait for rollouts in progress; 0 while the trainer trains.", waiting_s),
         ("policy_version", "Newest published policy version.", lambda: intake.store.newest.version),
         ("producers_connected", "Producers connected.", lambda: len(intake.fleet.sessions)),
         ("arrivals_unwritten", "Groups that wait for a commit.", lambda: len(intake.commits.waiting())),
@@ -141,7 +141,7 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
     )
     readings.counters(
         "rl_trainer_completions_solved_total",
-        "Those of them that it judged a success.",
+        "Completions that the judging reward called solved.",
         "attempt",
         lambda: by_attempt(buffer.totals, "successes"),
     )
@@ -159,7 +159,7 @@ def _watch_fleet(readings: Readings, intake: Intake) -> None:
     )
     readings.counter(
         "rl_trainer_producers_stopped_total",
-        "Producers that said goodbye, because they were stopped or drained; others were lost.",
+        "Producers that were stopped or drained; other disconnected producers were lost.",
         lambda: intake.fleet.num_goodbyes,
     )
     readings.gauges(
@@ -203,7 +203,7 @@ _LAST_EVALUATION = {
 }
 _EVALUATION_IN_PROGRESS = {
     "prompts": ("num_prompts", "Prompts of the evaluation in progress; 0 while there is none."),
-    "prompts_done": ("num_done", "Those of them that are answered or given up."),
+    "prompts_done": ("num_done", "Prompts of the evaluation in progress that are answered or given up."),
     "leases": ("num_out", "Leases of the evaluation in progress."),
 }
 
@@ -251,7 +251,7 @@ def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:
     )
     readings.gauge(
         "rl_trainer_gpu_turn_age_seconds",
-        "For how long that has been so.",
+        "Age of the current turn.",
         lambda: turns.phase()[1] if turns else math.nan,
     )
     readings.counters(

@@ -73,7 +73,7 @@ _GAUGES = {
     ),
     "pipeline/micro_batch_tokens": (
         "micro_batch_tokens",
-        "Tokens that a pass of the trainer may have: pipeline.trainer_tokens_per_micro_batch, or what `auto` has come to.",
+        "Largest pass of the trainer, in tokens: pipeline.trainer_tokens_per_micro_batch, or the measured value of `auto`.",
     ),
     f"{_RATIO}/mean": ("importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
     f"{_RATIO}/max": ("importance_ratio_max", "Greatest importance ratio, before correction."),

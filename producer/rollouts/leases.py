@@ -1,4 +1,4 @@
-"""Answers leases.
+"""Answers leases, each once and in time.
 
 Guarantee: every lease that is not abandoned is answered exactly once, with a group or with the reason why not, before its
 deadline, also when its trainer is replaced by another process of the run meanwhile.

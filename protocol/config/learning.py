@@ -72,7 +72,7 @@ class PipelineSection(Section):
     data_backoff_s: PositiveSeconds = Field(
         1.0, description="Wait before a prompt goes out again after a data failure; doubles each time, up to 60 s."
     )
-    infra_backoff_s: PositiveSeconds = Field(0.25, description="The same after an infrastructure failure.")
+    infra_backoff_s: PositiveSeconds = Field(0.25, description="Like `data_backoff_s`, after an infrastructure failure.")
     max_failed_share: Share = Field(
         0.5, description="The run stops when more than this share of the last 64 finished prompts are dead letters."
     )

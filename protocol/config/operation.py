@@ -86,7 +86,7 @@ class EngineServerSection(Section):
     server_adapter_dir: str | None = Field(
         None,
         min_length=1,
-        description="The same folder by the path that it has for the server. Default: `adapter_dir`, as an absolute path.",
+        description="Path of `adapter_dir` on the server's host. Default: the same absolute path.",
     )
     model: str | None = Field(
         None,
@@ -284,7 +284,7 @@ class ObservabilitySection(Section):
         description="0: a free one. The port in use is in `RUN_DIR/metrics/`, where Prometheus and slipstream status find it.",
     )
     producer_metrics_port: Annotated[int, Field(ge=0, le=65_000)] = Field(
-        0, description="The same for a producer, which adds the index of its first GPU to a port other than 0."
+        0, description="Like `trainer_metrics_port`; a producer adds the index of its first GPU to a port other than 0."
     )
     unresponsive_after_s: PositiveSeconds = Field(
         120.0, description="`/healthz` turns red when the working loop of a daemon has not come round for so long."

@@ -50,7 +50,7 @@ class _Answer(Section):
 class ExactMatch(_Answer):
     """1 if the text is the answer, white space at both ends aside, else 0."""
 
-    ignore_case: bool = Field(False, description="Whether `Paris` is `paris`.")
+    ignore_case: bool = Field(False, description="Accept `paris` for `Paris`.")
 
 
 class NumericMatch(_Answer):
@@ -74,7 +74,7 @@ class FormatRegex(Section):
     """1 if the text matches the pattern, else 0."""
 
     pattern: _Pattern = Field(description="Regular expression; `.` matches line breaks too.")
-    whole: bool = Field(True, description="Whether the whole text has to match, or some part of it.")
+    whole: bool = Field(True, description="The pattern must match the whole text, not a part of it.")
     time_s: PositiveSeconds = Field(1.0, description="Limit per completion; beyond it the reward is missing.")
 
 
@@ -87,7 +87,7 @@ class LengthPenalty(Section):
 
 
 class ReasoningLength(LengthPenalty):
-    """The same of the tokens of reasoning alone, tags included (`rewards.thinking`)."""
+    """Like `length_penalty`, for the tokens of reasoning alone, tags included (`rewards.thinking`)."""
 
 
 class Code(Section):
@@ -168,13 +168,13 @@ class RewardFunction(Section):
         None,
         description="Sequence-classification model with one label, a local folder or a hub name: its logit is the reward.",
     )
-    url: HttpUrl | None = Field(None, description="HTTP service that is asked for rewards. See below.")
+    url: HttpUrl | None = Field(None, description="HTTP service that computes rewards.")
     posted: str | None = Field(
         None,
         description="Name of a reward that agents post. All completions of the run then come from agents. See "
         "docs/serving.md.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a plugin, model or url. See below.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of a plugin, model or url, below.")
     name: str = Field("", description="Name in metrics, logs and journal. Default: derived from what it is.")
     weight: float = Field(1.0, description="Weight in the sum of rewards.")
     timeout_s: PositiveSeconds | None = Field(None, description="Limit of one call. Default: `rewards.timeout_s`.")
@@ -187,7 +187,7 @@ class RewardFunction(Section):
         description="Calls at once, per producer. Default: 8 for a url, 1 for a model, else `rewards.num_workers`.",
     )
     strip_thinking: bool | None = Field(
-        None, description="Whether it sees completions without their reasoning. Default: `rewards.thinking.strip`."
+        None, description="Hide the reasoning of completions from it. Default: `rewards.thinking.strip`."
     )
 
     @model_validator(mode="before")
@@ -249,7 +249,7 @@ class RewardFunction(Section):
 class ThinkingSection(Section):
     strip: bool = Field(
         False,
-        description="Whether rewards see completions without their reasoning; `strip_thinking` decides for one of them.",
+        description="Hide the reasoning of completions from rewards; `strip_thinking` overrides it for one reward.",
     )
     open: str = Field(
         "<think>", min_length=1, description="Tag that opens it. The chat template may have written it already."
@@ -397,7 +397,7 @@ class EnvironmentSection(Section):
         description="Plays episodes through the endpoint (`serve.enabled`): `verifiers`, `nemo_gym`, `atropos` (in place "
         "of `dataset:` and `rewards:`), or another plugin. See docs/environments.md.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the plugin. See below.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the plugin, below.")
     tool_parser: str | None = Field(
         None, description="vLLM's tool-call parser for this model, e.g. `hermes`; needed if the environment has tools."
     )
