@@ -254,7 +254,7 @@ class PromptTable(Generic[K]):
     def num_leases(self) -> int:
         return len(self._leases)
 
-    def next_waiting(self, now: float, version: int = 0) -> PromptTask[K] | None:
+    def next_waiting(self, now: float, version: int) -> PromptTask[K] | None:
         """The prompt to lease next, if one is due; `version` is the newest policy."""
         key = self._queues[Waiting].first(now, version)
         return None if key is None else self.task(key)

@@ -19,6 +19,7 @@ from consumer.app.live_run import LiveRun
 from consumer.app.run import Liveness, Run
 from consumer.app.setup import RunStart, Setup
 from consumer.evaluate.control import EvaluationControl
+from consumer.evaluate.evaluation import Metric
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.learn import checkpoints as checkpoints
@@ -48,7 +49,6 @@ from protocol.runtime.scratch import shared_memory
 from protocol.wire.handshake import TrainerNeeds
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
-from replay.evaluation_leases import Metric
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompt_ledger import PromptLedger

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumer.evaluate.leases import EvaluationLeases, RunningEvaluation
+from consumer.evaluate.evaluation import Evaluation, summary
+from consumer.evaluate.leases import EvaluationLeases
 from consumer.evaluate.results import DueVersion, EvaluationQueue, EvaluationResults
 from consumer.link.policy_store import PublishedPolicy
 from consumer.waiting import Limit, WaitPolicy
 from protocol.config.data import EvaluationSection
 from protocol.errors import StalledError
 from protocol.runtime.files import out_of_space
-from replay.evaluation_leases import summary
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class EvaluationControl:
                 f"the evaluation of {versions} is given up after evaluation.wait_s without an answer: {describe()}"
             )
 
-    def _record(self, finished: RunningEvaluation, log: Callable[[Mapping[str, float]], None]) -> bool:
+    def _record(self, finished: Evaluation, log: Callable[[Mapping[str, float]], None]) -> bool:
         """Record a result. False: no room on the disk, so it is tried again."""
         policy = finished.due.policy
         result = {

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer
-from consumer.evaluate.results import DueVersion, EvaluationQueue
+from consumer.evaluate.evaluation import Answer, Evaluation, Metric
+from consumer.evaluate.results import EvaluationQueue
 from consumer.link.dispatcher import Prompts
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
@@ -22,7 +22,6 @@ from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Sampling
-from replay.evaluation_leases import Answer, Evaluation, Metric
 from replay.groups import GroupShape, InvalidGroupError
 from replay.prompt_table import FailureClass, RetryBudget
 
@@ -51,30 +50,6 @@ class EvaluationRules:
 
 
 @dataclass(eq=False)
-class RunningEvaluation(Evaluation):
-    """The evaluation of a version that is due. It takes from its first lease to its last answer, and keeps what was answered,
-    within bounds."""
-
-    due: DueVersion = field(kw_only=True)
-    began: float | None = None
-    duration_s: float = 0.0
-    _frames: dict[int, bytes] = field(default_factory=dict)
-    _num_bytes: int = 0
-
-    def keep(self, prompt_id: int, frame: bytes) -> None:
-        if self._num_bytes + len(frame) <= MAX_BYTES:
-            self._num_bytes += len(frame)
-            self._frames[prompt_id] = frame
-
-    def kept(self) -> list[KeptAnswer]:
-        """Return the answers of the prompts that are done, in their order."""
-        return [
-            KeptAnswer(prompt_id, self._answers[prompt_id].score, self._frames.get(prompt_id, b""))
-            for prompt_id in sorted(self._answers)
-        ]
-
-
-@dataclass(eq=False)
 class EvaluationLeases:
     """The leases of evaluations. They belong to the intake's thread; `finished` and `progress` may be read by any. `warn` logs a
     problem."""
@@ -86,8 +61,8 @@ class EvaluationLeases:
     rules: EvaluationRules
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
-    finished: queue.SimpleQueue[RunningEvaluation] = field(default_factory=queue.SimpleQueue)
-    _running: RunningEvaluation | None = None
+    finished: queue.SimpleQueue[Evaluation] = field(default_factory=queue.SimpleQueue)
+    _running: Evaluation | None = None
 
     @property
     def policy(self) -> PolicyInfo | None:
@@ -104,9 +79,7 @@ class EvaluationLeases:
         rules = self.rules
         if self._running is None and (due := self.due.begin()) is not None:
             self.store.pin(due.published)
-            self._running = RunningEvaluation(
-                due.policy.version, rules.num_prompts, rules.budgets, rules.session, due=due
-            )
+            self._running = Evaluation(due, rules.num_prompts, rules.budgets, rules.session)
         if (running := self._running) is None:
             return []
         able = [(peer, session) for peer, session in producers if session.evaluates]
@@ -151,8 +124,7 @@ class EvaluationLeases:
             self.warn("invalid", f"answer {lease_id} of {session.name} is invalid: {error}")
             running.fail(lease_id, "invalid", self.clock())
             return Nack(lease_id, "invalid", str(error))
-        running.answer(prompt_id, Answer.of(group, self.rules.metric))
-        running.keep(prompt_id, message.frame)
+        running.answer(prompt_id, Answer.of(group, self.rules.metric), message.frame)
         return Ack(lease_id, "accepted", self.store.newest)
 
     def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
@@ -163,7 +135,7 @@ class EvaluationLeases:
             running.fail(lease_id, "released", self.clock())
         return leases.intersection(keep)
 
-    def _give(self, running: RunningEvaluation, now: float, peer: bytes, session: ProducerSession) -> bool | None:
+    def _give(self, running: Evaluation, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         rules, policy, work = self.rules, running.due.policy, running.next_task(now)
         if work is None:
             return None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protocol.wire.messages import Group
-from replay.groups import GroupShape, InvalidGroupError
+from replay.groups import GroupShape, InvalidGroupError, message_of
 from tests.unit.replay.builders import SHAPE, group_message
 
 
@@ -119,6 +119,11 @@ def test_an_episode_may_take_several_records() -> None:
     assert group.longest_lengths.tolist() == [3, 1]
     assert group.was_truncated.tolist() == [True, False]
     assert group.tokens_by_version(slice(0, 5)) == {0: 1, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("message", [group_message("s-7", 3), episode_message()], ids=["plain", "episodes"])
+def test_a_group_goes_out_as_the_message_that_it_came_in(message: Group) -> None:
+    assert message_of(SHAPE.parse(message)) == message
 
 
 def test_without_episodes_and_results_of_tools_everything_is_of_one_record_and_sampled() -> None:

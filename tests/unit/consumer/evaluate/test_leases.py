@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from consumer.evaluate.control import EvaluationControl
+from consumer.evaluate.evaluation import Metric
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules, Progress
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
@@ -35,7 +36,6 @@ from protocol.wire.messages import (
     PolicyRequest,
     Sampling,
 )
-from replay.evaluation_leases import Metric
 from replay.groups import GroupShape
 from replay.prompt_table import RetryBudget
 from tests.scripted import made_up_group

@@ -1,5 +1,7 @@
 """A producer as last heard of: its room, its lost leases, and what it is doing, in words."""
 
+from msgspec import structs
+
 from consumer.link.sessions import ProducerSession
 from protocol.wire.messages import Heartbeat
 
@@ -73,3 +75,15 @@ def test_leases_that_it_names_and_never_got_from_us_are_no_leases() -> None:
     producer = session("a")
     assert producer.note(beat("a", "of another trainer")) == set()
     assert producer.leases == {"a"}
+
+
+def test_it_is_described_by_its_last_heartbeat() -> None:
+    producer = session("a", "b")
+    producer.evaluations.add("c")
+    assert producer.describe(100.0) == "p (no heartbeat yet)"
+    producer.note(beat("a", "b", "c"))
+    work = "3 leases: 1 waiting, 2 generating, 3 scoring, 4 not acknowledged)"
+    assert producer.describe(103.0) == f"p (policy v7, heard 1.0 s ago, {work}"
+    producer.note(structs.replace(beat("a", "b", "c"), refused_version=0, refusal="it is damaged", asleep_in=0))
+    what = "policy v7, refuses v0: it is damaged, asleep in the trainer's turn"
+    assert producer.describe(104.5) == f"p ({what}, heard 0.5 s ago, {work}"

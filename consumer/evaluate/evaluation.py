@@ -1,4 +1,4 @@
-"""Evaluations: which held-out prompts are leased, and the scores of their answers.
+"""An evaluation of one policy version: which held-out prompts are leased, and the scores of their answers.
 
 Guarantee: every prompt is answered once or given up once, and the first answer of the evaluated version wins. A prompt that was
 given up, or of which too few completions were scored, has no score; it is counted and is no part of the mean.
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer
+from consumer.evaluate.results import DueVersion
 from replay.groups import RolloutGroup
 from replay.lease_ids import EvaluationLeaseId, UnknownLeaseError
 from replay.prompt_table import FailureClass, LeaseRecord, PromptTable, PromptTask, RetryBudget
@@ -72,18 +74,27 @@ class Answer:
 
 @dataclass(eq=False)
 class Evaluation:
-    """The evaluation of policy `version`. Times are of the caller's clock, in seconds; `session` is unique per
-    trainer process."""
+    """The evaluation of a version that is due. It takes from its first lease to its last answer, and keeps what was answered,
+    within bounds. Times are of the caller's clock, in seconds; `session` is unique per trainer process."""
 
-    version: int
+    due: DueVersion
     num_prompts: int
     budgets: Mapping[FailureClass, RetryBudget]
     session: str
+    began: float | None = None
+    duration_s: float = 0.0
     _answers: dict[int, Answer] = field(default_factory=dict)
+    _frames: dict[int, bytes] = field(default_factory=dict)
+    _num_bytes: int = 0
     _num_leased: int = 0  # prompts that were leased at least once, the first ones
 
     def __post_init__(self) -> None:
         self.leases: PromptTable[int] = PromptTable(self.budgets)
+
+    @property
+    def version(self) -> int:
+        """The policy version that is evaluated."""
+        return self.due.policy.version
 
     @property
     def num_done(self) -> int:
@@ -97,10 +108,17 @@ class Evaluation:
         """Return the answers of the prompts that are done, in their order."""
         return [self._answers[prompt_id] for prompt_id in sorted(self._answers)]
 
+    def kept(self) -> list[KeptAnswer]:
+        """Return the kept answers of the prompts that are done, in their order; without frames where there was no room."""
+        return [
+            KeptAnswer(prompt_id, answer.score, self._frames.get(prompt_id, b""))
+            for prompt_id, answer in sorted(self._answers.items())
+        ]
+
     def next_task(self, now: float) -> PromptTask[int] | None:
         """The prompt that is leased next; None when none is due."""
         fresh = PromptTask(self._num_leased) if self._num_leased < self.num_prompts else None
-        return self.leases.next_waiting(now) or fresh
+        return self.leases.next_waiting(now, 0) or fresh
 
     def lease(self, task: PromptTask[int], producer: str, *, deadline: float) -> LeaseRecord[int]:
         """Lease what `next_task` named."""
@@ -119,9 +137,12 @@ class Evaluation:
         is_given = 1 <= lease.attempt <= self.leases.task(lease.prompt_id).attempt
         return lease.prompt_id if is_ours and is_given and self.leases.is_open(lease.prompt_id) else None
 
-    def answer(self, prompt_id: int, answer: Answer) -> None:
-        """The prompt that `awaits` named is settled."""
+    def answer(self, prompt_id: int, answer: Answer, frame: bytes = b"") -> None:
+        """Settle the prompt that `awaits` named, and keep the message of its answer while there is room."""
         self._answers[prompt_id] = answer
+        if self._num_bytes + len(frame) <= MAX_BYTES:
+            self._num_bytes += len(frame)
+            self._frames[prompt_id] = frame
         self.leases.remove(prompt_id)
         lease = self.leases.lease_on(prompt_id)
         if lease is not None:

@@ -5,7 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from replay.evaluation_leases import Answer, Evaluation, Metric, pass_at_k, summary
+from consumer.evaluate.evaluation import Answer, Evaluation, Metric, pass_at_k, summary
+from consumer.evaluate.results import DueVersion
+from protocol.wire.messages import PolicyInfo
 from replay.lease_ids import LeaseId, UnknownLeaseError, is_evaluation
 from replay.prompt_table import LeaseRecord, PromptTask, RetryBudget
 
@@ -71,6 +73,11 @@ def test_the_numbers_of_an_evaluation() -> None:
     }  # fmt: skip
 
 
+def evaluation_of(num_prompts: int) -> Evaluation:
+    """Of version 4."""
+    return Evaluation(DueVersion(PolicyInfo(4, "0" * 64, 1), 40, b""), num_prompts, BUDGETS, "s")
+
+
 def lease(evaluation: Evaluation, now: float, producer: str = "p", deadline: float = 99.0) -> LeaseRecord:
     task = evaluation.next_task(now)
     assert task is not None
@@ -78,7 +85,7 @@ def lease(evaluation: Evaluation, now: float, producer: str = "p", deadline: flo
 
 
 def test_a_lease_id_is_none_of_the_ledger_s() -> None:
-    record = lease(Evaluation(4, 2, BUDGETS, "s"), 0.0, deadline=9.0)
+    record = lease(evaluation_of(2), 0.0, deadline=9.0)
     assert record == LeaseRecord("evaluation-4-0-1-s", PromptTask(0, attempt=1), "p", 4, 9.0)
     assert is_evaluation(record.lease_id)
     assert not is_evaluation("0-4-0-1-s")
@@ -95,7 +102,7 @@ def answers(evaluation: Evaluation, lease_id: str, answer: Answer) -> bool:
 
 
 def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> None:
-    evaluation = Evaluation(4, 1, BUDGETS, "s")
+    evaluation = evaluation_of(1)
 
     assert evaluation.fail(lease(evaluation, 0.0).lease_id, "expired", 1.0) is True
     assert evaluation.next_task(1.4) is None
@@ -111,7 +118,7 @@ def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> N
 
 
 def test_a_late_answer_counts_and_one_of_another_process_or_version_does_not() -> None:
-    evaluation = Evaluation(4, 2, BUDGETS, "s")
+    evaluation = evaluation_of(2)
     late = lease(evaluation, 0.0).lease_id
     evaluation.fail(late, "expired", 1.0)
     out = lease(evaluation, 2.0, "q").lease_id
