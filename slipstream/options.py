@@ -5,6 +5,8 @@ line and its own exit code, a file that the system refuses one line and `ExitCod
 `ExitCode.BUG`. A reader of the output that ends early, such as `head`, is no error.
 """
 
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 
 from protocol.command_line import exit_code, written
-from protocol.errors import ExitCode
+from protocol.errors import ConfigError, ExitCode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -97,17 +99,42 @@ def named_run() -> RunOption:
     return named
 
 
+set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=lambda context, parameter, value: list(value),
+    help="override one value, e.g. --set pipeline.max_staleness=2 (may be repeated)",
+)
+
+
 def config_options(function: Function) -> Function:
-    """Add `--config` and `--set`, for a command that needs the whole configuration of a run."""
-    function = click.option(
-        "--set",
-        "overrides",
-        metavar="KEY=VALUE",
-        multiple=True,
-        callback=lambda context, parameter, value: list(value),
-        help="override one value, e.g. --set pipeline.max_staleness=2 (may be repeated)",
-    )(function)
-    return click.option("--config", metavar="FILE", required=True, help="the run's YAML file")(function)
+    """Add `--run`, `--config` and `--set`, for a command that needs the whole configuration of a run. Its function gets the file
+    and the overrides."""
+
+    @functools.wraps(function)
+    def configured(*, run: str | None, config: str | None, overrides: list[str], **options: Any) -> Any:
+        if (run is None) == (config is None):
+            raise click.UsageError("give --run, or --config for a run that has not begun", click.get_current_context())
+        if run is not None:
+            config, overrides = _resolved_file(run), [f"run_dir={json.dumps(run)}", *overrides]
+        return function(config=config, overrides=overrides, **options)
+
+    text = "a run's folder: takes the configuration with which rl-trainer was last started there"
+    decorated = click.option("--config", metavar="FILE", help="the run's YAML file")(set_option(configured))
+    return click.option("--run", metavar="RUN_DIR", help=text)(decorated)  # type: ignore[return-value]
+
+
+def _resolved_file(run: str) -> str:
+    from protocol.config.loader import RESOLVED_FILE
+
+    file = Path(run) / RESOLVED_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"--run {run}: there is no {file}, which rl-trainer writes at its start; give --config instead"
+        )
+    return str(file)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="for programs: one JSON object per line")

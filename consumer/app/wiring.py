@@ -38,6 +38,7 @@ from protocol.channel.keys import trainer_keys
 from protocol.channel.server import ZmqServer
 from protocol.config.data import WEIGHTED_SUM, EvaluationSection
 from protocol.config.learning import PipelineSection
+from protocol.config.loader import write_resolved
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.exposition import Watch
@@ -76,6 +77,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     facts = setup.facts(start.run_id)
     same_shape = _comparable(start, journal, before, facts)
     journal.note_facts(facts)
+    write_resolved(config)
 
     session = secrets.token_hex(4)  # of this process; the run may outlive it
     buffer = rollout_buffer(setup, journal, session)
@@ -307,6 +309,7 @@ def recorded_run(
     run_dir, folder = Path(config.run_dir), config.checkpoints_dir
     start = RunStart(run_id, checkpoints.starting_point(run_dir, folder, has_groups=False, resume=resume))
     checkpoints.clear_leftovers(folder)
+    write_resolved(config)
     counts: Counter[str] = Counter()
     report = setup.report(counts, start.step, watch.registry)
     heartbeat = Liveness(watch.health, setup.stop, ThreadErrors())

@@ -10,6 +10,7 @@ trainer that falls silent is noticed within `heartbeat_timeout_s` and waited for
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -147,65 +148,6 @@ class Mailbox:
             self.channel.close()
 
 
-@dataclass
-class Sender:
-    """Belongs to the link's thread."""
-
-    channel: ClientChannel
-    outbox: Outbox
-    sources: PolicySources
-    hello: Hello
-    counters: Counters
-    workload: Callable[[], Workload]
-    _interval_s: float = 0.0
-    _heartbeat_at: float = 0.0
-    _said_asleep_in: int = -1
-
-    def greet(self, run_id: str) -> bool:
-        """Begins a session. Returns False if the channel has no room for the greeting."""
-        held = self.outbox.held()
-        return self.channel.send(structs.replace(self.hello, held=held, release=__version__, run_id=run_id))
-
-    def start_over(self, interval_s: float) -> None:
-        """Begin on a new connection: everything that was under way is lost, so everything is due."""
-        self._interval_s = interval_s
-        self._heartbeat_at = float("-inf")
-        self.outbox.forget_sends()
-
-    def send_due(self, now: float) -> None:
-        if now - self._heartbeat_at >= self._interval_s or self.counters.asleep_in != self._said_asleep_in:
-            self._heartbeat_at, self._said_asleep_in = now, self.counters.asleep_in
-            self.channel.send(self._heartbeat())
-        for answer in self.outbox.due(now):
-            self._send_answer(answer, now)
-
-    def _send_answer(self, answer: Group | Nack, now: float) -> None:
-        try:
-            if self.channel.send(answer):
-                self.outbox.note_sent(answer, now)
-        except CodecError as error:  # too large: no repetition will help
-            self.outbox.replace(Nack(answer.lease_id, "generation_failed", str(error)))
-
-    def _heartbeat(self) -> Heartbeat:
-        work = self.workload()
-        return Heartbeat(
-            policy_version=self.counters.policy_version,
-            capacity=self.hello.capacity if work.takes_leases else 0,
-            held=self.outbox.held(),
-            tokens_generated=self.counters.tokens,
-            busy_s=work.busy_s,
-            waiting=len(work.waiting_floors),
-            generating=work.generating,
-            scoring=work.scoring,
-            unacked=self.outbox.num_groups,
-            idle_s=self.counters.idle_s,
-            refused_version=self.counters.refused_version,
-            refusal=self.counters.refusal,
-            relay=self.sources.relay_endpoint,
-            asleep_in=self._said_asleep_in,
-        )
-
-
 _TICK_S = 0.1
 
 
@@ -236,7 +178,11 @@ class Link(threading.Thread):
         self._was_full = False
         self._sources = sources
         self._fetcher = Fetcher(sources, mailbox.put, emit)
-        self._sender = Sender(self._channel, self._outbox, sources, hello, counters, workload)
+        self._hello = hello
+        self._workload = workload
+        self._interval_s = 0.0
+        self._heartbeat_at = -math.inf
+        self._said_asleep_in = -1
         self._run_id = self._session = ""
         self._say = Throttle(logger)
 
@@ -280,7 +226,7 @@ class Link(threading.Thread):
         if self._connection.is_silent(now):
             self._lose(f"the trainer has been silent for {self._connection.timeout_s:g} s")
         if self.connected:
-            self._sender.send_due(now)
+            self._send_due(now)
         else:
             self._greet(now)
         for message in self._channel.poll(_TICK_S):
@@ -295,8 +241,40 @@ class Link(threading.Thread):
         self._connection.remind(now)
         if self._connection.hello_unanswered(now):
             self._reconnect()
-        if self._connection.hello_due(now) and self._sender.greet(self._run_id):
-            self._connection.hello_at = now
+        if self._connection.hello_due(now):
+            held = self._outbox.held()
+            if self._channel.send(structs.replace(self._hello, held=held, release=__version__, run_id=self._run_id)):
+                self._connection.hello_at = now
+
+    def _send_due(self, now: float) -> None:
+        if now - self._heartbeat_at >= self._interval_s or self._counters.asleep_in != self._said_asleep_in:
+            self._heartbeat_at, self._said_asleep_in = now, self._counters.asleep_in
+            self._channel.send(self._heartbeat())
+        for answer in self._outbox.due(now):
+            try:
+                if self._channel.send(answer):
+                    self._outbox.note_sent(answer, now)
+            except CodecError as error:  # too large: no repetition will help
+                self._outbox.replace(Nack(answer.lease_id, "generation_failed", str(error)))
+
+    def _heartbeat(self) -> Heartbeat:
+        counters, work = self._counters, self._workload()
+        return Heartbeat(
+            policy_version=counters.policy_version,
+            capacity=self._hello.capacity if work.takes_leases else 0,
+            held=self._outbox.held(),
+            tokens_generated=counters.tokens,
+            busy_s=work.busy_s,
+            waiting=len(work.waiting_floors),
+            generating=work.generating,
+            scoring=work.scoring,
+            unacked=self._outbox.num_groups,
+            idle_s=counters.idle_s,
+            refused_version=counters.refused_version,
+            refusal=counters.refusal,
+            relay=self._sources.relay_endpoint,
+            asleep_in=self._said_asleep_in,
+        )
 
     def _lose(self, reason: str) -> None:
         if self.connected:
@@ -349,7 +327,7 @@ class Link(threading.Thread):
                 self._begin_session(message)
             case Reject(problems):
                 self._take_refusal(problems)
-            case BundleOffer(digest) if self._sender.hello.bundle not in ("", digest):
+            case BundleOffer(digest) if self._hello.bundle not in ("", digest):
                 raise BundleChangedError(f"the trainer has another bundle ({digest[:12]}): starting again with it")
             case Bye("finished"):
                 logger.info("the trainer has finished")
@@ -403,6 +381,7 @@ class Link(threading.Thread):
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
         self._run_id, self._session = welcome.run_id, welcome.session
         self._connection.connected = True
-        self._sender.start_over(welcome.heartbeat_interval_s)
+        self._interval_s, self._heartbeat_at = welcome.heartbeat_interval_s, -math.inf
+        self._outbox.forget_sends()
         self._fetcher.note_connection(True)
         self._fetcher.announce(welcome.policy)

@@ -15,6 +15,11 @@ from pydantic.fields import FieldInfo
 from protocol.config.run import RunConfig
 from protocol.config.section import expected, is_compound, is_section, nearest
 from protocol.errors import ConfigError
+from protocol.runtime.files import ignore_disk_full, staged
+from protocol.runtime.scratch import private
+
+RESOLVED_FILE = "resolved.yaml"
+"""The name, in a run's folder, of the configuration with which rl-trainer was last started there."""
 
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
@@ -50,6 +55,13 @@ def dump_config(config: RunConfig) -> str:
     body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
     libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL.\n"
     return body + libraries + "".join(f"# {name}: {value}\n" for name, value in derived.items())
+
+
+def write_resolved(config: RunConfig) -> None:
+    """Write `RESOLVED_FILE` to the run's folder, for its owner alone; not on a full disk."""
+    file = Path(config.run_dir) / RESOLVED_FILE
+    with ignore_disk_full(), staged(file) as partial, open(partial, "x", encoding="utf-8", opener=private) as stream:
+        stream.write(dump_config(config))
 
 
 def _read(path: str) -> str:

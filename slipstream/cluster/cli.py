@@ -14,7 +14,7 @@ import click
 
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError
 from slipstream.cluster import MOST_PRODUCERS
-from slipstream.options import Function, Group, config_options, json_option, named_run, run_option
+from slipstream.options import Function, Group, json_option, named_run, run_option, set_option
 from slipstream.tables import printable, write_line
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _size(flag: str, least: int, most: int, text: str) -> Callable[[Function], F
 
 
 @cluster.command()
-@config_options
+@set_option
+@click.option("--config", metavar="FILE", required=True, help="the run's YAML file")
 @click.option("--address", metavar="HOST:PORT", help="of Ray (default: RAY_ADDRESS, or a Ray of this machine alone)")
 @click.option("--producers", type=click.IntRange(1, MOST_PRODUCERS), help="(default: producers.min, or 1)")
 @_size("--ranks", 1, 1024, "of the trainer, each on a GPU of one node")

@@ -69,7 +69,7 @@ class Events:
             return self._count, list(self._lines)[len(self._lines) - new :]
 
     def last_lines(self, count: int) -> list[str]:
-        """The number of the event in the file."""
+        """Return the last lines of the file."""
         return [line.decode(errors="replace") for line in read_end(self._file.path, _MAX_BYTES)][-count:]
 
 

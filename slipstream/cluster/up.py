@@ -113,7 +113,6 @@ def up(asked: Asked) -> ExitCode:
     with session.connected(run_dir, asked.address) as ray:
         from slipstream.cluster.down import take_down
         from slipstream.cluster.placing import placed
-        from slipstream.cluster.up import Watch
 
         try:
             watch = Watch(placed(asked, config, run_dir))

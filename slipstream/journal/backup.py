@@ -14,6 +14,7 @@ from pathlib import Path
 from consumer.evaluate.kept_answers import FOLDER as HELD_OUT
 from consumer.evaluate.kept_answers import kept_versions
 from consumer.learn import checkpoints as checkpoints
+from protocol.config.loader import RESOLVED_FILE
 from protocol.errors import JournalError
 from protocol.runtime.files import aside, staged
 from protocol.runtime.json_lines import opened
@@ -72,7 +73,7 @@ def _copy(reader: JournalReader, to: Path) -> bool:
     (to / "evaluation").mkdir()
     _copy_files((run_dir / "evaluation").glob("*.adapter"), to / "evaluation")
     _copy_lines(run_dir / EVALUATIONS, to)
-    _copy_files([run_dir / "trainer.json"], to)
+    _copy_files([run_dir / "trainer.json", run_dir / RESOLVED_FILE], to)
     if not all(_copy_folder(run_dir / name, to / name) for name in _FOLDERS):
         return False
     if answers := list(kept_versions(run_dir).values()):

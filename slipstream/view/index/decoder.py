@@ -10,8 +10,6 @@ from typing import Any
 from protocol.errors import SlipstreamError
 from protocol.wire.model_folder import tokenizer_digest
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 
 class Decoder:
     def __init__(self, tokenizer: Any) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
+from protocol.config.loader import RESOLVED_FILE
 from protocol.errors import ConfigError, ExitCode
 from slipstream import cli
 from slipstream.cli import run, slipstream
@@ -90,7 +92,8 @@ def test_a_shell_completes_subcommands_and_options(words: str, completion: str) 
         ("status --nothing", "slipstream status", "--nothing"),
         ("journal list --run a --config b", "slipstream journal list", "exclude each other"),
         ("keys generate", "slipstream keys generate", "NAME"),
-        ("sft", "slipstream sft", "--config"),
+        ("sft", "slipstream sft", "give --run, or --config"),
+        ("export --run a --config b", "slipstream export", "give --run, or --config"),
         ("reward try --config a --n 0", "slipstream reward try", "--n"),
         ("environment rows --config a", "slipstream environment rows", "--to"),
         ("cluster scale --producers 0", "slipstream cluster scale", "--producers"),
@@ -128,6 +131,20 @@ def test_check_shows_the_configuration_and_imports_nothing_heavy(command: str, t
     )
     assert shown.stderr == "[] 0\n"
     assert "run_dir: " in shown.stdout
+
+
+def test_the_configuration_of_a_run_is_that_of_its_folder_wherever_that_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "it is: here"
+    assert run(["export", "--run", str(folder), "--check"]) == ExitCode.CONFIG
+    assert f"there is no {folder / RESOLVED_FILE}, which rl-trainer writes at its start" in capsys.readouterr().err
+    folder.mkdir()
+    (folder / RESOLVED_FILE).write_text(MINIMAL + "seed: 7\n")
+    for command in ("export", "sft"):
+        assert run([command, "--run", str(folder), "--set", "lora.r=12", "--check"]) == ExitCode.OK
+        shown = yaml.safe_load(capsys.readouterr().out)
+        assert (shown["run_dir"], shown["seed"], shown["lora"]["r"]) == (str(folder), 7, 12)
 
 
 def test_errors_end_with_their_own_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

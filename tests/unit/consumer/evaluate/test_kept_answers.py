@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from consumer.evaluate import kept_answers, leases
+from consumer.evaluate import evaluation, kept_answers
 from consumer.evaluate.kept_answers import NEWEST, KeptAnswer, kept_versions, read_answers
 from tests.unit.consumer.evaluate.test_leases import NUM_PROMPTS, Process
 from tests.unit.consumer.evaluate.test_results import blob, result, results
@@ -78,7 +78,7 @@ def test_what_producers_answered_is_kept_as_far_as_there_is_room(
     process.publish(0)
     process.tick()
     process.answer(process.sent.popleft()[1], 1.0)
-    monkeypatch.setattr(leases, "MAX_BYTES", room_for * len(sent[0]))
+    monkeypatch.setattr(evaluation, "MAX_BYTES", room_for * len(sent[0]))
     process.answer_all(0.5)
     process.collect()
     found = read_answers(kept_versions(tmp_path)[0])

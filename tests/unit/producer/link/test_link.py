@@ -42,11 +42,10 @@ def test_a_greeting_that_nobody_answers_is_repeated(setup):
 
 def test_a_heartbeat_is_sent_once_per_interval(setup, monkeypatch):
     sent: list[object] = []
-    sender = setup.link._sender
     monkeypatch.setattr(setup.client, "send", sent.append)
-    sender.start_over(1.0)
+    monkeypatch.setattr(setup.link, "_interval_s", 1.0)
     for now in (5.0, 5.5, 5.99, 6.0, 6.5):
-        sender.send_due(now)
+        setup.link._send_due(now)
     assert [type(message) for message in sent] == [Heartbeat] * 2
 
 
@@ -257,7 +256,7 @@ def test_the_wait_for_a_trainer_is_visible_and_ends_at_once_when_stopped(setup, 
 
 def test_another_bundle_than_its_own_ends_it_and_its_own_does_not(setup: Setup) -> None:
     """Whoever has a configuration file of its own has no bundle, and is not concerned."""
-    setup.link._sender.hello = structs.replace(setup.link._sender.hello, bundle="a" * 64)
+    setup.link._hello = structs.replace(setup.link._hello, bundle="a" * 64)
     setup.start()
     assert setup.trainer.all(Hello)[0].bundle == "a" * 64
     setup.trainer.send(BundleOffer("a" * 64, 1, 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protocol.config.loader import dump_config, load_config
+from protocol.config.loader import RESOLVED_FILE, dump_config, load_config, write_resolved
 from protocol.config.trainer_keys import DEFAULTS as TRAINER_DEFAULTS
 from tests.unit.protocol.config.files import MINIMAL, load
 
@@ -94,6 +94,15 @@ def test_the_resolved_file_loads_as_the_same_run(run_yaml: Path) -> None:
         "# engine max_loras: 5\n# engine max_lora_rank: 16\n"
     )
     assert "run_name: ä" in text
+
+
+def test_the_folder_of_a_run_has_its_configuration_for_its_owner_alone(run_yaml: Path, tmp_path: Path) -> None:
+    config = load(run_yaml, overrides=[f"run_dir={tmp_path}", "lora.r=12"])
+    write_resolved(load(run_yaml, overrides=[f"run_dir={tmp_path}"]))
+    write_resolved(config)
+    file = tmp_path / RESOLVED_FILE
+    assert load_config(str(file)) == config
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_configuration_cannot_be_changed_after_the_checks(run_yaml: Path) -> None:

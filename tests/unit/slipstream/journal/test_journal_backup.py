@@ -172,12 +172,12 @@ def test_the_copy_of_a_run_knows_its_evaluations_and_its_best(
     for name in ("adapter", "sft"):
         (command.run_dir / name).mkdir()
         (command.run_dir / name / "adapter_model.safetensors").write_text(name)
-    for name in ("steps.jsonl", "steps.1.jsonl", "rollouts.jsonl", "trainer.json"):
+    for name in ("steps.jsonl", "steps.1.jsonl", "rollouts.jsonl", "trainer.json", "resolved.yaml"):
         (command.run_dir / name).write_text(name)
     to = tmp_path / "copy"
     command("backup", "--to", str(to))
     for place in ("evaluations.jsonl", "evaluation", "held-out", "checkpoints/best", "adapter", "sft", "steps.jsonl",
-                  "steps.1.jsonl", "rollouts.jsonl", "trainer.json"):  # fmt: skip
+                  "steps.1.jsonl", "rollouts.jsonl", "trainer.json", "resolved.yaml"):  # fmt: skip
         assert content(to / place) == content(command.run_dir / place), place
     restored = evaluations(to, "t")
     assert (restored.results.versions, restored.due.versions) == ([1, 2], [3])
