@@ -27,12 +27,14 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A policy version as the engine knows it. Name, id and path belong to this load alone (see `AdapterRegistry`)."""
+    """A policy version as the engine knows it. Name, id and path belong to this load alone (see `AdapterRegistry`). `checksum` is
+    the CRC-32 of its two files as they were published; with None they are taken as they are."""
 
     version: int
     name: str
     id: int
     path: Path
+    checksum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class PolicyWeights(Protocol):
     when no request names it any more."""
 
     async def load(self, adapter: Adapter) -> None:
-        """Reads a policy into the engine, while requests run. Raises AdapterRefusedError if it cannot; nothing has changed
-        then."""
+        """Read a policy into the engine, while requests run, and compare what each worker then holds with the published files,
+        bit by bit. A server in another process has no bits to read: its policies are proved by the probe alone. Raises
+        AdapterRefusedError if the policy cannot be read, or is not held; nothing has changed then."""
 
     async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
         """Compute the log-probs of these tokens but the first with a loaded policy. Raises AdapterRefusedError if it does not

@@ -1,31 +1,31 @@
 """Loading LoRA adapters inside vLLM's worker processes (`swap.mode: adapter`) without holding up the steps.
 
-Guarantee: an adapter is read in a thread; between two engine steps there is only the copy into the layers. An adapter that vLLM
-would serve in part is refused. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here each adapter is
-multiplied once with all tokens that name it. (vLLM's objects are used by their attributes: there is no import.)
+Guarantee: an adapter is read in a thread; between two engine steps there is only the copy into the layers. It counts as loaded
+when the thread has compared the layers with the published files. An adapter that vLLM would serve in part is refused. vLLM's
+code for CPUs copies an adapter's matrices for every token of a step: here each adapter is multiplied once with all tokens that
+name it. (vLLM's objects are used by their attributes: there is no import.)
 """
 
 import os
 import threading
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from producer.engine.published import PartlyServedError, PublishedAdapter, read_published
+from producer.engine.swap_proof import AdapterProof
 from protocol.errors import is_out_of_memory
 
 State = tuple[Literal["running", "done", "refused", "failed"], str]
-"""The state of a load. "refused" and "failed" have a reason, and "failed" may pass. vLLM carries it between processes as it
-is."""
+"""The state of a load. "done" comes with the path of the adapter, or with nothing; "refused" and "failed" have a reason, and
+"failed" may pass. vLLM carries it between processes as it is."""
 
 DONE: State = ("done", "")
 _NICENESS = 10
 _NO_HOST_MEMORY = "can't allocate memory"  # in a RuntimeError of torch
-
-
-class PartlyServedError(Exception):
-    """A part of this adapter would not be served, which would be another policy."""
 
 
 class BackgroundWork:
@@ -35,21 +35,36 @@ class BackgroundWork:
         self.state = DONE
         self.thread: threading.Thread | None = None
 
-    def begin(self, work: Callable[[], None]) -> None:
+    def begin(self, work: Callable[[], None], done: str = "") -> None:
+        """Run `work` in a thread; when it has returned, the state is "done" with this text."""
         self.state = ("running", "")
-        self.thread = threading.Thread(target=self._run, args=(work,), name="prepare-policy", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(work, done), name="prepare-policy", daemon=True)
         self.thread.start()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], done: str) -> None:
         try:
             if not torch.cuda.is_available():
                 # Decoding needs the cores first. On a GPU it needs the GIL, which a thread of low priority on full cores holds
                 # for long.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             work()
-            self.state = DONE
+            self.state = ("done", done)
         except Exception as error:
             self.state = state_after(error)
+
+
+@contextmanager
+def own_stream(device: torch.device, after: Any = None) -> Iterator[None]:
+    """Run this thread's work on the device beside the engine's, after this event of it, and wait for it at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        if after is not None:
+            stream.wait_event(after)
+        yield
+        stream.synchronize()
 
 
 def state_after(error: Exception) -> State:
@@ -66,63 +81,66 @@ class AdapterWorker:
     def loading_start(self) -> None:
         self._loading = AdapterLoader(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
-    def loading_prepare(self, request: tuple[str, int, str]) -> None:
+    def loading_prepare(self, request: tuple[str, int, str], checksum: int | None) -> None:
+        """Begin to read the adapter of this name, id and path, whose files have this CRC-32 (None: any)."""
         from vllm.lora.request import LoRARequest
 
-        self._loading.prepare(LoRARequest(*request))
+        self._loading.prepare(LoRARequest(*request), checksum)
 
     def loading_state(self) -> State:
-        """Return the state of the last `loading_prepare`: "done" once the layers have the adapter."""
-        return self._loading.finish(self.add_lora)  # type: ignore[attr-defined]
+        """Return the state of the last `loading_prepare`: "done" once the layers are proved to have the adapter."""
+        return self._loading.advance(self.add_lora)  # type: ignore[attr-defined]
 
 
 class AdapterLoader(BackgroundWork):
-    """A stage before the loader of vLLM's LoRA manager, which then finds each adapter read."""
+    """A stage before the loader of vLLM's LoRA manager, which then finds each adapter read, and the proof after it."""
 
     def __init__(self, manager: Any) -> None:
         super().__init__()
-        self._load, self._served = manager._load_adapter, manager._adapter_manager
-        self._request: Any = None  # vLLM's LoRARequest
-        self._ready: dict[int, Any] = {}
+        self._load, self._proof = manager._load_adapter, AdapterProof(manager._adapter_manager)
+        self._device = torch.device(manager.device)
+        self._request: Any = None  # vLLM's LoRARequest, until vLLM has its adapter
+        self._ready: dict[int, tuple[Any, PublishedAdapter]] = {}
         manager._load_adapter = self._take
         for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
             if type(wrapper).__name__ == "PunicaWrapperCPU":
                 CpuLora(wrapper)
 
-    def prepare(self, request: Any) -> None:
+    def prepare(self, request: Any, checksum: int | None) -> None:
         self._request = request
-        self.begin(self._read)
+        self.begin(lambda: self._read(request, checksum))
 
-    def _read(self) -> None:
-        adapter = self._load(self._request)
-        served = {*self._served.modules, *chain(*self._served.packed_modules.values())}
-        kinds = {leaf(name) for name in served}
-        # Experts have other names in vLLM; a worker of a pipeline has some of the layers.
-        unserved = [name for name in adapter.loras if leaf(name) not in kinds and ".experts" not in name]
-        if unserved:
-            raise PartlyServedError(
-                f"vLLM serves no adapter of {', '.join(sorted(unserved)[:3])}; check lora.target_modules of the producer"
-            )
-        self._ready = {self._request.lora_int_id: adapter}
+    def _read(self, request: Any, checksum: int | None) -> None:
+        published = read_published(Path(request.lora_path), checksum)
+        self._proof.check_modules(published)
+        self._ready = {request.lora_int_id: (self._load(request), published)}
 
-    def finish(self, add: Callable[[Any], bool]) -> State:
-        """Hand the adapter to vLLM, once it is read, and return the state. Called between two steps."""
+    def advance(self, add: Callable[[Any], bool]) -> State:
+        """Hand the adapter to vLLM, once it is read, begin the proof, and return the state. Called between two steps."""
         if self.state == DONE and self._request is not None:
             request, self._request = self._request, None
+            _, published = self._ready[request.lora_int_id]
             try:
-                self.state = DONE if add(request) else ("refused", "vLLM did not load it and gives no reason")
+                if add(request):
+                    self._begin_proof(request, published)
+                else:
+                    self.state = ("refused", "vLLM did not load it and gives no reason")
             except Exception as error:
                 self.state = state_after(error)
         return self.state
 
+    def _begin_proof(self, request: Any, published: PublishedAdapter) -> None:
+        copied = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+        def prove() -> None:
+            with own_stream(self._device, copied):
+                self._proof.compare(request.lora_int_id, published)
+
+        self.begin(prove, request.lora_path)
+
     def _take(self, request: Any) -> Any:
         read = self._ready.pop(request.lora_int_id, None)
-        return self._load(request) if read is None else read
-
-
-def leaf(module: str) -> str:
-    """Return the last part of a module's name."""
-    return module.rpartition(".")[2]
+        return self._load(request) if read is None else read[0]
 
 
 class CpuLora:

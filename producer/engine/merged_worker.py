@@ -7,25 +7,18 @@ number of tokens that each request had, counted by the steps that were launched,
 adapter that would be served in part is refused. (vLLM's layers are used by their attributes: there is no import.)
 """
 
-import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from producer.engine.adapter_worker import BackgroundWork, PartlyServedError, State, state_after
+from producer.engine.adapter_worker import BackgroundWork, State, own_stream, state_after
+from producer.engine.published import PartlyServedError, loaded, read_published
 
-_WEIGHTS = "adapter_model.safetensors"
-_DOWN = ".lora_A.weight"
-_PREFIX = "base_model.model."
 _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 _BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
 
@@ -44,9 +37,10 @@ class MergeWorker:
 
         self.execute_model = counted
 
-    def merging_prepare(self, path: str | None) -> None:
-        """Begin to compute the weights of the PEFT adapter at `path`, or (None) the weights before the present ones."""
-        self._merging.prepare(None if path is None else Path(path))
+    def merging_prepare(self, path: str | None, checksum: int | None) -> None:
+        """Begin to compute the weights of the PEFT adapter at `path`, whose files have this CRC-32 (None: any). Without one they
+        are those before the present ones."""
+        self._merging.prepare(None if path is None else Path(path), checksum)
 
     def merging_state(self) -> State:
         """Return the state of the last `merging_prepare`."""
@@ -82,21 +76,19 @@ class Merger(BackgroundWork):
         self._next: list[Part] = []
         self._installs: list[Callable[[], None]] = []
 
-    def prepare(self, folder: Path | None) -> None:
+    def prepare(self, folder: Path | None, checksum: int | None = None) -> None:
         self._installs = []
         if folder is None:
             self.begin(lambda: self._compute(self._former))
             return
         try:
-            with safe_open(folder / _WEIGHTS, "pt") as tensors:
-                modules = [key.partition(_DOWN)[0] for key in tensors.keys() if key.endswith(_DOWN)]  # noqa: SIM118
-            for name in {self._find(module)[0] for module in modules} - self._bases.keys():
+            for name in {self._find(module)[0] for module in read_published(folder, None).pairs} - self._bases.keys():
                 if is_packed(self._layers[name]):  # on this thread, because a layer cannot run twice at a time
                     self._bases[name] = unpacked(self._layers[name])
         except Exception as error:
             self.state = state_after(error)
         else:
-            self.begin(lambda: self._compute(self._read(folder)))
+            self.begin(lambda: self._compute(self._read(folder, checksum)), str(folder))
 
     def flip(self) -> None:
         """Install the prepared weights in all layers at once. Called between two steps."""
@@ -114,7 +106,7 @@ class Merger(BackgroundWork):
         for part in parts:
             by_layer.setdefault(part.layer, []).append(part)
         device = next(self._model.parameters()).device
-        with torch.no_grad(), _own_stream(device):
+        with torch.no_grad(), own_stream(device):
             installs = [self._computed(name, device, named) for name, named in by_layer.items()]
         self._next, self._installs = parts, installs
 
@@ -132,24 +124,12 @@ class Merger(BackgroundWork):
             return packed(layer, buffer)
         return lambda: layer.weight.data.copy_(buffer, non_blocking=True)
 
-    def _read(self, folder: Path) -> list[Part]:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / _WEIGHTS)
-        parts = []
-        for key in sorted(tensors):
-            module, found, _ = key.partition(_DOWN)
-            if found and (up := tensors.pop(f"{module}.lora_B.weight", None)) is not None:
-                down, name = tensors.pop(key), module.removeprefix(_PREFIX)
-                parts.append(Part(*self._find(module), down, up, scaling(config, name, len(down))))
-        if tensors:
-            raise PartlyServedError(f"{', '.join(sorted(tensors)[:3])}: not a pair of LoRA matrices of a linear layer")
-        if not parts:
-            raise PartlyServedError("the adapter is empty")
-        return parts
+    def _read(self, folder: Path, checksum: int | None) -> list[Part]:
+        pairs = read_published(folder, checksum).pairs
+        return [Part(*self._find(module), *pair) for module, pair in pairs.items()]
 
     def _find(self, module: str) -> tuple[str, str | int | None]:
         """Return the engine's layer and shard for a module of the checkpoint."""
-        module = module.removeprefix(_PREFIX)
         mapper: Any = getattr(self._model, "hf_to_vllm_mapper", None)
         (name,) = mapper.get_rename_mapper().apply_list([module]) if mapper else (module,)
         parent, _, leaf = name.rpartition(".")
@@ -166,19 +146,6 @@ class Merger(BackgroundWork):
                 f"{module} shares its weight with another layer; take it out of lora.target_modules"
             )
         return name, None
-
-
-def scaling(config: dict[str, Any], module: str, rank: int) -> float:
-    """Return the factor by which PEFT multiplies B @ A of this module."""
-    alpha: float = next(
-        (
-            value
-            for pattern, value in (config.get("alpha_pattern") or {}).items()
-            if re.fullmatch(rf"(.*\.)?({pattern})", module)
-        ),
-        config["lora_alpha"],
-    )
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def merge(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, device: torch.device) -> None:
@@ -209,18 +176,6 @@ def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Ten
     return torch.cat(ups, 1), torch.cat(downs)
 
 
-def loaded(
-    layer: Any, shape: tuple[int, int], tensor: torch.Tensor, shard: tuple[str | int, ...], **dims: int
-) -> torch.Tensor:
-    """Return the part of `tensor` that this worker's layer takes along `output_dim` or `input_dim`, in its place; zero
-    elsewhere."""
-    target = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-    for name, dim in dims.items():
-        setattr(target, name, dim)
-    layer.weight_loader(target, tensor, *shard)
-    return target.data
-
-
 def is_packed(layer: Any) -> bool:
     """Tell whether vLLM's CPU build has packed the weight and dropped the original."""
     return bool(layer.weight.numel() == 0)
@@ -238,18 +193,6 @@ def unpacked(layer: Any) -> torch.Tensor:
 def _in_host_memory(like: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor like this one, pinned where there is a GPU, which copies from there beside its other work."""
     return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
-
-
-@contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread's work on the device beside the engine's, and wait for it at the end."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-        stream.synchronize()
 
 
 def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:

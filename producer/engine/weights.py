@@ -51,18 +51,21 @@ class InFlightRequest:
         return versions + [version] * (num_tokens - len(versions))
 
 
-async def prepare(core: "EngineCore", what: str, argument: Any) -> None:
+async def prepare(core: "EngineCore", what: str, *arguments: Any, path: str = "") -> None:
     """Call `what`_prepare of the workers, and wait until `what`_state is "running" on none. Raises AdapterRefusedError if one
-    refuses, AdapterFailedError if one has failed."""
-    await core.call_workers(f"{what}_prepare", argument)
+    refuses, or is done with something else than the adapter at `path`, AdapterFailedError if one has failed."""
+    await core.call_workers(f"{what}_prepare", *arguments)
     pause_s, longest_s = _POLL_S
-    while "running" in (errors := dict(await core.call_workers(f"{what}_state"))):
+    while "running" in dict(states := await core.call_workers(f"{what}_state")):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
+    errors = dict(states)
     if "refused" in errors:
         raise AdapterRefusedError(errors["refused"])
     if "failed" in errors:
         raise AdapterFailedError(errors["failed"])
+    if others := [number for number, (_, done) in enumerate(states) if done != path]:
+        raise AdapterRefusedError(f"the adapter did not reach worker {others[0]} of the engine's {len(states)}")
 
 
 @dataclass
@@ -81,7 +84,8 @@ class AdapterWeights:
     async def load(self, adapter: Adapter) -> None:
         assert adapter.id not in self.loaded_ids, "vLLM would go on serving the weights that it knows under this id"
         try:
-            await prepare(self.core, "loading", (adapter.name, adapter.id, str(adapter.path)))
+            path = str(adapter.path)
+            await prepare(self.core, "loading", (adapter.name, adapter.id, path), adapter.checksum, path=path)
         except AdapterRefusedError:
             await self.core.call_workers("remove_lora", adapter.id)  # another worker may have it
             raise
@@ -124,7 +128,7 @@ class MergedWeights:
 
     async def load(self, adapter: Adapter) -> None:
         """Make the engine's weights those of this policy. They wait for verification."""
-        await prepare(self.core, "merging", str(adapter.path))
+        await prepare(self.core, "merging", str(adapter.path), adapter.checksum, path=str(adapter.path))
         self._settled.clear()
         await self._flip(adapter)
 
@@ -141,7 +145,7 @@ class MergedWeights:
         if self._settled.is_set() or adapter is not self._present:
             return
         try:
-            await prepare(self.core, "merging", None)
+            await prepare(self.core, "merging", None, None)
         except AdapterRefusedError as error:
             raise EngineError(
                 f"the engine has weights that were refused, and cannot take back the former ones: {error}; start the producer "

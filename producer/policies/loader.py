@@ -67,13 +67,14 @@ class PolicyLoader:
         policy, blob = downloaded.policy, downloaded.blob
         number, started = next(self._ids), time.monotonic()
         name = f"v{policy.version}-{policy.digest[:8]}-{number}"
-        adapter = Adapter(policy.version, name, number, self.folder_for(len(blob)) / name)
+        path = self.folder_for(len(blob)) / name
         try:
             digest = None if downloaded.is_verified else policy.digest
-            await asyncio.to_thread(unpack, blob, digest, adapter.path)
+            checksum = await asyncio.to_thread(unpack, blob, digest, path)
+            adapter = Adapter(policy.version, name, number, path, checksum)
             await self.weights.load(adapter)
         except (BlobError, AdapterRefusedError, OSError, MemoryError) as error:
-            shutil.rmtree(adapter.path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
             may_pass = isinstance(error, AdapterFailedError | DamagedBlobError | OSError | MemoryError)
             kind = AdapterFailedError if may_pass else AdapterRefusedError
             raise kind(str(error) or type(error).__name__) from error

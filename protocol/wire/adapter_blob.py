@@ -5,15 +5,19 @@ of the machine may damage it, but then the process that reads it is gone too.
 """
 
 import hashlib
+import mmap
 from pathlib import Path
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from protocol.runtime.files import staged
 
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
 
 class AdapterBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The two files of a PEFT adapter: adapter_config.json and adapter_model.safetensors."""
+    """The two files of a PEFT adapter, `CONFIG` and `TENSORS`."""
 
     config_json: bytes
     safetensors: bytes
@@ -47,9 +51,15 @@ def verify(data: bytes | memoryview, digest: str) -> None:
         )
 
 
-def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> None:
-    """Writes the adapter in `data` to `folder`, which must not exist, or raises `BlobError`. With `digest` None the caller has
-    verified `data` already."""
+def checksum_of(folder: Path) -> int:
+    """Return the CRC-32 of the two files in `folder`, one after the other. Raises OSError, ValueError if one is empty."""
+    with (folder / TENSORS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as tensors:
+        return crc32(tensors, crc32((folder / CONFIG).read_bytes()))
+
+
+def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> int:
+    """Write the adapter in `data` to `folder`, which must not exist, and return its `checksum_of`. With `digest` None the caller
+    has verified `data` already. Raises `BlobError`."""
     if digest is not None:
         verify(data, digest)
     try:
@@ -61,5 +71,6 @@ def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staged(folder, durable=False) as partial:
         partial.mkdir()
-        (partial / "adapter_config.json").write_bytes(blob.config_json)
-        (partial / "adapter_model.safetensors").write_bytes(blob.safetensors)
+        (partial / CONFIG).write_bytes(blob.config_json)
+        (partial / TENSORS).write_bytes(blob.safetensors)
+    return crc32(blob.safetensors, crc32(blob.config_json))

@@ -2,69 +2,100 @@
 
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from producer.engine.adapter_worker import AdapterLoader, BackgroundWork, CpuLora, PartlyServedError, groups_of
+from producer.engine.adapter_worker import AdapterLoader, BackgroundWork, CpuLora, groups_of
+from producer.engine.published import PartlyServedError
+from tests.unit.producer.engine.lora_layers import DOWN, Wrapped, manager_of, write_adapter
 
-ONE = SimpleNamespace(lora_name="v1", lora_int_id=1)
+CONTENT = [[1, 2], [0, 0]], [[6, 0]]
+"""A and B of the adapter that `prepared` reads, in a slot for rank 2."""
 
 
 class Manager:
     """Stands for vLLM's worker-side LoRA manager."""
 
+    device = torch.device("cpu")
+
     def __init__(self, error: Exception | None = None) -> None:
         self.read: list[int] = []
         self._error = error
-        self.loras = {"model.layers.0.self_attn.q_proj": "weights"}
-        self._adapter_manager = SimpleNamespace(
-            punica_wrapper_mapping={},
-            modules={"model.layers.0.self_attn.qkv_proj": "a layer", "model.layers.0.mlp.down_proj": "another"},
-            packed_modules={"model.layers.0.self_attn.qkv_proj": [f"model.layers.0.self_attn.{x}_proj" for x in "qkv"]},
-        )
+        self.layer = Wrapped((1,), 2)
+        self._adapter_manager = manager_of({DOWN: self.layer})
 
     def _load_adapter(self, request: Any) -> SimpleNamespace:
         self.read.append(request.lora_int_id)
         if self._error is not None:
             raise self._error
-        return SimpleNamespace(name=request.lora_name, loras=self.loras)
+        return SimpleNamespace(name=request.lora_name)
+
+    def add(self, request: Any) -> bool:
+        """As vLLM does."""
+        self._load_adapter(request)
+        self.layer.put(0, *CONTENT)
+        return True
 
 
-def prepared(manager: Manager) -> AdapterLoader:
+def request_of(folder: Path, module: str = DOWN) -> Any:
+    path = folder if folder.exists() else write_adapter(folder, {module: ([[1.0, 2.0]], [[3.0]])})
+    return SimpleNamespace(lora_name="v1", lora_int_id=7, lora_path=str(path))
+
+
+def prepared(manager: Manager, folder: Path, module: str = DOWN, checksum: int | None = None) -> AdapterLoader:
     loading = AdapterLoader(manager)
-    loading.prepare(ONE)
-    assert loading.thread is not None
-    loading.thread.join()
+    loading.prepare(request_of(folder, module), checksum)
+    joined(loading)
     return loading
 
 
-def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
+def joined(loading: AdapterLoader) -> None:
+    assert loading.thread is not None
+    loading.thread.join()
+
+
+def test_what_was_read_in_the_thread_is_put_in_its_place_once_and_proved(tmp_path: Path) -> None:
     manager = Manager()
-    loading, placed = prepared(manager), []
+    loading, placed = prepared(manager, tmp_path / "v1"), []
 
     def add(request: Any) -> bool:
-        placed.append(manager._load_adapter(request).name)
-        return True
+        placed.append(request.lora_name)
+        return manager.add(request)
 
-    assert [loading.finish(add), loading.finish(add)] == [("done", "")] * 2
-    assert (placed, manager.read) == (["v1"], [1])
+    assert loading.advance(add)[0] in ("running", "done")
+    joined(loading)
+    assert [loading.advance(add), loading.advance(add)] == [("done", str(tmp_path / "v1"))] * 2
+    assert (placed, manager.read) == (["v1"], [7])
     assert manager._load_adapter(SimpleNamespace(lora_name="v2", lora_int_id=2)).name == "v2"
-    assert manager.read == [1, 2]
+    assert manager.read == [7, 2]
 
 
-def test_while_it_is_read_nothing_is_put_anywhere() -> None:
+def test_what_is_put_in_its_place_wrongly_is_refused_and_so_are_other_files(tmp_path: Path) -> None:
+    manager = Manager()
+    loading = prepared(manager, tmp_path / "v1")
+    loading.advance(lambda request: True)
+    joined(loading)
+    state, reason = loading.advance(lambda request: True)
+    assert (state, DOWN in reason) == ("refused", True)
+    state, reason = prepared(manager, tmp_path / "v1", checksum=5).advance(manager.add)
+    assert (state, "are not those that were verified" in reason) == ("refused", True)
+
+
+def test_while_it_is_read_nothing_is_put_anywhere(tmp_path: Path) -> None:
     manager, may_go_on = Manager(), threading.Event()
     read, manager._load_adapter = manager._load_adapter, lambda request: may_go_on.wait(10) and read(request)  # type: ignore
     loading = AdapterLoader(manager)
-    loading.prepare(ONE)
-    assert loading.finish(lambda request: pytest.fail("too early")) == ("running", "")
+    loading.prepare(request_of(tmp_path / "v1"), None)
+    assert loading.advance(lambda request: pytest.fail("too early")) == ("running", "")
     may_go_on.set()
-    assert loading.thread is not None
-    loading.thread.join()
-    assert loading.finish(lambda request: True) == ("done", "")
+    joined(loading)
+    loading.advance(manager.add)
+    joined(loading)
+    assert loading.advance(manager.add) == ("done", str(tmp_path / "v1"))
 
 
 @pytest.mark.parametrize(
@@ -79,8 +110,8 @@ def test_while_it_is_read_nothing_is_put_anywhere() -> None:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ("failed",)),
     ],
 )
-def test_what_cannot_be_read_is_refused_and_what_may_be_read_later_has_failed(error, state) -> None:
-    found = prepared(Manager(error)).finish(lambda request: pytest.fail("nothing to add"))
+def test_what_cannot_be_read_is_refused_and_what_may_be_read_later_has_failed(tmp_path, error, state) -> None:
+    found = prepared(Manager(error), tmp_path / "v1").advance(lambda request: pytest.fail("nothing to add"))
     assert found[: len(state)] == state
 
 
@@ -93,32 +124,21 @@ def test_on_a_gpu_the_thread_gives_no_core_away_because_the_engine_waits_for_its
     assert (niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)) == (not has_gpu)
 
 
-def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason(tmp_path: Path) -> None:
     def fits_nowhere(request: Any) -> bool:
         raise RuntimeError("shapes differ")
 
-    loading = prepared(Manager())
-    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == [
+    loading = prepared(Manager(), tmp_path / "v1")
+    assert [loading.advance(fits_nowhere), loading.advance(fits_nowhere)] == [
         ("refused", "RuntimeError: shapes differ")
     ] * 2
-    assert prepared(Manager()).finish(lambda request: False)[0] == "refused"
+    assert prepared(Manager(), tmp_path / "v1").advance(lambda request: False)[0] == "refused"
 
 
-@pytest.mark.parametrize(
-    ("module", "is_served"),
-    [
-        ("model.layers.0.self_attn.v_proj", True),
-        ("model.layers.7.mlp.down_proj", True),  # another worker of a pipeline has this layer
-        ("model.layers.0.mlp.experts.3.w1", True),
-        ("model.layers.0.self_attn.o_proj", False),
-        ("lm_head", False),
-    ],
-)
-def test_an_adapter_with_a_module_that_the_engine_does_not_serve_is_refused(module: str, is_served: bool) -> None:
-    manager = Manager()
-    manager.loras[module] = "weights"
-    state, said = prepared(manager).finish(lambda request: True)
-    assert (state, module in said) == (("done", False) if is_served else ("refused", True))
+def test_an_adapter_with_a_module_that_the_engine_does_not_serve_is_refused_before_it_is_added(tmp_path: Path) -> None:
+    loading = prepared(Manager(), tmp_path / "v1", "lm_head")
+    state, said = loading.advance(lambda request: pytest.fail("nothing to add"))
+    assert (state, "lm_head" in said) == ("refused", True)
 
 
 def test_tokens_by_adapter() -> None:

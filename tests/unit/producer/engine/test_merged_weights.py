@@ -23,7 +23,7 @@ class Workers:
         self.paths: list[str | None] = ["base"]
         self.next: str | None = None
         self.counts: dict[str, int] = {}
-        self.states = [("done", ""), ("done", "")]
+        self.states: list[tuple[str, str]] = []  # in place of what they are done with
         self.polls = 0
 
     async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]:
@@ -38,7 +38,8 @@ class Workers:
                 self.polls = 0
             case "merging_state":
                 self.polls += 1
-                return self.states if self.polls > 1 else [("done", ""), ("running", "")]
+                done = ("done", self.next or "")
+                return (self.states or [done, done]) if self.polls > 1 else [done, ("running", "")]
             case "merging_flip":
                 self.paths.append(self.paths[-2] if self.next is None else self.next)
                 return [self.counts, {}]

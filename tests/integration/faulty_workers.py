@@ -1,0 +1,78 @@
+"""vLLM's workers as ours, with the fault that a file beside the adapter names.
+
+Guarantee: faults are in what vLLM or a worker does with an adapter, never in the comparison. Without the file there is none.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from producer.engine.adapter_worker import AdapterWorker
+from producer.engine.merged_worker import MergeWorker
+
+FILE = "fault"
+"""Name of the file in an adapter's folder: the fault, and the folder of another adapter."""
+
+
+def fault_of(path: str | None) -> tuple[str, str]:
+    file = Path(path or "") / FILE
+    fault, _, other = file.read_text().partition("\n") if path and file.exists() else ("", "", "")
+    return fault, other
+
+
+class FaultyLoading(AdapterWorker):
+    """Of its faults, those of one worker are of the second."""
+
+    def loading_prepare(self, request: tuple[str, int, str], checksum: int | None) -> None:
+        name, number, path = request
+        self._fault, other = fault_of(path)
+        if self._fault == "a worker is left behind" and self.rank == 1:  # type: ignore[attr-defined]
+            return
+        if self._fault == "a worker takes another" and self.rank == 1:  # type: ignore[attr-defined]
+            path = other
+        if not hasattr(self, "_read_right"):
+            self._read_right = self._loading._load
+        self._loading._load = lambda request: self._read_wrong(request, other)
+        super().loading_prepare((name, number, path), checksum)
+
+    def loading_state(self) -> Any:
+        return self._loading.advance(self._add)
+
+    def _read_wrong(self, request: Any, other: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if self._fault == "an old adapter under the new name":
+            request = LoRARequest(request.lora_name, request.lora_int_id, other)
+        adapter = self._read_right(request)
+        if self._fault == "one kind of module is missing":
+            adapter.loras = {name: lora for name, lora in adapter.loras.items() if not name.endswith("q_proj")}
+        if self._fault == "alpha is halved":
+            for lora in adapter.loras.values():
+                lora.scaling /= 2
+        return adapter
+
+    def _add(self, request: Any) -> bool:
+        if self._fault == "nothing is loaded":
+            return True
+        added: bool = self.add_lora(request)  # type: ignore[attr-defined]
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        slot = manager.lora_index_to_id.index(request.lora_int_id)
+        layer = manager.modules["model.layers.1.mlp.gate_up_proj"]
+        if self._fault == "the base is served":
+            for each in manager.modules.values():
+                each.reset_lora(slot)
+        if self._fault == "two parts are exchanged":
+            gate, up = (stacked[slot] for stacked in layer.lora_b_stacked)
+            gate[:], up[:] = up.clone(), gate.clone()
+        if self._fault == "a worker has the other's part" and self.rank == 1:  # type: ignore[attr-defined]
+            layer.lora_b_stacked[0][slot] = layer.lora_b_stacked[0][slot].roll(1, 1)
+        return added
+
+
+class FaultyMerging(MergeWorker):
+    def merging_prepare(self, path: str | None, checksum: int | None) -> None:
+        fault, other = fault_of(path)
+        if fault == "a worker is left behind" and self.rank == 1:  # type: ignore[attr-defined]
+            return
+        if fault == "a worker takes another" and self.rank == 1:  # type: ignore[attr-defined]
+            path = other
+        super().merging_prepare(path, checksum)
