@@ -81,9 +81,11 @@ ATTRIBUTES = {
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens num_output_tokens",
     **dict.fromkeys(WORKERS, "model_runner"),
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": "lora_manager add_lora",
-    MANAGER: "_adapter_manager",
-    "vllm.lora.model_manager:LoRAModelManager": "punica_wrapper_mapping modules packed_modules",
-    "vllm.lora.lora_model:LoRAModel": "loras",
+    MANAGER: "_adapter_manager device",
+    "vllm.lora.model_manager:LoRAModelManager": "model punica_wrapper_mapping modules packed_modules lora_index_to_id",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": "base_layer tp_rank lora_a_stacked lora_b_stacked",
+    "vllm.lora.layers.column_parallel_linear:MergedColumnParallelLinearWithLoRA": "output_sizes",
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": "w13_lora_a_stacked",
     PUNICA: "token_lora_indices sampler_indices update_metadata",
     CHAT: "default_sampling_params",
     COMPLETION: "default_sampling_params",
@@ -106,6 +108,7 @@ TEXTS = {
     f"{CONFIG}.model:LogprobsMode": ("'processed_logprobs'",),
     "vllm.v1.engine:FINISH_REASON_STRINGS": ("'stop'", "'length'", "'abort'", "'error'"),
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": ("worker_class.__bases__",),
+    "vllm.lora.lora_weights:LoRALayerWeights.optimize": ("self.lora_b *= self.scaling",),
 }
 """Values, and places where vLLM does what we count on."""
 

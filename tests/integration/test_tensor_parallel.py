@@ -32,8 +32,8 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 FAULTS = {
-    "a worker takes another": "are not those that were verified: CRC-32",
     "a worker is left behind": "the adapter did not reach worker 1 of the engine's 2",
+    "a worker takes another": "are not those that were verified: CRC-32",
     "a worker has the other's part": "other numbers than were published for model.layers.1.mlp.gate_proj (lora_B);",
 }
 """Faults of the second worker, and the reason of the refusal."""
