@@ -1,5 +1,5 @@
-"""One side of `benchmarks/trainer_step.py`, in a process of its own: our trainer, or TRL's; and one process of a side of
-`benchmarks/ranks.py`, which has several.
+"""One side of `benchmarks/trainer_step.py`, in a process of its own: our trainer, or one of TRL's two; and one process of a side
+of `benchmarks/ranks.py`, which has several.
 
 Guarantee: equal arguments give both sides the same weights and the same batch. Only generation and rewards are replaced in TRL's;
 its step begins where it would have its completions and ends with the gradient, as ours does.
@@ -9,7 +9,6 @@ import datetime
 import gc
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -23,8 +22,9 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.trainer_step_limit import products, shares
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks, Train
@@ -111,14 +111,15 @@ def config_of(size: dict[str, Any], folder: Path, **trainer: Any) -> RunConfig:
 
 def save_model(size: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(0)
-    shape = {name: value for name, value in size["model"].items() if name != "dtype"}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=8192))
+    shape = {"model_type": "qwen2", "tie_word_embeddings": True, "max_position_embeddings": 8192} | size["model"]
+    kind, _ = shape.pop("model_type"), shape.pop("dtype")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
     model.to(getattr(torch, size.get("dtype_of_file", size["model"]["dtype"]))).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
 
 
-def ours(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor], dict[str, Any]]:
+def ours(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor]]:
     config = config_of(size, folder)
     arguments = build_arguments(config, on_gpu=size["device"] == "cuda", num_prompts=1000)
     trainer = SlipstreamTrainer(
@@ -127,16 +128,15 @@ def ours(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callabl
     )  # fmt: skip
     groups = groups_of(size)
     trainer.current_gradient_accumulation_steps = 1  # as transformers' loop sets it
-    facts = {"passes": len(trainer.recipe.tensors(groups))}
-    return trainer, lambda: trainer.training_step(trainer.model, trainer.recipe.tensors(groups), None), facts
+    return trainer, lambda: trainer.training_step(trainer.model, trainer.recipe.tensors(groups), None)
 
 
-def trl(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor], dict[str, Any]]:
+def trl(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor]]:
     groups, config = groups_of(size), config_of(size, folder)
     arguments = build_arguments(config, on_gpu=size["device"] == "cuda", num_prompts=1000)
     num_rows = config.completions_per_step // place.world
     width = max(len(group.prompt_ids) for group in groups) + max(int(g.completion_lengths.max()) for g in groups)
-    fitting = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * width <= size["tokens_per_micro_batch"]]
+    fitting = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * width <= size["padded_tokens"]]
     rows = max(fitting, default=1)
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = rows, num_rows // rows
     arguments.steps_per_generation = num_rows // rows
@@ -174,7 +174,15 @@ def trl(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable
             losses.append(trainer.training_step(trainer.model_wrapped, batch, None))
         return trainer.accelerator.gather(torch.stack(losses).sum()[None]).mean()
 
-    return trainer, step, {"passes": num_rows // rows * (2 if size["correct"] else 1), "rows_per_pass": rows}
+    return trainer, step
+
+
+def trl_async(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor]]:
+    from benchmarks import trainer_step_async  # only here: on a CPU it replaces parts of TRL
+
+    return trainer_step_async.trl_async(
+        groups_of(size), folder, config_of(size, folder), on_gpu=size["device"] == "cuda"
+    )
 
 
 def _generated(groups: list[RolloutGroup], *, with_logprobs: bool) -> tuple[Any, ...]:
@@ -237,41 +245,78 @@ def exchange(ranks: Ranks, groups: list[RolloutGroup]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+class _Asked:
+    """Answers what the benchmark asks of one side, a line of JSON each."""
+
+    def __init__(self, trainer: Any, step: Callable[[], torch.Tensor], size: dict[str, Any], whole: _Memory) -> None:
+        self._trainer, self._step, self._size, self._whole = trainer, step, size, whole
+        self._groups, self._memory = groups_of(size), _Memory(size["device"])
+        self._passes: list[int] = []  # positions of each pass of the last step
+        self._again = trainer.args.gradient_checkpointing
+        base = trainer.model.get_base_model()
+        base.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: self._passes.append(inputs[0].numel()))
+        if self._again:  # transformers does so when it begins to train
+            base.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        trainer.model.train()
+
+    def facts(self) -> dict[str, Any]:
+        groups, base = self._groups, self._trainer.model.get_base_model()
+        return {
+            "rows": sum(group.num_completions for group in groups),
+            "tokens": sum(group.num_tokens + len(group.prompt_ids) * group.num_completions for group in groups),
+            "parameters": sum(value.numel() for value in base.parameters()),
+            "checkpoints": base.is_gradient_checkpointing,
+        }
+
+    def step(self) -> dict[str, Any]:
+        cuda = self._size["device"] == "cuda"
+        self._memory.reset()
+        self._passes.clear()
+        wall, busy = time.perf_counter(), time.process_time()
+        loss = self._step()
+        if cuda:
+            torch.cuda.synchronize()
+        wall_s = time.perf_counter() - wall
+        busy_s = wall_s if cuda else time.process_time() - busy
+        model, memory = self._trainer.model, self._memory
+        gradients = [value.grad.float().norm() for value in model.parameters() if value.grad is not None]
+        model.zero_grad()
+        return {
+            "loss": loss.item(), "gradient_norm": torch.stack(gradients).norm().item(),
+            "wall_s": wall_s, "busy_s": busy_s, "passes": len(self._passes), "positions": sum(self._passes),
+            "peak_mb": memory.peak_mb(), "resident_mb": _resident("VmHWM") / 2**20,
+            "model_mb": self._whole.now_mb(), "model_peak_mb": self._whole.peak_mb(),
+        }  # fmt: skip
+
+    def limit(self) -> dict[str, Any]:
+        busy = time.process_time()
+        num_trained = sum(group.num_tokens for group in self._groups)
+        products(self._trainer.model.get_base_model(), self._passes, num_trained, again=self._again)
+        return {"busy_s": time.process_time() - busy}
+
+    def profile(self) -> dict[str, Any]:
+        return shares(self._step, self._trainer.model.get_base_model())
+
+    def exchange(self) -> dict[str, Any]:
+        return exchange(self._trainer._ranks, self._groups)
+
+
 def main() -> None:
     side, size, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     place = Place(*map(int, sys.argv[4:]))
     mine = folder / f"{side}-{place.world}-{place.rank}"
     save_model(size, mine / "model")
     whole = _Memory(size["device"])
-    trainer, step, facts = {"ours": ours, "trl": trl}[side](size, mine, place)
+    trainer, step = {"ours": ours, "trl": trl, "trl_async": trl_async}[side](size, mine, place)
     torch.manual_seed(1)
-    trainable = [(name, value) for name, value in sorted(trainer.model.named_parameters()) if value.requires_grad]
     with torch.no_grad():
-        for _, value in trainable:
-            value.copy_(0.02 * torch.randn(value.shape))
-    groups = groups_of(size)
-    facts["rows"] = sum(group.num_completions for group in groups)
-    facts["tokens"] = sum(group.num_tokens + len(group.prompt_ids) * group.num_completions for group in groups)
-    facts["parameters"] = sum(value.numel() for value in trainer.model.get_base_model().parameters())
-    print(json.dumps(facts), flush=True)
-    memory, cuda = _Memory(size["device"]), size["device"] == "cuda"
-    for asked in sys.stdin:
-        if asked == "exchange\n":
-            print(json.dumps(exchange(trainer._ranks, groups)), flush=True)
-            continue
-        memory.reset()
-        wall, busy = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        loss = step()
-        if cuda:
-            torch.cuda.synchronize()
-        wall_s = time.perf_counter() - wall
-        busy_s = wall_s if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_utime - busy
-        found = {"loss": loss.item(), "wall_s": wall_s, "busy_s": busy_s, "peak_mb": memory.peak_mb()}
-        gradients = [value.grad.float().norm() for _, value in trainable if value.grad is not None]
-        found["gradient_norm"] = torch.stack(gradients).norm().item()
-        trainer.model.zero_grad()
-        found |= {"model_mb": whole.now_mb(), "model_peak_mb": whole.peak_mb()}
-        print(json.dumps(found), flush=True)
+        for _, value in sorted(trainer.model.named_parameters()):
+            if value.requires_grad:
+                value.copy_(0.02 * torch.randn(value.shape))
+    asked = _Asked(trainer, step, size, whole)
+    print(json.dumps(asked.facts()), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(getattr(asked, line.strip())()), flush=True)
 
 
 if __name__ == "__main__":

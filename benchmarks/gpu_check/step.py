@@ -26,7 +26,7 @@ def run(place: Place, attention: str | None = None) -> Findings:
             "what": side,
             "tokens_per_s": report["tokens_per_s"][side],
             "peak_mb": report["peak_mb"][side],
-            "passes": report["facts"][side]["passes"],
+            "passes": report["passes"][side],
             "loss": report["losses"][side],
             "gradient_norm": report["gradient_norms"][side],
         }

@@ -36,7 +36,7 @@ def run(place: Place, ways: dict[str, dict[str, Any]], package: str, equal: bool
             "tokens_per_s": facts[name]["tokens"] / statistics.median(step["wall_s"] for step in taken[1:]),
             "model_mb": min(step["model_mb"] for step in taken),
             "peak_mb": max(step["peak_mb"] for step in taken),
-            "passes": facts[name]["passes"],
+            "passes": taken[-1]["passes"],
             "gradient_norm": taken[0]["gradient_norm"],
         }
     norms = [taken[0]["gradient_norm"] for taken in steps.values()]

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, set_seed
 from trl.trainer.utils import disable_dropout_in_model
 
+from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
 from consumer.link.snapshots import Measurement, Probe
@@ -83,6 +84,7 @@ def load_policy(
     model = get_peft_model(base, within_text_model(lora, folder))
     if isinstance(base.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError("lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out")
+    use_adapted_products(model)
     if options.gradient_checkpointing:
         model.enable_input_require_grads()
     for (
