@@ -21,8 +21,8 @@ These follow from other keys:
 """
 
 REFUSED = """\
-These would have no effect or a harmful one, and are refused unless they have the value that applies anyway. So is every key that
-starts with `vllm_`, because producers generate:
+These would have no effect or a harmful one, and are refused with the reason, unless they have the value that applies anyway. So is
+every key that starts with `vllm_`, because producers generate:
 """
 
 REFUSED_VALUES = """\
@@ -48,8 +48,7 @@ def working(groups: dict[str, tuple[str, ...]]) -> Iterator[str]:
 
 
 def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[str]:
-    reasons = {key: (refusal.reason, _code(refusal.instead)) for key, refusal in keys.items()}
-    yield from grouped(("keys", "why", "use"), reasons)
+    yield from grouped(("keys", "use instead"), {key: _code(refusal.instead) for key, refusal in keys.items()})
 
 
 def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -65,5 +64,5 @@ def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
 
 def _code(instead: str | None) -> str:
     if instead is None:
-        return ""
+        return "nothing"
     return instead if "`" in instead else f"`{instead}`"
