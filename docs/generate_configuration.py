@@ -55,8 +55,8 @@ rewards:
 All mistakes are reported at once with file and line (exit code 78):
 `run.yaml:12: pipeline.max_stalenes: unknown key ...; did you mean max_staleness?`.
 
-Names carry their unit: `_s` is seconds, `_bytes` bytes, `num_` a count. Paths are relative to the folder in which a daemon starts.
-A key whose default is none may also be given as `null`.
+Names carry their unit: `_s` is seconds, `_bytes` bytes, `num_` a count. Paths are relative to the folder in which a daemon
+starts. A key whose default is none may also be given as `null`.
 """
 
 REWARD_OPTIONS = """\
@@ -70,9 +70,9 @@ processes, each call in the main thread of one |
 | `url` | an HTTP service: `POST {"prompt", "completions", "completion_ids", "columns"}`, answered with \
 `{"rewards": [1.0, null, ...]}` | the producer |
 
-A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never zero. If
-a function failed for the whole group, the others count; if it failed for some completions, these are left out of the group. A
-group without any score is a failed lease. `None` from a function means *not applicable* and adds nothing to the sum, as in TRL.
+A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never
+zero. If a function failed for the whole group, the others count; if it failed for some completions, these are left out of the
+group. A group without any score is a failed lease. `None` from a function means *not applicable* and adds nothing to the sum.
 [`slipstream reward try`](operations.md#try-a-reward) scores real completions before a run.
 """
 

@@ -56,9 +56,9 @@ INTRODUCTION = """\
 All metrics of both daemons. Each daemon serves its own at `http://ADDRESS/metrics`; the address is in `RUN_DIR/metrics/*.json`,
 which Prometheus' `file_sd_configs` reads ([monitoring.md](monitoring.md#prometheus-and-grafana)).
 
-Names that end in `_total` are counters, (h) marks histograms, and all others are gauges. The trainer's counters go on where those
-of the resumed run ended. A gauge of the last step is NaN before the first step. No label grows with the run. Both daemons also have
-`process_*` and `python_info`.
+Names that end in `_total` are counters, (h) marks histograms, and all others are gauges. *Fresh* groups and tokens are trained for
+the first time. The trainer's counters go on where those of the resumed run ended. A gauge of the last step is NaN before the first
+step. No label grows with the run. Both daemons also have `process_*` and `python_info`.
 """
 
 

@@ -8,8 +8,8 @@ from protocol.config import trainer_keys
 TRAINER = """\
 ### `trainer`
 
-[`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) with transformers' `TrainingArguments`, read by the
-trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning:
+[`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) with transformers' `TrainingArguments`, read by
+the trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning:
 {defaults}.
 On a GPU `bf16` is true for a model in bfloat16.
 
@@ -21,8 +21,8 @@ These follow from other keys:
 """
 
 REFUSED = """\
-These would have no effect or a harmful one, and are refused with the reason, unless they have the value that applies anyway. So is
-every key that starts with `vllm_`, because producers generate:
+These would have no effect or a harmful one, and are refused with the reason, unless they have the value that applies anyway. So
+is every key that starts with `vllm_`, because producers generate:
 """
 
 REFUSED_VALUES = """\

@@ -34,14 +34,14 @@ class Counters:
     )
     cut: int = _total(
         "rl_producer_completions_cut_total",
-        "Times that a completion was cut at a swap and went on under the new policy (swap.in_flight: continue).",
+        "Completions that went on under a new policy (swap.in_flight: continue), counted at each cut.",
     )
     restarted: int = _total(
         "rl_producer_groups_restarted_total", "Groups that began again at a swap (swap.in_flight: restart)."
     )
     outdated: int = _total(
         "rl_producer_groups_outdated_total",
-        "Groups that were ended while they were generated, because they had become too old to be trained. Their leases go back.",
+        "Groups ended during generation because they had become too old. Their leases go back.",
     )
     dropped_tokens: int = _total("rl_producer_tokens_dropped_total", "Tokens that restarts threw away.")
     turns: int = _total("rl_producer_turns_total", "Turns of the policy in episodes with an environment.")
@@ -51,11 +51,13 @@ class Counters:
     )
     failed_episodes: int = _total(
         "rl_producer_episodes_failed_total",
-        "Episodes that are not scored, because their environment failed or they took too long.",
+        "Episodes that failed or took too long.",
     )
     groups: int = _total("rl_producer_groups_generated_total", "Groups generated and scored.")
     failed: int = _total("rl_producer_leases_failed_total", "Leases answered with a refusal.")
-    timed_out: int = _total("rl_producer_leases_timed_out_total", "Leases answered with a refusal because their deadline passed.")
+    timed_out: int = _total(
+        "rl_producer_leases_timed_out_total", "Leases answered with a refusal because their deadline passed."
+    )
     swaps: int = 0
     failed_swaps: int = 0
     refused_version: int = -1  # the newest that failed, until a newer one is live
@@ -131,7 +133,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
         lambda now: now.counters.policy_version,
     ),
     "rl_producer_group_limit": (
-        "Groups that may be in the engine at once; it falls while vLLM preempts more often than once per completion.",
+        "Groups that may be in the engine at once; falls while vLLM preempts more than once per completion.",
         lambda now: now.group_limit,
     ),
     "rl_producer_busy_seconds_total": ("Time with a request in the engine.", lambda now: now.workload.busy_s),
@@ -140,7 +142,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
         lambda now: now.counters.idle_s,
     ),
     "rl_producer_asleep": (
-        "1 while the engine sleeps in the trainer's turn on the GPU (pipeline.gpu: turns).",
+        "1 while the engine sleeps in the trainer's turn.",
         lambda now: now.counters.asleep_in >= 0,
     ),
     "rl_producer_connected": ("1 while connected to a trainer.", lambda now: now.delivery.connected),
@@ -173,7 +175,7 @@ class ProducerMetrics:
             buckets=REWARD_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self._call_s = Histogram(
-            "rl_producer_reward_call_seconds", "Time of one call of a reward function, without waiting for a worker.",
+            "rl_producer_reward_call_seconds", "Time of one call of a reward function.",
             ["function"], buckets=REWARD_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self._missing = Counter(
@@ -207,7 +209,7 @@ class ProducerMetrics:
     def watch_agent_program(self, restarts: Callable[[], int]) -> None:
         Readings(self._registry).counter(
             "rl_producer_environment_restarts_total",
-            "Times that the agent program of an environment (`verifiers`, `nemo_gym`) was started again because it had ended.",
+            "Restarts of the agent program of an environment.",
             restarts,
         )
 
@@ -227,13 +229,13 @@ class ProducerMetrics:
             add(metric, text, lambda read=read: read(look()))  # type: ignore[misc]
         readings.counters(
             "rl_producer_swaps_total",
-            "Policy versions that went live, or that were refused: not loadable, or not computed as the trainer does.",
+            "Policy versions that went live or were refused.",
             "outcome",
             lambda: {"live": counters.swaps, "refused": counters.failed_swaps},
         )
         readings.counters(
             "rl_producer_policy_downloads_total",
-            "Policies that arrived, by source: the trainer's file on this host, the cache of this host, a relay, the trainer.",
+            "Policies that arrived, by source: the trainer's file or the cache on this host, a relay, the trainer.",
             "source",
             lambda: sharing.counts.downloads,
         )

@@ -36,7 +36,7 @@ _TOTALS = {
     "returned": ("leases_returned", "Leases that producers handed back unanswered."),
     "trained": ("groups_trained", "Groups trained for the first time."),
     "replayed": ("groups_replayed", "Uses of groups that were replayed."),
-    "went_stale": ("groups_went_stale", "Groups accepted, then too old when the batch was cut."),
+    "went_stale": ("groups_went_stale", "Accepted groups that were too old when the batch was cut."),
     "quarantined": ("groups_quarantined", "Groups in whose step the trainer died too often."),
     "dead_letters": ("dead_letters", "Prompts given up for their epoch."),
     "deferred": ("rerolls_deferred", "Prompts whose group failed and that will return."),
@@ -46,7 +46,7 @@ _TOTALS = {
     "bad_frames": ("frames_refused", "Frames that were no message; kept for `slipstream journal quarantine`."),
 }
 _DEPTHS = {
-    "ready": ("groups_ready", "Groups that wait to be trained for the first time."),
+    "ready": ("groups_ready", "Fresh groups that wait for a batch."),
     "replayable": ("groups_replayable", "Groups that may be replayed."),
     "leased": ("leases_out", "Leases that producers hold."),
     "deferred": ("rerolls_waiting", "Prompts that wait to return."),
@@ -58,7 +58,7 @@ _FLEET: dict[str, tuple[str, Callable[[ProducerSession, Intake], float]]] = {
         lambda producer, _: producer.heartbeat.policy_version,
     ),
     "refused_version": (
-        "Policy version that each connected producer refuses, so that it serves an older one; -1 while none.",
+        "Policy version that each connected producer refuses; -1 while none.",
         lambda producer, _: producer.heartbeat.refused_version,
     ),
     "lag_versions": (
@@ -98,7 +98,7 @@ def watch_trainer(
     _, journal, disk = storage
     readings.counters(
         "rl_trainer_connections_refused_total",
-        "Connections and messages that the sockets refused (docs/security.md).",
+        "Refused connections and messages (docs/security.md).",
         "reason",
         lambda: refusals,
     )
@@ -122,8 +122,7 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
         readings.gauge(f"rl_trainer_{name}", text, lambda key=key: buffer.depth()[key])  # type: ignore[misc]
     readings.counters(
         "rl_trainer_groups_received_total",
-        "Groups that producers delivered: accepted, no_signal (degenerate: all rewards equal), stale, duplicate, of an "
-        "unknown lease, or invalid.",
+        "Groups that producers delivered; no_signal: all rewards equal.",
         "outcome",
         lambda: {outcome: buffer.totals[outcome] for outcome in _OUTCOMES},
     )
@@ -135,7 +134,7 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
     )
     readings.counters(
         "rl_trainer_completions_scored_total",
-        "Completions that the judging reward scored, by the attempt at their prompt: 1 is the first attempt.",
+        "Completions that the judging reward scored, by attempt at their prompt.",
         "attempt",
         lambda: by_attempt(buffer.totals, "scored"),
     )
@@ -164,13 +163,13 @@ def _watch_fleet(readings: Readings, intake: Intake) -> None:
     )
     readings.gauges(
         "rl_trainer_producer_info",
-        "1 for each connected producer and its release; empty when it does not say.",
+        "1 for each connected producer and its release.",
         ("producer", "release"),
         lambda: {(producer.name, producer.release): 1 for producer in connected()},
     )
     readings.counters(
         "rl_trainer_producer_idle_seconds_total",
-        "Time that each connected producer was connected without a request in its engine, since it started.",
+        "Time of each connected producer without a request in its engine.",
         "producer",
         lambda: {producer.name: producer.heartbeat.idle_s for producer in connected()},
     )
@@ -198,12 +197,12 @@ def _file_bytes(journal_file: Path) -> int:
 _LAST_EVALUATION = {
     "score": ("score", "Score of the last evaluation."),
     "version": ("version", "Policy version of the last evaluation."),
-    "duration_seconds": ("duration_s", "Time from the first lease of the last evaluation to its last answer."),
+    "duration_seconds": ("duration_s", "Duration of the last evaluation."),
     "completion_length_mean_tokens": ("mean_length", "Mean length of the completions of the last evaluation."),
 }
 _EVALUATION_IN_PROGRESS = {
     "prompts": ("num_prompts", "Prompts of the evaluation in progress; 0 while there is none."),
-    "prompts_done": ("num_done", "Prompts of the evaluation in progress that are answered or given up."),
+    "prompts_done": ("num_done", "Finished prompts of the evaluation in progress."),
     "leases": ("num_out", "Leases of the evaluation in progress."),
 }
 
@@ -232,10 +231,8 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         skipped = evaluation.due.num_skipped if evaluation else 0
         return {outcome: counts[outcome] for outcome in ("scored", "incomplete")} | {"skipped": skipped}
 
-    text = (
-        "Evaluations since the trainer started: scored, incomplete (too few prompts have a score to count), or skipped because "
-        "the one before took too long."
-    )
+    text = "Evaluations since the trainer started; incomplete: too few prompts have a score; skipped: the one before "
+    "took too long."
     readings.counters("rl_trainer_evaluations_total", text, "outcome", totals)
 
 
@@ -244,8 +241,7 @@ def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:
     readings = Readings(registry)
     readings.gauges(
         "rl_trainer_gpu_turn",
-        "1 for whose turn it is on the GPU (with pipeline.gpu: turns): the producers', the trainer's, or changing while "
-        "producers leave it.",
+        "1 for the side whose turn on the GPU it is (pipeline.gpu: turns).",
         "side",
         lambda: {str(phase): float(turns is not None and turns.phase()[0] == phase) for phase in PHASES},
     )
@@ -263,12 +259,12 @@ def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:
 
 
 _RANK_WORK = {
-    "step_s": ("step_seconds", "Duration of the last step on each rank, of a trainer of several."),
-    "waited_s": ("waiting_seconds", "Time of the last step in which each rank waited for others and the network."),
-    "num_tokens": ("tokens", "Tokens of the last step that went through the model on each rank, without padding."),
+    "step_s": ("step_seconds", "Duration of the last step on each rank."),
+    "waited_s": ("waiting_seconds", "Time of the last step in which each rank waited for others."),
+    "num_tokens": ("tokens", "Tokens of the last step on each rank, without padding."),
     "memory_bytes": (
         "memory_bytes",
-        "Most memory that tensors took of each rank's GPU in the passes of the last step; on a CPU that of the process.",
+        "Peak memory of tensors on each rank's GPU in the last step; on a CPU that of the process.",
     ),
 }
 

@@ -35,41 +35,41 @@ STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 _GAUGES = {
-    "reward": ("reward", "Mean weighted sum of rewards of the completions that arrived since the last step."),
+    "reward": ("reward", "Mean weighted reward of the completions that arrived since the last step."),
     "reward_std": (
         "reward_std",
-        "Standard deviation of the rewards of the completions that arrived since the last step.",
+        "Standard deviation of rewards since the last step.",
     ),
     "frac_reward_zero_std": (
         "zero_signal_ratio",
-        "Share of the groups that arrived since the last step whose rewards were all equal.",
+        "Share of groups since the last step with equal rewards.",
     ),
     "completions/mean_length": (
         "completion_length_mean_tokens",
-        "Mean length of the completions that arrived since the last step.",
+        "Mean length of completions since the last step.",
     ),
     "completions/max_length": (
         "completion_length_max_tokens",
-        "Greatest length of the completions that arrived since the last step.",
+        "Greatest length of completions since the last step.",
     ),
     "completions/clipped_ratio": (
         "completions_truncated_ratio",
         "Share of the arrived completions that reached sampling.max_completion_length.",
     ),
-    "staleness/mean": ("staleness_mean_versions", "Mean staleness of the groups trained for the first time."),
-    "staleness/max": ("staleness_max_versions", "Greatest staleness of the groups trained for the first time."),
+    "staleness/mean": ("staleness_mean_versions", "Mean staleness of fresh groups."),
+    "staleness/max": ("staleness_max_versions", "Greatest staleness of fresh groups."),
     "staleness/token_mean": (
         "token_staleness_mean_versions",
-        "Mean staleness of the tokens trained for the first time; that of a group is its oldest token's.",
+        "Mean staleness of fresh tokens.",
     ),
     "staleness/newer_token_share": (
         "newer_tokens_ratio",
-        "Share of the tokens trained for the first time that a newer policy sampled than their group's oldest.",
+        "Share of fresh tokens from a newer policy than their group's oldest token.",
     ),
     "replay/share": ("replayed_ratio", "Share of the batch that was replayed."),
     "pipeline/max_staleness": (
         "max_staleness_versions",
-        "pipeline.max_staleness: the greatest staleness that a group may have when it is trained.",
+        "pipeline.max_staleness.",
     ),
     "pipeline/micro_batch_tokens": (
         "micro_batch_tokens",
@@ -91,7 +91,7 @@ _GAUGES = {
     ),
     f"{_RATIO}/kl": (
         "sampling_kl_nats",
-        "KL divergence per token between the policy that sampled and the one that is trained (estimator k1).",
+        "KL divergence per token of the trained policy from the sampler (estimator k1).",
     ),
     "kl": ("reference_kl_nats", "KL divergence per token to the reference model; NaN while trainer.beta is 0."),
     "entropy": ("entropy_nats", "Mean entropy of the policy per token."),
@@ -147,7 +147,7 @@ class LearningMetrics:
         self._step_s = histogram("step_seconds", text, buckets=STEP_BUCKETS_S)
         self._wait_s = counter("wait_seconds", "Time that the trainer has waited for rollouts.")
         self._tokens = counter("tokens_trained", "Completion tokens trained.")
-        text = "Staleness of the groups trained for the first time, when their batch was cut."
+        text = "Staleness of fresh groups when their batch was cut."
         self._staleness = histogram("staleness_versions", text, buckets=STALENESS_BUCKETS)
         self._nonfinite = counter("nonfinite_steps", "Steps whose loss or gradient norm was NaN or infinite.")
 

@@ -38,7 +38,7 @@ class ServeMetrics:
         readings = Readings(registry)
         readings.counters(
             "rl_producer_serve_requests_total",
-            "Requests of clients to the endpoint (with serve.enabled, as the next), by outcome.",
+            "Requests of clients to the endpoint.",
             "outcome",
             lambda: {str(outcome): self.outcomes[outcome] for outcome in OUTCOMES},
         )
@@ -76,12 +76,12 @@ class ServeMetrics:
 def _watch_agents(readings: Readings, agents: Agents) -> None:
     readings.counters(
         "rl_producer_serve_episodes_total",
-        "Episodes of tasks that agents took (with posted rewards), by outcome.",
+        "Episodes of tasks that agents took.",
         "outcome",
         lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded, "failed": agents.failed},
     )
     readings.gauge(
         "rl_producer_serve_waiting_tasks",
-        "Tasks that wait for an agent (with posted rewards).",
+        "Tasks that wait for an agent.",
         lambda: agents.num_waiting,
     )

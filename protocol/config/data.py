@@ -42,8 +42,8 @@ class ModelSection(Section):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
-        description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32. On a GPU "
-        "`swap.mode: adapter` needs 16 bits.",
+        description="Dtype of the base weights on both sides. LoRA weights train in fp32. On a GPU `swap.mode: "
+        "adapter` needs 16 bits.",
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         None,
@@ -104,10 +104,7 @@ class SamplingSection(Section):
 
 
 class _RowsSection(Section):
-    path: str = Field(
-        description="Anything `datasets.load_dataset` takes: a hub name, or a local .jsonl, .json, .csv or .parquet file, "
-        "or a folder written by `save_to_disk`."
-    )
+    path: str = Field(description="As `dataset.path`.")
     name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
     revision: str | None = Field(
         None, description="Hub revision (branch, tag or commit). A commit keeps the rows the same at every start."
@@ -125,13 +122,13 @@ class _RowsSection(Section):
     )
     filter: PlaceAndName | None = Field(
         None,
-        description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows for which it "
-        "returns False are skipped and counted.",
+        description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows with "
+        "False are skipped and counted.",
     )
     transform: PlaceAndName | None = Field(
         None,
-        description="`module:function` or `file.py:function` (dict -> dict), applied once to every row before the prompt "
-        "column is read. Rows for which it returns None, or takes a minute, are skipped and counted.",
+        description="`module:function` or `file.py:function` (dict -> dict), applied once to every row. Rows with "
+        "None, or that take a minute, are skipped and counted.",
     )
 
     def problems(self) -> Problems:
@@ -142,8 +139,8 @@ class _RowsSection(Section):
 class SourceSection(_RowsSection):
     weight: PositiveFloat | None = Field(
         None,
-        description="Share of an epoch's prompts, relative to other sources. Every row comes at least once; rows of small"
-        " sources repeat. Without weights every row comes once.",
+        description="Share of an epoch's prompts, relative to other sources; rows of small sources repeat. Without "
+        "weights every row comes once.",
     )
 
 
@@ -201,11 +198,11 @@ class EvaluationSection(Section):
     )
     metric: str = Field(
         WEIGHTED_SUM,
-        description="What a completion is worth: the name of a reward function, or `reward`, the weighted sum of all.",
+        description="Worth of a completion: the name of a reward function, or `reward`, the weighted sum.",
     )
     threshold: float | None = Field(
         None,
-        description="A completion worth at least this much passes, and the score is pass@k. null: the score is the mean worth.",
+        description="Worth from which a completion passes; the score is then pass@k. null: the score is the mean worth.",
     )
     pass_k: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, description="The k of pass@k, at most `num_completions`. docs/algorithms.md has the estimator."
@@ -216,11 +213,11 @@ class EvaluationSection(Section):
         description="The run ends, as finished, after N evaluations in a row without improvement. null: never.",
     )
     min_delta: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="A score counts as improvement, for `patience`, when it is more than this above the best one."
+        0.0, description="Improvement over the best score that counts for `patience`."
     )
     wait_s: PositiveSeconds = Field(
         600.0,
-        description="How long the end of the run waits for the last evaluation without an answer coming in.",
+        description="Longest wait without an answer for the last evaluation, at the end of the run.",
     )
     hold_swap_s: PositiveSeconds = Field(
         60.0,

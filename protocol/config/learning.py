@@ -19,40 +19,36 @@ class PipelineSection(Section):
     groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
     trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = Field(
         "auto",
-        description="Tokens of one forward and backward pass of the trainer, padding included. Loss and gradient do not "
-        "depend on it. `auto` begins with 16384, then follows the free memory, and halves it when the device "
-        "is full.",
+        description="Tokens of a pass of the trainer, with padding. Loss and gradient do not depend on it. `auto` "
+        "begins with 16384 and follows the free memory.",
     )
     gpu: GpuSharing = Field(
         "own",
-        description="`own`: trainer and producer have a GPU each; `shared`: both use one at the same time, each a "
-        "computed part of its memory; `turns`: both use one alternately. See docs/one-gpu.md.",
+        description="`own`: trainer and producer have a GPU each; `shared`: they share one and its memory; `turns`: "
+        "they use one alternately. See docs/one-gpu.md.",
     )
     gpu_handover_s: PositiveSeconds = Field(
         60.0,
-        description="`gpu: turns`: how long producers may finish their requests at the trainer's turn. After twice as "
-        "long the run ends.",
+        description="`gpu: turns`: time for producers to finish requests at the trainer's turn. After twice as long "
+        "the run ends.",
     )
     shard_base: ShardBase = Field(
         "auto",
-        description="`layers`: ranks share the frozen base and gather each decoder layer for a pass; `none`: each keeps "
-        "all of it; `auto`: `layers` if the base exceeds 60 % of a GPU's memory (on a CPU: of the host's, "
-        "divided by the ranks).",
+        description="`layers`: ranks share the frozen base and gather each layer for a pass; `none`: each keeps all; "
+        "`auto`: `layers` if the base exceeds 60 % of a GPU's memory.",
     )
     rank_silence_s: Annotated[float, Field(ge=2, le=1e9)] | None = Field(
         None,
-        description="Silence after which a rank or host of the trainer counts as lost (exit code 77). Default: 6 on one "
-        "host, 60 on several.",
+        description="Silence after which a rank of the trainer counts as lost (exit 77). Default: 6 on one host, 60 on several.",
     )
     max_staleness: Annotated[int, Field(ge=0, le=64)] = Field(
         1,
-        description="Oldest policy of a trained group, in versions. 0 is exactly on-policy. The engine's LoRA slots "
-        "follow from it.",
+        description="Oldest policy of a trained group, in versions. 0 is exactly on-policy.",
     )
     fill: Literal["full", "partial"] = Field(
         "full",
-        description="Batches have `groups_per_step` groups with signal, always; or (`partial`) what there is once the "
-        "trainer has waited `fill_timeout_s`.",
+        description="`full`: batches have `groups_per_step` groups with signal; `partial`: after `fill_timeout_s`, "
+        "those that are there.",
     )
     fill_timeout_s: PositiveSeconds = Field(60.0, description="See fill.")
     sync_interval: Positive = Field(1, description="Optimizer steps per published policy version.")
@@ -61,23 +57,25 @@ class PipelineSection(Section):
     )
     max_data_attempts: Positive = Field(
         3,
-        description="Failures of a prompt (its reward raises or times out) before it becomes a dead letter for this "
-        "epoch. Malformed prompts become one at once.",
+        description="Failures of a prompt (its reward raises or times out) before it is a dead letter for the epoch. "
+        "Malformed prompts are at once.",
     )
     max_infra_attempts: Positive = Field(
         10,
-        description="Failures of the infrastructure (an expired lease, a dead producer or engine) before a prompt becomes"
-        " a dead letter for this epoch.",
+        description="Failures of the infrastructure (expired lease, dead producer or engine) before a prompt is a "
+        "dead letter for the epoch.",
     )
     data_backoff_s: PositiveSeconds = Field(
-        1.0, description="Wait before a prompt goes out again after a data failure; doubles each time, up to 60 s."
+        1.0, description="Wait before a prompt is leased again after a data failure; doubles each time, up to 60 s."
     )
-    infra_backoff_s: PositiveSeconds = Field(0.25, description="Like `data_backoff_s`, after an infrastructure failure.")
+    infra_backoff_s: PositiveSeconds = Field(
+        0.25, description="Like `data_backoff_s`, after an infrastructure failure."
+    )
     max_failed_share: Share = Field(
         0.5, description="The run stops when more than this share of the last 64 finished prompts are dead letters."
     )
     stall_timeout_s: PositiveSeconds = Field(
-        1800.0, description="Either daemon stops when it had work to wait for and saw no progress for so long."
+        1800.0, description="A daemon stops (exit 75) after this time without progress."
     )
 
     @property
@@ -94,8 +92,7 @@ class ReplaySection(Section):
     )
     sampler: Literal["fifo", "freshest", "prioritized"] = Field(
         "prioritized",
-        description="Which group is replayed: the first, the newest policy's, or at random by score (distances of rewards"
-        " from their mean, halved every `half_life_versions`).",
+        description="Group to replay: the first, the newest policy's, or at random by score (see docs/algorithms.md).",
     )
     remover: Literal["oldest", "lowest_score"] = Field(
         "lowest_score", description="Which group makes room when `max_size` are kept."
@@ -120,14 +117,14 @@ class ReplaySection(Section):
     )
     keep_bytes: Count = Field(
         2**30,
-        description="Groups that no checkpoint needs any more are kept for inspection up to this number of bytes, newest first.",
+        description="Bytes of groups that no checkpoint needs and that are kept for inspection, newest first.",
     )
     keep_age_s: PositiveSeconds = Field(
-        7 * 86_400.0, description="Groups that no checkpoint needs any more are kept for inspection for so long."
+        7 * 86_400.0, description="Time for which groups that no checkpoint needs are kept for inspection."
     )
     max_disk_used: Share = Field(
         0.9,
-        description="No leases are given while the disk of run_dir is fuller than this share; they resume by themselves.",
+        description="Share of run_dir's disk in use above which no leases are given.",
     )
 
     def problems(self) -> Problems:
@@ -141,7 +138,7 @@ class ReplaySection(Section):
 class RerollSection(Section):
     max_attempts: Annotated[int, Field(ge=0, le=1000)] = Field(
         2,
-        description="Times that a prompt comes back in an epoch after a group in which every completion failed. 0: never.",
+        description="Times that a prompt returns in an epoch after a group whose completions all failed. 0: never.",
     )
     reward: str | None = Field(
         None, description="Name of the reward function that judges failure. Default: the first one."
@@ -166,7 +163,7 @@ class RerollSection(Section):
 
 class AdvantageSection(Section):
     baseline: Literal["group", "leave_one_out"] = Field(
-        "group", description="What a reward is compared with: the mean of its group, or of the others in it (RLOO)."
+        "group", description="Baseline of a reward: the mean of its group, or of the others in it (RLOO)."
     )
     overlong_buffer_tokens: Count = Field(
         0,
@@ -214,6 +211,6 @@ class CorrectionSection(Section):
 class GuardsSection(Section):
     max_groups_without_signal: Positive | None = Field(
         1024,
-        description="The run ends with exit code 67 when N groups in a row had no signal (all rewards equal, or none) "
-        "while the trainer waits for a batch. null: only the stall timeout ends it.",
+        description="The run ends (exit 67) after N groups in a row without signal while the trainer waits. null: "
+        "only the stall timeout ends it.",
     )

@@ -44,11 +44,11 @@ class ServeSection(Section):
     )
     max_versions: Annotated[int, Field(ge=0, le=64)] = Field(
         2,
-        description="Old versions that stay loaded for clients. The engine has as many more LoRA slots, and two more.",
+        description="Old versions that stay loaded for clients; the engine gets N + 2 more LoRA slots.",
     )
     version_ttl_s: PositiveSeconds = Field(
         60.0,
-        description="How long a superseded version can still be asked for after the last request that it answered.",
+        description="Time for which an old version stays available after its last request.",
     )
     tool_call_parser: str | None = Field(
         None, description="vLLM's parser of the model's tool calls, such as `hermes`; needed for `tools` in requests."
@@ -71,8 +71,7 @@ class EngineServerSection(Section):
     url: list[HttpUrl] = Field(
         min_length=1,
         max_length=64,
-        description="Address of the server, `http://HOST:PORT` or `https://...`, without `/v1`; or a list of servers of "
-        "the same model.",
+        description="Address of the server, `http://HOST:PORT` or `https://...`, without `/v1`; or a list of servers.",
     )
     plugin: str = Field(
         "engine_server",
@@ -91,12 +90,11 @@ class EngineServerSection(Section):
     model: str | None = Field(
         None,
         min_length=1,
-        description="What the server was started with as its model, where that is another path or name for `model.path`.",
+        description="The server's name or path for `model.path`, if it differs.",
     )
     key_file: str | None = Field(
         None,
-        description="File with the server's `--api-key`, readable by the daemon's user alone. It is sent as `Authorization: "
-        "Bearer`.",
+        description="File with the server's `--api-key`, readable by the daemon's user alone.",
     )
     ca_file: str | None = Field(
         None,
@@ -104,11 +102,11 @@ class EngineServerSection(Section):
     )
     max_requests: Positive = Field(
         256,
-        description="Completions of this producer in a server at once: the server's `--max-num-seqs`, or a share of it.",
+        description="Completions of this producer in a server at once; shared out of the server's `--max-num-seqs`.",
     )
     answer_timeout_s: PositiveSeconds = Field(
         60.0,
-        description="Longest time for the server to answer, load an adapter or compute a probe; then it counts as gone.",
+        description="Longest time for an answer, a load or a probe; then the server counts as gone.",
     )
 
     @field_validator("url", mode="before")
@@ -137,8 +135,8 @@ up to 1.6e-5, 0.027 and 0.35 on the CPU."""
 class SwapSection(Section):
     mode: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="`adapter`: vLLM serves each policy as a LoRA. `merged`: the engine's own weights become those of the"
-        " policy, so that decoding pays nothing for the LoRA.",
+        description="`adapter`: vLLM serves each policy as a LoRA. `merged`: it is merged into the engine's weights, "
+        "so decoding pays nothing for it.",
     )
     in_flight: Literal["finish", "continue", "restart"] | None = Field(
         None,
@@ -147,8 +145,8 @@ class SwapSection(Section):
     )
     probe_every: Count = Field(
         1,
-        description="Every N versions the engine's log-probs of a fixed probe are compared with the trainer's before the "
-        "version is served. 0: never.",
+        description="Every N versions the engine's log-probs of a probe are compared with the trainer's before "
+        "requests start. 0: never.",
     )
     probe_tolerance: PositiveFloat | None = Field(
         None,
@@ -230,8 +228,8 @@ class TransportSection(Section):
 
     region: _PlaceName | None = Field(
         None,
-        description="Where this daemon runs, for example a data center. Hosts of one region take policies from each "
-        "other. Default: its host.",
+        description="Region of this daemon, such as a data center. Hosts of a region take policies from each other. "
+        "Default: its host.",
     )
     relay_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
         None,
@@ -239,7 +237,7 @@ class TransportSection(Section):
     )
     relay_host: _PlaceName | None = Field(
         None,
-        description="Address of this host for those producers. Default: that of the interface that leads to the trainer.",
+        description="Address of this host for other producers. Default: that of the interface towards the trainer.",
     )
 
     @field_validator("endpoint", "blob_endpoint")
@@ -276,18 +274,17 @@ class ObservabilitySection(Section):
     metrics_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address at which each daemon serves `/metrics`, `/targets`, `/status`, `/healthz` and `/readyz`: "
-        "numbers and addresses, no prompts or keys.",
+        description="Address of each daemon's `/metrics`, `/targets`, `/status`, `/healthz` and `/readyz`.",
     )
     trainer_metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         0,
-        description="0: a free one. The port in use is in `RUN_DIR/metrics/`, where Prometheus and slipstream status find it.",
+        description="0: a free one, written to `RUN_DIR/metrics/`.",
     )
     producer_metrics_port: Annotated[int, Field(ge=0, le=65_000)] = Field(
         0, description="Like `trainer_metrics_port`; a producer adds the index of its first GPU to a port other than 0."
     )
     unresponsive_after_s: PositiveSeconds = Field(
-        120.0, description="`/healthz` turns red when the working loop of a daemon has not come round for so long."
+        120.0, description="`/healthz` fails when a daemon's loop has not run for this time."
     )
     rollout_samples: Annotated[int, Field(ge=0, le=1024)] = Field(
         2, description="Completions per step that the trainer writes to `RUN_DIR/rollouts.jsonl`; 0: none."

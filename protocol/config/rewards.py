@@ -95,16 +95,16 @@ class Code(Section):
 
     column: str = Field(
         "tests",
-        description="Column with the tests: Python that calls the code and raises on errors, a list of such texts, or a "
-        "list of `{input: ..., output: ...}`. See docs/security.md.",
+        description="Column with the tests: Python that raises on errors, a list of such texts, or a list of `{input: "
+        "..., output: ...}`. See docs/security.md.",
     )
     score: Literal["all", "share"] = Field(
         "all", description="`all`: 1 if every test passes, else 0. `share`: the share of the tests that pass."
     )
     python: str | None = Field(
         None,
-        description="Interpreter to run, such as that of a virtual environment, which the code can read. Default: this "
-        "one, without packages.",
+        description="Interpreter, such as that of a virtual environment, which the code can read. Default: this one, "
+        "without packages.",
     )
     time_s: PositiveSeconds = Field(5.0, description="Time of one test, on the clock.")
     memory_bytes: Annotated[int, Field(ge=2**24)] = Field(
@@ -171,8 +171,7 @@ class RewardFunction(Section):
     url: HttpUrl | None = Field(None, description="HTTP service that computes rewards.")
     posted: str | None = Field(
         None,
-        description="Name of a reward that agents post. All completions of the run then come from agents. See "
-        "docs/serving.md.",
+        description="Name of a reward that agents post; all completions then come from agents. See docs/serving.md.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of a plugin, model or url, below.")
     name: str = Field("", description="Name in metrics, logs and journal. Default: derived from what it is.")
@@ -272,7 +271,7 @@ class RewardsSection(Section):
     num_workers: Positive = Field(2, description="Reward worker processes of a producer, for functions and plugins.")
     max_memory_bytes: Annotated[int, Field(ge=2**26)] | None = Field(
         4 * 2**30,
-        description="Resident memory of one such worker with its children; beyond it the worker is killed and replaced.",
+        description="Resident memory of a worker with its children; beyond it the worker is killed and replaced.",
     )
     gpu: Count | None = Field(
         None,
@@ -388,14 +387,13 @@ _Factory = Annotated[str, place_or_plugin(ENVIRONMENT_PLUGINS, ())]
 class EnvironmentSection(Section):
     factory: _Factory | None = Field(
         None,
-        description="`module:Class` or `file.py:Class` by the conventions of TRL's `environment_factory`, or the name of "
-        "a plugin (docs/plugins.md). `environment: module:Class` is short for this key. Default: completions "
-        "have one turn.",
+        description="`module:Class` or `file.py:Class` as for TRL's `environment_factory`, or a plugin "
+        "(docs/plugins.md). `environment: module:Class` is short for this key.",
     )
     agent: str | None = Field(
         None,
-        description="Plays episodes through the endpoint (`serve.enabled`): `verifiers`, `nemo_gym`, `atropos` (in place "
-        "of `dataset:` and `rewards:`), or another plugin. See docs/environments.md.",
+        description="Plugin that plays episodes through the endpoint: `verifiers`, `nemo_gym`, `atropos`, or another. "
+        "See docs/environments.md.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the plugin, below.")
     tool_parser: str | None = Field(
@@ -403,12 +401,9 @@ class EnvironmentSection(Section):
     )
     reward_weight: float | None = Field(
         None,
-        description="Weight of the reward `environment`. With a factory required exactly if it has `get_reward`; with an "
-        "`agent` 1 by default.",
+        description="Weight of the reward `environment`. Required for a factory with `get_reward`; with an `agent` 1 by default.",
     )
-    max_turns: Positive = Field(
-        8, description="Turns of the model in one episode; the tools it asks for in the last are not run."
-    )
+    max_turns: Positive = Field(8, description="Turns of the model in an episode; tool calls of the last are not run.")
     max_turn_tokens: Positive | None = Field(
         None, description="Longest turn, in tokens. Default: what sampling.max_completion_length leaves."
     )
@@ -424,8 +419,7 @@ class EnvironmentSection(Section):
     )
     max_concurrent: Positive = Field(
         32,
-        description="Episodes that a producer has played at once. With a factory each has a process of its own, started when "
-        "needed.",
+        description="Episodes of a producer at once. With a factory each has a process of its own.",
     )
 
     @field_validator("agent")

@@ -34,7 +34,7 @@ def test_an_address_that_only_a_neighbour_understands_is_not_told(monkeypatch: p
             return "fe80::1%eth0", 9
 
     monkeypatch.setattr(socket, "socket", Probe)
-    with pytest.raises(ConfigError, match="fe80::1%eth0 .* set transport.relay_host"):
+    with pytest.raises(ConfigError, match=r"fe80::1%eth0 .* set transport.relay_host"):
         relay_place(TransportSection(keys="keys", relay_port=5600), "tcp://[fe80::2]:5557")
 
 
