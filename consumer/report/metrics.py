@@ -231,8 +231,9 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         skipped = evaluation.due.num_skipped if evaluation else 0
         return {outcome: counts[outcome] for outcome in ("scored", "incomplete")} | {"skipped": skipped}
 
-    text = "Evaluations since the trainer started; incomplete: too few prompts have a score; skipped: the one before "
-    "took too long."
+    text = (
+        "Evaluations since the start; incomplete: too few prompts have a score; skipped: the one before took too long."
+    )
     readings.counters("rl_trainer_evaluations_total", text, "outcome", totals)
 
 
