@@ -1,9 +1,6 @@
 """`slipstream reward try` on a real model, and on completions that are given."""
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +11,18 @@ from rich.console import Console
 from protocol.errors import ExitCode
 from slipstream.reward import Group, Trial, report, show
 from tests.integration.models import build_model
+from tests.integration.warm import WarmProcess
 
 pytestmark = pytest.mark.integration
 
 
-def tried(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "slipstream", "reward", "try", "--config", str(folder / "run.yaml"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+def tried(folder: Path, *arguments: str) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    log = folder / "log"
+    log.unlink(missing_ok=True)
+    command = ["reward", "try", "--config", str(folder / "run.yaml"), *arguments]
+    code = WarmProcess("slipstream", command, log, {}).wait(200)
+    return code, log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,9 @@ rewards:
 
 
 def test_real_completions_of_the_model(run_folder: Path) -> None:
-    done = tried(run_folder, "--n", "4", "--json")
-    assert done.returncode == ExitCode.OK, done.stderr
-    said = json.loads(done.stdout)
+    code, output = tried(run_folder, "--n", "4", "--json")
+    assert code == ExitCode.OK, output
+    said = json.loads(output.splitlines()[-1])
     assert [group["prompt"] for group in said["groups"]] == ["1+1=", "2+2="]
     for group in said["groups"]:
         assert len(group["completions"]) == 4
@@ -67,28 +69,14 @@ def test_real_completions_of_the_model(run_folder: Path) -> None:
 def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
     given = run_folder / "given.jsonl"
     given.write_text('{"prompt": "1+1=", "completions": ["2", "2"], "answer": "2"}\n')
-    done = tried(run_folder, "--completions", str(given))
-    assert done.returncode == ExitCode.NO_SIGNAL, done.stderr
-    assert "warning: group 1: all equal: no signal" in done.stdout
-    assert "exact_match" in done.stdout
+    code, output = tried(run_folder, "--completions", str(given))
+    assert code == ExitCode.NO_SIGNAL, output
+    assert "warning: group 1: all equal: no signal" in output
+    assert "exact_match" in output
     given.write_text('{"prompt": "1+1="}\n')
-    done = tried(run_folder, "--completions", str(given))
-    assert done.returncode == ExitCode.DATASET
-    assert f"{given}:1: KeyError: 'completions'; expected" in done.stderr
-
-
-def test_help_is_quick() -> None:
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "slipstream", "reward", "try", "--help"],
-        capture_output=True,
-        text=True,
-    )
-    assert time.monotonic() - started < 30
-    assert "--completions" in done.stdout
-    assert not {"torch", "transformers", "numpy", "rich"} & {
-        line.rpartition("|")[2].strip() for line in done.stderr.splitlines()
-    }
+    code, output = tried(run_folder, "--completions", str(given))
+    assert code == ExitCode.DATASET
+    assert f"{given}:1: KeyError: 'completions'; expected" in output
 
 
 def test_numbers_of_a_trial_by_hand() -> None:

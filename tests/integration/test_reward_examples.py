@@ -1,8 +1,6 @@
 """The examples of code rewards and of a reward model, with the real pair, the real sandbox and a real checkpoint."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from examples.code.task import to_prompt
 from tests.integration.examples import run_example, word_model
 from tests.integration.models import build_model
+from tests.integration.warm import run_to_its_end
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -32,9 +31,7 @@ def test_code_is_run_and_scored(short_dir: Path) -> None:
 
 def test_a_reward_model_scores_sums(short_dir: Path) -> None:
     judge = short_dir / "judge"
-    subprocess.run(
-        [sys.executable, "-m", "examples.reward_model.build_judge", str(judge), "--steps", "5"], check=True, timeout=100
-    )
+    run_to_its_end("examples.reward_model.build_judge", [str(judge), "--steps", "5"], short_dir / "judge.log", 100)
     rows = [f'{{"prompt": "{a}+{b}=", "answer": "{a + b}"}}\n' for a in range(10, 14) for b in range(20, 24)]
     (short_dir / "sums.jsonl").write_text("".join(rows))
     steps = run_example(

@@ -60,13 +60,15 @@ def test_every_subcommand_has_help_that_imports_nothing_heavy() -> None:
 
 
 def test_the_module_is_the_command_and_takes_little_time_to_say_how_it_is_used() -> None:
-    before = os.times()
-    shown = subprocess.run(
-        [sys.executable, "-m", "slipstream", "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
-    )
-    used_s = sum(os.times()[2:4]) - sum(before[2:4])
+    used_s = []
+    for _ in range(2):  # the first may compile what it imports
+        before = os.times()
+        shown = subprocess.run(
+            [sys.executable, "-m", "slipstream", "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        )
+        used_s.append(sum(os.times()[2:4]) - sum(before[2:4]))
     assert all(f"\n  {name} " in shown.stdout for name in cli._COMMANDS)
-    assert used_s < 0.6, "of the CPU; 0.15 s on a quiet machine"
+    assert min(used_s) < 0.3, "of the CPU; 0.1 s on a quiet machine"
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts) == {"rl-producer", "rl-trainer", "slipstream"}
     assert scripts["slipstream"] == "slipstream.cli:main"
