@@ -13,6 +13,8 @@ DESTDIR ?=
 BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What is compiled once need not be compiled by each of the hundreds of processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 # Vector widths and orders of summation of other CPUs, on this one: torch's own kernels, and MKL's.
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE

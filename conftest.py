@@ -3,6 +3,7 @@
 Tests that start real engines, trainers or daemons are marked `integration`.
 """
 
+import atexit
 import gc
 import os
 import shutil
@@ -54,8 +55,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker of xdist has told all that it knows when it ends, and its interpreter would visit millions of objects."""
+    if hasattr(config, "workerinput"):
+        worker = os.getpid()
+        atexit.register(
+            lambda: os._exit(0) if os.getpid() == worker else None
+        )  # not its forks, whose codes are looked at
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()
 
 
 @pytest.fixture

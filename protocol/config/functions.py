@@ -53,12 +53,13 @@ def _refuse_our_names(place: str, error: Exception | None = None) -> None:
     taken = {name for name in PACKAGES if Path(f"{name}.py").is_file()}
     loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]] if taken else []
     failed = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if taken and error else []
-    for file in {Path(name) for name in [*loaded, *failed] if name}:
-        ours = any(file.is_relative_to(_ROOT / package) for package in PACKAGES)
-        if not ours and file.is_file() and file.resolve().is_relative_to(Path.cwd()):
+    here, files = Path.cwd(), {Path(name) for name in [*loaded, *failed] if name}
+    folders = {folder for folder in {file.parent for file in files} if folder.resolve().is_relative_to(here)}
+    for file in files:
+        if file.parent in folders and file.is_file() and not any(file.is_relative_to(_ROOT / one) for one in PACKAGES):
             for name in taken.intersection(_imported_by(file)):
                 raise ConfigError(
-                    f"{place}: {file} imports `{name}`, which is a package of Slipstream and not {Path.cwd() / name}.py; "
+                    f"{place}: {file} imports `{name}`, which is a package of Slipstream and not {here / name}.py; "
                     "give your file another name"
                 )
 
