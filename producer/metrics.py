@@ -62,6 +62,7 @@ class Counters:
     failed_swaps: int = 0
     refused_version: int = -1  # the newest that failed, until a newer one is live
     refusal: str = ""
+    num_refused: int = 0  # versions in a row, up to that one, that were refused for good; 0: that one is tried again
     abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
     settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
     idle_s: float = 0.0  # connected without a request in the engine, which is awake

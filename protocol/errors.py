@@ -34,6 +34,9 @@ class ExitCode(IntEnum):
     CONFIG = 78  # configuration refused, by us or by the library that owns the section
     NO_RESOURCES = 79  # slipstream cluster: the nodes have no room for the run; the message says what is missing
     BUNDLE = 80  # rl-producer --connect: the trainer has no bundle to give, or it cannot be used on this host
+    POLICY_REFUSED = (
+        81  # no producer serves the trainer's policies, or this one never served any; the message has the reason
+    )
     INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a final checkpoint
 
 
@@ -125,6 +128,13 @@ class BundleChangedError(BundleError):
 
 class IncompatiblePeerError(SlipstreamError):
     exit_code = ExitCode.INCOMPATIBLE_PEER
+
+
+class PolicyRefusedError(SlipstreamError):
+    exit_code = ExitCode.POLICY_REFUSED
+
+
+REFUSED_FIX = "Repair what the reason names (docs/alerts.md, SwapRefused) and start the producer again"
 
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -80,9 +80,7 @@ class RolloutBuffer:
     @_locked
     def lease(self, producer: str, *, now: float, timeout_s: float) -> LeaseRecord[Key] | None:
         """Lease the next prompt to `producer`; return None while the staleness budget is spent."""
-        selector = self.selector
-        pending = self.ledger.leases.num_leases + selector.num_ready
-        floor = selector.budget.floor(pending, selector.next_step, selector.least_fresh)
+        floor = self._next_floor()
         if floor > self._version:
             return None
         record = self.ledger.lease(
@@ -91,6 +89,16 @@ class RolloutBuffer:
         self.totals["leased"] += 1
         self.totals["rerolls_leased"] += record.task.key.reroll > 0
         return record
+
+    @_locked
+    def next_floor(self) -> int:
+        """Return the oldest policy that may answer the next lease."""
+        return self._next_floor()
+
+    def _next_floor(self) -> int:
+        selector = self.selector
+        pending = self.ledger.leases.num_leases + selector.num_ready
+        return selector.budget.floor(pending, selector.next_step, selector.least_fresh)
 
     @_locked
     def adopt(
@@ -300,6 +308,15 @@ class RolloutBuffer:
         """Return how many groups arrived, with and without signal, and how many were trained, counting every time."""
         totals = self.totals
         return totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
+
+    @_locked
+    def oldest_usable(self) -> int | None:
+        """Return the oldest policy whose groups the next batch may have. None while that may be made of what is there, or while a
+        newer policy is on its way."""
+        selector, budget = self.selector, self.selector.budget
+        if self._version < budget.version_at(selector.next_step) or (selector.partial and selector.num_ready):
+            return None
+        return budget.oldest_usable(selector.next_step)
 
     @_locked
     def progress(self) -> int:

@@ -3,7 +3,8 @@
 Guarantee: exactly the batches that were cut, in order. Of a journal they are those of the surviving lineage and nothing else:
 with the same configuration, on the same kind of CPU and in float32, every checkpoint comes out bit for bit as in the recorded
 run. A feed ends a run by raising: `StopRequested` after a signal, at a step boundary; `NoSignalError` when what came gives
-nothing to learn from, `StalledError` when nothing usable came for too long; whatever ended the intake thread.
+nothing to learn from, `PolicyRefusedError` when no producer serves what is needed, `StalledError` when nothing usable came for
+too long; whatever ended the intake thread.
 """
 
 import json
@@ -50,6 +51,7 @@ class BatchFeed:
     def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
             self.waits.check()
+            self.intake.check_refused()
             self.last = self._wait_for(self._attempt)
             self.wait_s, self._waits_since = self.waiting_s(), None
             self.intake.wake()  # a batch was cut: there is room for leases
@@ -71,8 +73,15 @@ class BatchFeed:
 
     def _wait_for(self, attempt: Callable[[], _Found | None]) -> _Found:
         self._waits_since = self._waits_since or time.monotonic()
+
+        def attempt_or_end() -> _Found | None:
+            found = attempt()
+            if found is None:
+                self.intake.check_refused(self.buffer.oldest_usable())
+            return found
+
         try:
-            return self.waits.wait_until(attempt, "rollouts", self._describe, progress=self.buffer.progress)
+            return self.waits.wait_until(attempt_or_end, "rollouts", self._describe, progress=self.buffer.progress)
         except StalledError:
             self.buffer.check_stalled()
             raise

@@ -36,7 +36,7 @@ from consumer.report.inspection import keep, not_finite
 from consumer.report.sampled_rollouts import RolloutLog
 from consumer.report.steps import StepRecord, StepReport, batch_metrics
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy, write_when_there_is_room
-from protocol.errors import DeviceError, NotFiniteError
+from protocol.errors import DeviceError, NotFiniteError, PolicyRefusedError
 from protocol.runtime import logs
 from protocol.runtime.files import staged
 from protocol.runtime.health import Health
@@ -274,6 +274,9 @@ class Run(TrainerCallback):
             self._take_steps()
         except NotFiniteStep as found:
             raise NotFiniteError(self._explain(found)) from found
+        except PolicyRefusedError:
+            self._keep()
+            raise
         except DeviceError as error:
             if not isinstance(error, CompletionTooLargeError):
                 self.undo_try()

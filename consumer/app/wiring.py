@@ -31,6 +31,7 @@ from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
+from consumer.link.refusals import RefusalWatch
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
@@ -100,7 +101,8 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     heartbeat = Liveness(watch.health, setup.stop, errors)
     resumed = start.checkpoint is not None or bool(before)
     turns = _turns(setup, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
-    terms = _terms(setup, facts, session, turns)
+    refusals = RefusalWatch(config.swap.max_refused, _settle_s(config), resumed)
+    terms = _terms(setup, facts, session, turns, refusals)
     intake = Intake(channel, storage, dispatcher, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
     feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
@@ -142,15 +144,20 @@ def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: 
 
 
 def _turns(setup: Setup, gpus: Sequence[int], opened: ExitStack, *, resumed: bool) -> GpuTurns:
-    """A producer that has lost its trainer greets the next one within `heartbeat_timeout_s`, and again within a moment."""
     config, pipeline = setup.config, setup.config.pipeline
-    settle_s = 1.0 + 1.25 * config.transport.heartbeat_timeout_s if resumed else 0.0
+    settle_s = _settle_s(config) if resumed else 0.0
     gpu = gpu_facts(gpus[0]) if gpus else None
     if gpu is None:
         return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s)
     own = opened.enter_context(tenancy(gpu.uuid, "trainer", config.run_dir))
     stay = partial(own.alone, pipeline.stall_timeout_s, say=log_waiting)
     return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s, stay)
+
+
+def _settle_s(config: RunConfig) -> float:
+    """Return how long producers take to come to another trainer process: one that has lost its trainer greets the next one within
+    `heartbeat_timeout_s`, and again within a moment."""
+    return 1.0 + 1.25 * config.transport.heartbeat_timeout_s
 
 
 def _comparable(start: RunStart, journal: Journal, before: dict[str, str], facts: dict[str, str]) -> bool:
@@ -169,7 +176,9 @@ def _channel(config: RunConfig) -> ZmqServer:
     return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
 
 
-def _terms(setup: Setup, facts: dict[str, str], session: str, turns: GpuTurns | None) -> SessionTerms:
+def _terms(
+    setup: Setup, facts: dict[str, str], session: str, turns: GpuTurns | None, refusals: RefusalWatch
+) -> SessionTerms:
     config, host = setup.config, socket.gethostname()[:128]
     needs = TrainerNeeds(
         base_model_digest=facts["base_model_digest"],
@@ -194,6 +203,7 @@ def _terms(setup: Setup, facts: dict[str, str], session: str, turns: GpuTurns | 
         config.transport.region or host,
         offered_bundle(config, Path.cwd()),
         turns,
+        refusals,
     )
 
 

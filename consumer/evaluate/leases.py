@@ -90,7 +90,7 @@ class EvaluationLeases:
         lost = list[bytes]()
         if running.next_task(now) is not None:
             queue = RoomQueue(self._room)
-            queue.refill(able)
+            queue.refill(each for each in able if each[1].may_serve(running.version))
             lost = give_leases(self.channel, queue, functools.partial(self._give, running, now), self.clock)
         if running.began is None and running.leases.num_leases:
             running.began = now

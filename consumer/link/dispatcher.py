@@ -60,9 +60,12 @@ class LeaseDispatcher:
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
     evaluations: Evaluations | None = None
-    _queue: RoomQueue = field(default_factory=lambda: RoomQueue(lambda session: session.room))
+    _queue: RoomQueue = field(init=False)
     _refill_at: float = -math.inf
     _look_at_disk_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._queue = RoomQueue(self._room)
 
     def requeue(self, peer: bytes, session: ProducerSession) -> None:
         """Call when a producer may have more free slots."""
@@ -82,6 +85,11 @@ class LeaseDispatcher:
         if self.evaluations is not None:
             lost += self.evaluations.tick(producers.items(), now)
         return lost
+
+    def _room(self, session: ProducerSession) -> int:
+        """Return how many leases a producer would take: none if it refuses for good what the next one needs."""
+        hopeless = session.heartbeat.num_refused > 0 and not session.may_serve(self.buffer.next_floor())
+        return 0 if hopeless else session.room
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s)

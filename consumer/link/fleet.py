@@ -16,6 +16,7 @@ from consumer.link.dispatcher import Evaluations
 from consumer.link.gpu_turns import GpuTurns
 from consumer.link.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.link.policy_store import PolicyStore
+from consumer.link.refusals import RefusalWatch
 from consumer.link.sessions import ProducerSession
 from protocol.channel.channel import ServerChannel
 from protocol.exposition import Target
@@ -51,6 +52,7 @@ class SessionTerms:
     region: str = ""
     bundle: OfferedBundle = NO_BUNDLE
     turns: GpuTurns | None = None  # on the GPU; None: nobody shares it
+    refusals: RefusalWatch = field(default_factory=RefusalWatch)
 
 
 @dataclass(eq=False)
@@ -141,6 +143,7 @@ class Fleet:
             del self._tokens_seen[next(iter(self._tokens_seen))]
         lost = session.note(message, self.terms.heartbeat_interval_s)
         self._note_refusal(session.name, message)
+        self.terms.refusals.note(message, self.store.newest.version)
         if self.terms.turns is not None:
             self.terms.turns.report(session.name, message.asleep_in)
         if lost:

@@ -89,6 +89,11 @@ class Intake:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def check_refused(self, oldest_usable: int | None = None) -> None:
+        """Raise PolicyRefusedError if no producer is left that serves what is needed (`RefusalWatch.check`)."""
+        sessions = list(self.fleet.sessions.values())
+        self.fleet.terms.refusals.check(sessions, self.store.newest.version, oldest_usable)
+
     def describe(self) -> str:
         """Return which side waits for which, in words."""
         sessions = list(self.fleet.sessions.values())

@@ -44,6 +44,10 @@ class ProducerSession:
         """The number of leases that it would still take."""
         return self.capacity - len(self.leases)
 
+    def may_serve(self, version: int) -> bool:
+        """Tell whether it serves this version or a newer one, or may come to it."""
+        return self.heartbeat.num_refused == 0 or self.heartbeat.policy_version >= version
+
     def end(self) -> None:
         """End the session, so that it gets no lease."""
         self.capacity = 0

@@ -4,7 +4,8 @@ Guarantee: an engine that died while idle ends the producer, and so does work th
 with the trainer connected, for the whole of `stall_timeout_s` and no group was finished, refused or acknowledged and no adapter
 arrived. Waiting for a trainer, for the end of its turn on the GPU, for leases or for outside agents is no stall, and a lease that
 ran into its deadline is no progress: an engine that hangs lets all of them do so. While the engine is out of order for a time,
-leases go back to the trainer. How busy the engine was is counted while a trainer is connected and the engine awake.
+leases go back to the trainer, and so do those that wait for a version that was refused for good. How busy the engine was is
+counted while a trainer is connected and the engine awake.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any
 from producer.app.timeline import Timeline
 from producer.engine_contract import Engine
 from producer.metrics import Situation
+from producer.rollouts.leases import Generation
 from protocol.errors import StalledError
 
 _WATCH_EVERY_S = 1.0
@@ -68,14 +70,15 @@ def describe(situation: Situation) -> list[str]:
 
 @dataclass
 class Supervision:
-    """Watch the engine and the progress. `on_tick` is called every time, `return_leases` while the engine has an outage."""
+    """Watch the engine and the progress. `on_tick` is called every time. `generation` gives leases back while the engine has an
+    outage, and those that wait for a newer version than is served while one is refused for good."""
 
     engine: Engine
     read_status: Callable[[], Situation]
     timeline: Timeline
     watchdog: Watchdog
     on_tick: Callable[[], None]
-    return_leases: Callable[[], None]
+    generation: Generation
 
     async def run(self) -> None:
         """Run until cancelled. Raises EngineError if the engine died, StalledError if nothing progresses."""
@@ -85,8 +88,10 @@ class Supervision:
             self.engine.check_alive()
             self.on_tick()
             if self.engine.outage() is not None:
-                self.return_leases()
+                self.generation.hand_back_ungenerated()
             situation = self.read_status()
+            if situation.counters.num_refused > 0:
+                self.generation.hand_back_above(situation.counters.policy_version)
             before, busy_before_s = now, busy_s
             now, busy_s = time.monotonic(), situation.workload.busy_s
             if situation.delivery.connected:

@@ -359,7 +359,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     health.check_ready("weights", lambda: None if counters.policy_version >= 0 else "none are loaded")
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
     on_tick = partial(health.beat, "event")
-    supervision = Supervision(engine, read_status, base.timeline, watchdog, on_tick, generation.hand_back_ungenerated)
+    supervision = Supervision(engine, read_status, base.timeline, watchdog, on_tick, generation)
     return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns, access, forget, events)
 
 
@@ -415,6 +415,7 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGat
         lambda policy: mailbox.put(TakeAgain(policy)),
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
         config.pipeline.max_staleness,
+        config.swap.max_refused,
     )
 
 

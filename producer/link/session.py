@@ -37,7 +37,7 @@ from producer.metrics import Counters, Delivery, Workload
 from protocol import __version__
 from protocol.channel.channel import BadFrame, ClientChannel
 from protocol.config.operation import TransportSection
-from protocol.errors import BundleChangedError, IncompatiblePeerError
+from protocol.errors import REFUSED_FIX, BundleChangedError, IncompatiblePeerError, PolicyRefusedError
 from protocol.runtime import logs
 from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
@@ -182,7 +182,7 @@ class Link(threading.Thread):
         self._workload = workload
         self._interval_s = 0.0
         self._heartbeat_at = -math.inf
-        self._said_asleep_in = -1
+        self._said_asleep_in = self._said_refused = -1
         self._run_id = self._session = ""
         self._say = Throttle(logger)
 
@@ -247,8 +247,10 @@ class Link(threading.Thread):
                 self._connection.hello_at = now
 
     def _send_due(self, now: float) -> None:
-        if now - self._heartbeat_at >= self._interval_s or self._counters.asleep_in != self._said_asleep_in:
-            self._heartbeat_at, self._said_asleep_in = now, self._counters.asleep_in
+        news = (self._counters.asleep_in, self._counters.refused_version)
+        if now - self._heartbeat_at >= self._interval_s or news != (self._said_asleep_in, self._said_refused):
+            self._heartbeat_at = now
+            self._said_asleep_in, self._said_refused = news
             self._channel.send(self._heartbeat())
         for answer in self._outbox.due(now):
             try:
@@ -274,6 +276,7 @@ class Link(threading.Thread):
             refusal=counters.refusal,
             relay=self._sources.relay_endpoint,
             asleep_in=self._said_asleep_in,
+            num_refused=counters.num_refused,
         )
 
     def _lose(self, reason: str) -> None:
@@ -335,6 +338,8 @@ class Link(threading.Thread):
                 return True
             case Bye(reason):
                 self._say_goodbye()
+                if reason == "stopping":
+                    self._check_served()
                 self._lose(f"the trainer {'is stopping' if reason == 'stopping' else 'does not know this session'}")
             case _ if not self.connected:
                 pass  # left over from before the reset
@@ -359,6 +364,15 @@ class Link(threading.Thread):
                 self._sources.admit(message)
         return False
 
+    def _check_served(self) -> None:
+        """End the producer if the trainer stops and nothing that it published can be served here."""
+        counters = self._counters
+        if counters.policy_version < 0 and counters.num_refused > 0:
+            raise PolicyRefusedError(
+                f"the trainer stops, and no policy version is served here: v{counters.refused_version} is refused: "
+                f"{counters.refusal}. {REFUSED_FIX}"
+            )
+
     def _take_refusal(self, problems: list[str]) -> None:
         """End the producer, unless the refusal answers a greeting over an earlier connection."""
         if self.connected:
@@ -369,6 +383,9 @@ class Link(threading.Thread):
     def _begin_session(self, welcome: Welcome) -> None:
         if welcome.session != self._session:
             self._fetcher.forget()
+            # Of the trainer before, and not what the first heartbeat is to say. The registry notes what is served on.
+            self._counters.policy_version = self._counters.refused_version = -1
+            self._counters.num_refused = 0
         if welcome.run_id != self._run_id:
             if count := self._outbox.void():
                 logger.warning("the trainer of another run: %d leases of run %s are void", count, self._run_id)

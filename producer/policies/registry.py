@@ -24,7 +24,7 @@ from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefused
 from producer.groups import LeaseFailure
 from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import DownloadedPolicy, Loaded, PolicyLoader
-from protocol.errors import EngineError
+from protocol.errors import REFUSED_FIX, EngineError, PolicyRefusedError
 from protocol.runtime import logs
 from protocol.wire.messages import PolicyInfo
 
@@ -38,11 +38,14 @@ class SwapReport:
     counters: Counters
     metrics: ProducerMetrics
     record: Callable[..., None]  # to the timeline: the event's name and its fields
+    _num_refused: int = 0  # for good, in a row
+    _last_refused: int = -1
 
     def note_current(self, adapter: Adapter | None) -> None:
         """Note the adapter on which requests begin from now on."""
         self.counters.policy_version = -1 if adapter is None else adapter.version
-        self.counters.refused_version, self.counters.refusal = -1, ""
+        self.counters.refused_version, self.counters.refusal, self.counters.num_refused = -1, "", 0
+        self._num_refused, self._last_refused = 0, -1
         logs.bind(version=None if adapter is None else adapter.version)
 
     def note_live(self, downloaded: DownloadedPolicy, loaded: Loaded) -> None:
@@ -60,10 +63,14 @@ class SwapReport:
             "policy v%d is live (%.0f ms after its announcement)", version, swap_s * 1000, extra={"fields": fields}
         )
 
-    def note_refused(self, version: int, reason: str, current: Adapter | None) -> None:
+    def note_refused(self, version: int, reason: str, current: Adapter | None, *, may_pass: bool = False) -> None:
         counters = self.counters
         counters.failed_swaps += 1
+        if not may_pass and version != self._last_refused:
+            self._num_refused, self._last_refused = self._num_refused + 1, version
+        counters.num_refused = 0  # the link's thread reads them at any time
         counters.refused_version, counters.refusal = version, reason[:_MAX_REASON]
+        counters.num_refused = 0 if may_pass else self._num_refused
         kept = f"v{current.version} stays" if current else "no version is served yet"
         logger.error("policy v%d is refused, %s: %s", version, kept, reason)
         self.record("swap_refused", version=version, reason=reason)
@@ -86,7 +93,8 @@ class AdapterRegistry:
     """Registry of the adapter for new requests, and of older ones in use. `fetch` asks for a policy that is not the newest,
     and `on_fetched` answers; `take_again` has the newest one come again, through `offer`. A newer version waits `hold_s`
     for an evaluation; None: the engine has several versions at once. A group whose version is more than `max_staleness` older
-    than the newest can only be stale."""
+    than the newest can only be stale. `run` ends with PolicyRefusedError after `max_refused` refused versions if none is
+    served."""
 
     loader: PolicyLoader
     report: SwapReport
@@ -94,6 +102,7 @@ class AdapterRegistry:
     take_again: Callable[[PolicyInfo], None] = lambda policy: None
     hold_s: float | None = None
     max_staleness: float = math.inf
+    max_refused: float = math.inf
     current: Adapter | None = None  # what new requests start on
     _session: int = 0
     _flipped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -125,6 +134,8 @@ class AdapterRegistry:
         self._forget_again()
         if self._current_policy != policy:
             self._flip(None)
+        else:
+            self.report.note_current(self.current)  # what the trainer before published and had refused is past
 
     def offer(self, downloaded: DownloadedPolicy) -> None:
         """Has `run` publish this version next, in place of an older one that still waits."""
@@ -230,7 +241,8 @@ class AdapterRegistry:
             self.refuse_for_now(policy, str(error))
             return False
         except AdapterRefusedError as error:
-            self.report.note_refused(policy.version, str(error), self.current)
+            if session == self._session:
+                self._refuse(policy.version, str(error))
             return False
         if session != self._session:
             await self.loader.discard(loaded.adapter)
@@ -261,9 +273,19 @@ class AdapterRegistry:
         self.loader.weights.activate(adapter)
         self._versions[adapter] = _Version(policy)
 
+    def _refuse(self, version: int, reason: str) -> None:
+        self.report.note_refused(version, reason, self.current)
+        count = self.report.counters.num_refused
+        if self.current is None and count >= self.max_refused:
+            raise PolicyRefusedError(
+                f"no policy version is served here, and {count} in a row were refused (swap.max_refused), v{version} the last: "
+                f"{reason}. {REFUSED_FIX}"
+            )
+
     def refuse_for_now(self, policy: PolicyInfo, reason: str) -> None:
         """Report that the newest policy could not be loaded, and try it again after a pause that doubles every time."""
-        self.report.note_refused(policy.version, f"{reason}; the next attempt is in {self._pause_s:g} s", self.current)
+        again = f"{reason}; the next attempt is in {self._pause_s:g} s"
+        self.report.note_refused(policy.version, again, self.current, may_pass=True)
         pause_s = self._pause_s
         self._forget_again()
         self._pause_s = min(2 * pause_s, _AGAIN_S[1])

@@ -153,6 +153,11 @@ class SwapSection(Section):
         description="Largest difference of a probe's log-prob. Default: by `model.dtype`; none with "
         "`engine.quantization`.",
     )
+    max_refused: Positive = Field(
+        3,
+        description="After so many versions in a row that every producer refuses, the run ends with code 81; earlier if "
+        "groups of what is served are too old.",
+    )
 
     def problems(self) -> Problems:
         if self.mode == "merged" and self.in_flight == "finish":

@@ -301,7 +301,8 @@ class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"
     """The state of a producer, sent once per interval. Counters are totals since the producer started; `waiting`, `generating`,
     `scoring` and `unacked` say where the held leases are now; `refused_version` is the newest policy that this producer
     does not serve because of what `refusal` says; `relay` is the endpoint at which it hands policies on ("": it does not);
-    `asleep_in` is the number of the trainer's turn in which its engine sleeps (-1: it does not)."""
+    `asleep_in` is the number of the trainer's turn in which its engine sleeps (-1: it does not); `num_refused` counts the
+    versions in a row, up to `refused_version`, that it will never serve (0: it tries that one again, or refuses none)."""
 
     policy_version: Annotated[int, Meta(ge=-1, le=2**31)]  # -1 while no policy is loaded
     capacity: Count
@@ -317,6 +318,7 @@ class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"
     refusal: Text = ""
     relay: RelayEndpoint = ""
     asleep_in: Annotated[int, Meta(ge=-1, le=2**53)] = -1
+    num_refused: Count = 0
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):

@@ -143,6 +143,7 @@ STAYS_DOWN = frozenset(
         ExitCode.JOURNAL,
         ExitCode.CONFIG,
         ExitCode.BUNDLE,
+        ExitCode.POLICY_REFUSED,
         ExitCode.INTERRUPTED,
     }
 )

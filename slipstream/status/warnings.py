@@ -97,7 +97,7 @@ def _of_producers(view: View) -> Iterator[Warned]:
     for producer in view.producers:
         name, cure = (
             f"producer {producer.name}",
-            "it goes on with the one before; its log and the trainer's have the reason",
+            "its log has the reason; the run ends when every producer refuses swap.max_refused versions in a row",
         )
         if (version := producer.refused_version) is not None and version >= 0:
             yield Warned("swaps_refused", f"{name} refuses policy version {version}", cure)

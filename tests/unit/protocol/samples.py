@@ -90,6 +90,7 @@ SAMPLES = [
         refusal="the probe differs by 0.5",
         relay="tcp://10.0.0.7:5600",
         asleep_in=4,
+        num_refused=1,
     ),
     m.Bye(reason="finished"),
     m.BundleRequest(),

@@ -1,5 +1,6 @@
 """The wait for a batch: in order, measured, and ended by whatever ended the run."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from consumer.app import feed as feed_module
 from consumer.app.feed import BatchFeed
 from consumer.waiting import StopRequested, WaitPolicy
-from protocol.errors import NoSignalError, StalledError
+from protocol.errors import NoSignalError, PolicyRefusedError, StalledError
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
 from tests.unit.consumer.builders import Clock, fill, live_buffer
@@ -18,9 +19,16 @@ from tests.unit.replay.builders import FillableJournal
 class FakeIntake:
     def __init__(self) -> None:
         self.wakes = 0
+        self.checked: list[int | None] = []
+        self.refuses_from: float = math.inf
 
     def wake(self) -> None:
         self.wakes += 1
+
+    def check_refused(self, oldest_usable: int | None = None) -> None:
+        self.checked.append(oldest_usable)
+        if oldest_usable == self.refuses_from:
+            raise PolicyRefusedError("every producer refuses it")
 
     def describe(self) -> str:
         return "1 producer(s), 2 leases out"
@@ -103,6 +111,25 @@ def test_no_batch_is_so_partial_that_it_is_empty(journal: Journal, clock: Clock)
     batch = next(iter(feed(replay, check=check, partial_after_s=5.0)))
     assert (len(batch.groups), batch.num_fresh) == (1, 1)
     assert 1020 < clock.now < 1021
+
+
+def test_a_run_whose_policy_nobody_serves_ends_when_no_batch_is_left(journal: Journal, clock: Clock) -> None:
+    replay, intake = live_buffer(journal, max_staleness=0), FakeIntake()
+    fill(replay, 2)
+    intake.refuses_from = 1
+    batches = iter(feed(replay, intake))
+    next(batches)
+    assert intake.checked == [None], "while there is a batch, older versions do"
+    intake.checked.clear()
+
+    def publish() -> None:
+        if clock.now > 1003:
+            replay.published(1)
+
+    with pytest.raises(PolicyRefusedError):
+        next(iter(feed(replay, intake, check=publish)))
+    assert set(intake.checked) == {None, 1}, "the policy of the step is on its way at first"
+    assert clock.now < 1005
 
 
 class Turns:

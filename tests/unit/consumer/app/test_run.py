@@ -117,6 +117,8 @@ class Run:
 
     def wake(self) -> None: ...
 
+    def check_refused(self, oldest_usable: int | None = None) -> None: ...
+
     def describe(self) -> str:
         return ""
 

@@ -170,6 +170,16 @@ def test_training_goes_first_and_an_evaluation_gets_on_all_the_same(tmp_path: Pa
     assert [busy.room, idle.room] == [0, 2], "no place for training is taken"
 
 
+def test_a_producer_that_will_never_serve_the_evaluated_version_gets_none_of_it(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.sessions[b"q"] = ProducerSession("q", 3, 0.0, evaluates=True)
+    for name, refused in ((b"p", 1), (b"q", 0)):
+        process.sessions[name].heartbeat = Heartbeat(-1, 3, [], 0, 0.0, refused_version=0, num_refused=refused)
+    process.publish(0)
+    process.tick()
+    assert {peer for peer, _ in process.sent} == {b"q"}
+
+
 def test_an_answer_must_be_of_the_evaluated_version_alone(tmp_path: Path) -> None:
     process = Process(tmp_path)
     process.publish(0)

@@ -8,12 +8,14 @@ import pytest
 
 from consumer.link import fleet
 from consumer.link.policy_store import MeasuredProbe
+from protocol.errors import PolicyRefusedError
 from protocol.runtime.scratch import shared_memory
 from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     BlobRequest,
     Heartbeat,
+    Nack,
     Policy,
     PolicyInfo,
     PolicyOffer,
@@ -115,6 +117,28 @@ def test_a_refused_version_counts_once_for_each_producer_and_shows(
     assert [each.heartbeat.refused_version for each in trainer.intake.fleet.sessions.values()] == [1, 1]
     client.say(Heartbeat(2, 64, [], 0, 0.0), Heartbeat(2, 64, [], 0, 0.0, refused_version=3, refusal="again"))
     assert trainer.replay.totals["swaps_refused"] == 3
+
+
+def test_a_producer_gets_no_lease_whose_policy_it_will_never_serve_and_the_run_ends_without_another(
+    start: Start,
+) -> None:
+    trainer = start(max_staleness=1)
+    client = trainer.producer()
+    assert len(client.leases) == 4, "two batches of two"
+    trainer.publish(1, b"next", "1" * 64)
+    trainer.tick()
+    newer = [lease for lease in client.leases if lease.policy_floor == 1]
+    assert len(newer) == 2
+    held = [lease.lease_id for lease in client.leases]
+    client.say(Heartbeat(0, 64, held, 0, 0.0, refused_version=1, refusal="the probe differs", num_refused=1))
+    for lease in newer:
+        client.say(Nack(lease.lease_id, "returned"))
+    assert len(client.leases) == len(held), "they are not given to it again"
+    client.say(Nack(held[0], "returned"))
+    assert [lease.policy_floor for lease in client.leases[len(held) :]] == [0]
+    trainer.intake.check_refused(oldest_usable=0)
+    with pytest.raises(PolicyRefusedError, match=r"p, which serves v0, refuses v1: the probe differs"):
+        trainer.intake.check_refused(oldest_usable=1)
 
 
 def test_many_producers_are_told_in_turns_and_each_of_the_newest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

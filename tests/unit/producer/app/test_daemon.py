@@ -19,10 +19,10 @@ from producer.app import daemon
 from producer.app import watchdog as supervision
 from producer.app import wiring as assembly
 from producer.app.wiring import Launch
-from producer.engine_contract import Completion, EngineCapabilities
+from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.channel.server import ZmqServer
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
+from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, PolicyRefusedError, StalledError
 from protocol.exposition import Targets, Watch
 from protocol.gpu import reservation as seat
 from protocol.gpu import reservation as tenants
@@ -303,6 +303,30 @@ def test_an_engine_that_does_not_start_is_closed(config, monkeypatch, warm_up, s
     with pytest.raises((EngineError, StalledError), match=said):
         live(changed(config, "pipeline", stall_timeout_s=0.05))
     assert made[0].shut_down
+
+
+def test_a_policy_that_is_refused_for_good_sends_its_leases_back_and_ends_the_producer_with_its_trainer(
+    config, trainer, monkeypatch
+):
+    serve_blobs(trainer)
+    monkeypatch.setattr(Engine, "load", refuse)
+
+    def play() -> None:
+        trainer.wait_for(lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].num_refused == 1, 20)
+        trainer.give(lease(1))
+        trainer.wait_for(lambda: trainer.all(Nack), 20)
+        assert trainer.all(Nack) == [Nack("lease-1", "returned")]
+        trainer.send(Bye("stopping"))
+
+    with pytest.raises(
+        PolicyRefusedError, match=r"no policy version is served here: v0 is refused: rank 512 is too large"
+    ):
+        live(config, play)
+    assert made[0].shut_down
+
+
+async def refuse(engine: Engine, adapter: Adapter) -> None:
+    raise AdapterRefusedError("rank 512 is too large")
 
 
 def test_reward_functions_are_imported_before_the_engine_is_loaded(config):

@@ -8,7 +8,7 @@ from msgspec import structs
 from campaigns.fuzz.mutations import sealed
 from producer.link.events import LeaseAbandoned, LinkEnded, OutboxFull, RunBegan, SessionBegan
 from producer.link.outbox import num_bytes
-from protocol.errors import BundleChangedError, IncompatiblePeerError
+from protocol.errors import BundleChangedError, ExitCode, IncompatiblePeerError
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Lease, Nack, Reject
 from tests.scripted import made_up_group
@@ -17,11 +17,12 @@ from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
 
 
 def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
-    setup.counters.policy_version, setup.counters.tokens = 4, 99
-    setup.counters.refused_version, setup.counters.refusal = 3, "it is not what the trainer computes"
     setup.start()
     setup.trainer.acknowledges = False
     setup.take_leases(1, 2)
+    setup.counters.policy_version, setup.counters.tokens = 4, 99
+    setup.counters.refused_version, setup.counters.refusal = 5, "it is not what the trainer computes"
+    setup.counters.num_refused = 1
     setup.finish(2)
     setup.trainer.wait_for_message(Group)
     setup.server.clients[setup.client.peer].put(b"", b"not a frame at all")  # which is survived
@@ -29,7 +30,7 @@ def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
     last = setup.trainer.all(Heartbeat)[-1]
     assert last == Heartbeat(
         4, 8, ["lease-1", "lease-2"], 99, 1.5, waiting=3, generating=2, scoring=1, unacked=1,
-        refused_version=3, refusal="it is not what the trainer computes",
+        refused_version=5, refusal="it is not what the trainer computes", num_refused=1,
     )  # fmt: skip
 
 
@@ -41,12 +42,16 @@ def test_a_greeting_that_nobody_answers_is_repeated(setup):
 
 
 def test_a_heartbeat_is_sent_once_per_interval(setup, monkeypatch):
-    sent: list[object] = []
+    sent: list[Heartbeat] = []
     monkeypatch.setattr(setup.client, "send", sent.append)
     monkeypatch.setattr(setup.link, "_interval_s", 1.0)
     for now in (5.0, 5.5, 5.99, 6.0, 6.5):
         setup.link._send_due(now)
     assert [type(message) for message in sent] == [Heartbeat] * 2
+    setup.counters.refused_version, setup.counters.num_refused = 1, 1
+    for now in (6.6, 6.7):
+        setup.link._send_due(now)
+    assert [message.refused_version for message in sent] == [-1, -1, 1], "a refusal at once"
 
 
 def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
@@ -203,6 +208,32 @@ def test_finished_ends_the_link_without_an_error(setup):
     setup.wait_for(lambda: setup.events.of(LinkEnded))
     assert (setup.events.of(LinkEnded), setup.server.clients) == ([None], {})
     setup.finish(1)  # a task that ends later disturbs nothing
+
+
+@pytest.mark.parametrize(("served", "refused", "ends"), [(-1, 1, True), (-1, 0, False), (4, 1, False)])
+def test_a_trainer_that_stops_ends_a_producer_that_refuses_its_policies_and_serves_none(setup, served, refused, ends):
+    setup.start()
+    setup.take_leases(1)
+    counters = setup.counters
+    counters.policy_version, counters.refused_version, counters.num_refused = served, 5, refused
+    counters.refusal = "the probe differs by 0.5"
+    setup.trainer.send(Bye("stopping"))
+    if not ends:
+        setup.trainer.wait_for_message(Hello, 2)
+        assert setup.events.of(LinkEnded) == []
+        return
+    setup.wait_for(lambda: setup.events.of(LinkEnded))
+    [error] = setup.events.of(LinkEnded)
+    assert error.exit_code == ExitCode.POLICY_REFUSED
+    assert "no policy version is served here: v5 is refused: the probe differs by 0.5. Repair" in str(error)
+
+
+def test_what_was_refused_of_another_trainer_process_is_not_told_the_next(setup):
+    counters = setup.counters
+    counters.policy_version, counters.refused_version, counters.num_refused = 4, 5, 3
+    setup.start()
+    first, *_ = setup.trainer.wait_for_message(Heartbeat)
+    assert (first.policy_version, first.refused_version, first.num_refused) == (-1, -1, 0)
 
 
 def test_stopping_delivers_what_is_finished_waits_for_its_acknowledgement_and_says_goodbye(setup):

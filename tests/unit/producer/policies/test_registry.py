@@ -18,7 +18,7 @@ from producer.groups import LeaseFailure
 from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import DownloadedPolicy
 from producer.policies.probe import Probe
-from protocol.errors import EngineError
+from protocol.errors import EngineError, PolicyRefusedError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.policies import registry_of
@@ -244,6 +244,57 @@ async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer
     refused = [("swap_refused", version) for version in (1, 2, 3)]
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), *refused, ("swap", 4)]
     assert [event["probe_difference"] for event in events if "probe_difference" in event] == [0.0]
+
+
+@working
+async def test_versions_that_are_refused_for_good_are_counted_until_one_is_served_or_another_trainer_comes(setup):
+    def counted() -> tuple[int, int]:
+        return setup.counters.refused_version, setup.counters.num_refused
+
+    await setup.publish(0)
+    setup.engine.failure = AdapterRefusedError("rank 512 is too large")
+    for version in (1, 2):
+        await setup.publish(version)
+    assert counted() == (2, 2)
+    setup.registry.refuse_for_now(blob(3)[0], "it is 7 bytes large")
+    assert counted() == (3, 0), "that one comes again"
+    await setup.publish(3)
+    await setup.publish(3)
+    assert counted() == (3, 3), "one version counts once"
+    setup.engine.failure = None
+    await setup.publish(4)
+    assert counted() == (-1, 0)
+    setup.engine.failure = AdapterRefusedError("rank 512 is too large")
+    await setup.publish(5)
+    assert counted() == (5, 1)
+    setup.registry.start_session(blob(4)[0])
+    assert counted() == (-1, 0), "the one that is served stays"
+    assert setup.counters.policy_version == 4
+    setup.engine.slow.clear()
+    old = asyncio.create_task(setup.publish(6))
+    await settle()
+    setup.registry.start_session(blob(4)[0])
+    setup.engine.slow.set()
+    assert not await old
+    assert counted() == (-1, 0), "it was of the trainer before"
+
+
+@working
+async def test_a_producer_that_never_served_a_version_ends_and_one_that_did_goes_on(setup):
+    setup.registry.max_refused = 3
+    setup.engine.refuses = True
+    for version in (7, 8):
+        await setup.publish(version)
+    with pytest.raises(
+        PolicyRefusedError, match=r"3 in a row .* v9 the last: rank 512 is too large\. .* start the producer"
+    ):
+        await setup.publish(9)
+    setup.engine.refuses = False
+    await setup.publish(10)
+    setup.engine.refuses = True
+    for version in range(11, 20):
+        assert not await setup.publish(version)
+    assert setup.counters.policy_version == 10
 
 
 def full_disk(data, digest, folder):
