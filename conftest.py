@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,10 @@ def short_dir() -> Iterator[Path]:
     folder = tempfile.mkdtemp(prefix="sl-", dir="/tmp")
     yield Path(folder)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered here ends with the test."""
+    with ExitStack() as opened:
+        yield opened

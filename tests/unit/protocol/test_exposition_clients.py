@@ -50,12 +50,6 @@ class Port:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture
 def port(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Port:
     for limit, seconds in (("_HEADERS_S", 0.5), ("_READING_S", 0.3), ("_ANSWER_S", 0.8)):
         monkeypatch.setattr(exposition, limit, seconds, raising=False)

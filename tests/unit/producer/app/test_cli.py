@@ -37,12 +37,6 @@ def here(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return short_dir
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
 class Replaced(Exception):
     """In place of the process that `execve` makes of this one."""
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from tests.unit.producer.app.bundle_server import BundleServer, bundle_of, make_
 from tests.unit.protocol.channel_harness import PATIENCE_S, eventually, reserve_port
 
 DATA = bundle_of()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,6 @@ from protocol.config.functions import load_function
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError, ConfigError
 from tests.unit.producer.app.bundle_server import CONFIG, bundle_of, served
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -1,18 +1,11 @@
 """Both ends of channels over real sockets."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.unit.protocol.channel_harness import Harness
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture(params=["ipc", "tcp"])
