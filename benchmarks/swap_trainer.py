@@ -19,13 +19,14 @@ from transformers import AutoModelForCausalLM
 from benchmarks.acceptor import Acceptor
 from benchmarks.groups import DTYPES, MAX_MESSAGE_BYTES
 from consumer.link.policy_store import PublishedPolicy
+from consumer.link.probe import NUM_ROWS, ROW_LENGTH, PolicyProbe
 from consumer.link.publisher import Publisher
-from consumer.link.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
+from consumer.link.snapshots import AdapterSnapshots
 from consumer.waiting import WaitPolicy
 from protocol.channel.server import ZmqServer
 from protocol.runtime.scratch import NO_MEMORY, SharedMemory, shared_memory
 
-PROBE_IDS = np.arange(3, 3 + NUM_TOKENS, dtype=np.int32)
+PROBE_ROWS = 3 + np.arange(NUM_ROWS * ROW_LENGTH, dtype=np.int32).reshape(NUM_ROWS, -1) % 40
 
 
 class Trainer(Acceptor):
@@ -37,7 +38,7 @@ class Trainer(Acceptor):
         self._snapshots = AdapterSnapshots(model)
         on_gpu = model.device.type == "cuda"
         autocast = partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext
-        self._probe = Probe(PROBE_IDS, 1, model, autocast)
+        self._probe = PolicyProbe(PROBE_ROWS, 1, model, autocast)
         waits = WaitPolicy(check=lambda: None, say=print, stall_timeout_s=600.0)
         self._publisher = Publisher(self._announce, waits, lambda: "", self._errors)
         self._times: dict[str, float] = {}

@@ -18,7 +18,8 @@ from consumer.app.setup import Setup
 from consumer.app.wiring import rollout_buffer
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.policy_store import PolicyStore
-from consumer.link.snapshots import AdapterSnapshots, Probe, probe_tokens
+from consumer.link.probe import PolicyProbe, probe_rows
+from consumer.link.snapshots import AdapterSnapshots
 from examples.arithmetic.build_model import EOS, PAD, VOCAB, make_tokenizer, save
 from producer.app.timeline import Timeline
 from producer.engine.engine import VllmEngine
@@ -77,8 +78,8 @@ async def one_step(config: RunConfig) -> None:
     )
     model = trainer.accelerator.unwrap_model(trainer.model)
     snapshots = AdapterSnapshots(model)
-    tokens = probe_tokens(components.prompts, trainer.processing_class, config.seed)
-    probe = Probe(tokens, 1, model, trainer.accelerator.autocast)
+    rows = probe_rows(components.prompts, trainer.processing_class, config.seed, longest=120)
+    probe = PolicyProbe(rows, 1, model, trainer.accelerator.autocast)
     store = PolicyStore(keep=2, memory=NO_MEMORY)
     # The producer's parts: vLLM, the policies it holds, the reward workers.
     engine = VllmEngine(config, num_gpus=0)

@@ -64,6 +64,18 @@ class AdapterFailedError(AdapterRefusedError):
     """The engine could not take this adapter now, for a reason that may pass, such as a full disk."""
 
 
+class Scored(NamedTuple):
+    """What an engine computes of a row of tokens: the log-prob of each but the first, and of tokens that it sampled next as a
+    rollout does, `sampled` there and then and `rescored` without its prefix cache (both empty for the base)."""
+
+    logprobs: list[float]
+    sampled: list[float] = []  # noqa: RUF012 - of a NamedTuple
+    rescored: list[float] = []  # noqa: RUF012
+
+
+NUM_SAMPLED = 8  # tokens after each row
+
+
 class ToolParser(Protocol):
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
         """Content and tool calls of what the model sampled."""
@@ -78,9 +90,9 @@ class PolicyWeights(Protocol):
         bit by bit. A server in another process has no bits to read: its policies are proved by the probe alone. Raises
         AdapterRefusedError if the policy cannot be read, or is not held; nothing has changed then."""
 
-    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        """Compute the log-probs of these tokens but the first with a loaded policy. Raises AdapterRefusedError if it does not
-        score them."""
+    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+        """Compute the log-probs of this row, as much of it as fits, with a loaded policy, or with the base (None). Raises
+        AdapterRefusedError if it does not score them, or has no base any more."""
 
     def activate(self, adapter: Adapter) -> None:
         """Allow requests on this policy."""

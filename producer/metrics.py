@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -19,6 +19,34 @@ from protocol.runtime.metrics import Readings, Reexport
 
 def _total(metric: str, text: str) -> Any:
     return field(default=0, metadata={"metric": metric, "text": text})
+
+
+class Comparison(NamedTuple):
+    """The change of one version since a reference, which is the base or a version proved before.
+
+    `moved` is the trainer's change of log-probs, `noise` the engine's minus the trainer's, root mean squares in nats. `lack`
+    estimates the part of the change that the engine lacks, and `bound` is the largest that noise explains. `share` is the
+    smallest lack that would be refused: above 1 not even an engine that serves the reference is.
+    """
+
+    moved: float
+    noise: float
+    lack: float
+    bound: float
+    share: float
+
+    @property
+    def is_refused(self) -> bool:
+        return abs(self.lack) > self.bound
+
+
+class Verdict(NamedTuple):
+    """Why a version is refused ("": it is not), the root mean square of engine minus trainer in nats, and what the references
+    showed, by name."""
+
+    refusal: str
+    difference: float
+    comparisons: dict[str, Comparison]
 
 
 @dataclass
@@ -63,6 +91,7 @@ class Counters:
     refused_version: int = -1  # the newest that failed, until a newer one is live
     refusal: str = ""
     num_refused: int = 0  # versions in a row, up to that one, that were refused for good; 0: that one is tried again
+    verdict: Verdict | None = None  # of the last version that behaved as the trainer says
     abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
     settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
     idle_s: float = 0.0  # connected without a request in the engine, which is awake
@@ -234,6 +263,8 @@ class ProducerMetrics:
             "outcome",
             lambda: {"live": counters.swaps, "refused": counters.failed_swaps},
         )
+        for metric, text, part in _COMPARED:
+            readings.gauges(metric, text, "reference", partial(_compared, counters, part))
         readings.counters(
             "rl_producer_policy_downloads_total",
             "Policies that arrived, by source: the trainer's file or the cache on this host, a relay, the trainer.",
@@ -254,6 +285,25 @@ class ProducerMetrics:
         readings.gauges("rl_producer_leases", "Leases in hand, by stage.", "stage", lambda: _stages(look()))
         readings.gauges("rl_producer_reward_workers", "Reward worker processes.", "state", lambda: _workers(look()))
         Reexport(self._registry, prometheus_client.REGISTRY, "vllm:")
+
+
+_COMPARED = (
+    (
+        "rl_producer_probe_least_lack_share",
+        "Share of the policy's change since a reference, the base or a version proved before, of which a lack would be refused "
+        "at the least: above 1 the probe cannot tell this version from the reference.",
+        "share",
+    ),
+    ("rl_producer_probe_lack_share", "Share of that change that the engine seems to lack; noise is around 0.", "lack"),
+    ("rl_producer_probe_change_nats", "Root mean square of that change of the trainer's log-probs.", "moved"),
+    ("rl_producer_probe_noise_nats", "Root mean square of engine minus trainer in that change.", "noise"),
+)
+_MOST = 100.0  # that is shown of a share
+
+
+def _compared(counters: Counters, part: str) -> dict[str, float]:
+    found = counters.verdict.comparisons if counters.verdict else {}
+    return {name: min(_MOST, getattr(one, part)) for name, one in found.items()}
 
 
 def _stages(now: Situation) -> dict[str, int]:

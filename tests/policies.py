@@ -2,17 +2,18 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from producer.engine_contract import Adapter, PolicyWeights
 from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import PolicyLoader
-from producer.policies.probe import SwapProof
+from producer.policies.probe import ReceivedProbe, SwapProof
 from producer.policies.registry import AdapterRegistry, SwapReport
 
 
@@ -49,6 +50,11 @@ class Policies:
 
     def pinned(self) -> set[int]:
         return {version for version, count in self.pins.items() if count}
+
+
+def received_probe(row: Sequence[int], base: Sequence[float], policy: Sequence[float] | None) -> ReceivedProbe:
+    """One row of tokens, with the log-probs of each but the first."""
+    return ReceivedProbe((tuple(row),), np.array(base), None, None if policy is None else np.array(policy), None)
 
 
 def registry_of(

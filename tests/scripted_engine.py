@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from producer.endpoint.openai import Answer, Call, Sampled, ServedRequest
-from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities
+from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities, Scored
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import facts
 
@@ -65,7 +65,7 @@ class NoWeights:
 
     async def load(self, adapter: Adapter) -> None: ...
 
-    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
+    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
         raise AdapterRefusedError("there are no weights here")
 
     def activate(self, adapter: Adapter) -> None: ...

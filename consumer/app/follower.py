@@ -23,7 +23,7 @@ from consumer.learn.adapters import initial_adapter
 from consumer.learn.loss import NotFiniteStep
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
-from consumer.link.snapshots import NUM_TOKENS, Probe
+from consumer.link.probe import NUM_ROWS, ROW_LENGTH, PolicyProbe, longest_of
 from consumer.ranks.exchange import Begin, Piece, PlanError, ProcessRanks, Ranks, Train
 from consumer.ranks.presence import HeartbeatThread, report_failure
 from consumer.ranks.rendezvous import FOREVER_S, connect
@@ -58,8 +58,9 @@ class _Probes(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: SlipstreamTrainer, config: RunConfig) -> None:
         model = trainer.model
-        tokens = np.zeros(NUM_TOKENS, np.int32)
-        self._probe = Probe(tokens, config.swap.probe_every, model, trainer.accelerator.autocast)
+        rows = np.zeros((NUM_ROWS, min(ROW_LENGTH, longest_of(model))), np.int32)
+        every, merged = config.swap.probe_every, config.is_merged_in_16_bits
+        self._probe = PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=merged)
         self._sync_interval = config.pipeline.sync_interval
 
     def measure(self, step: int) -> None:

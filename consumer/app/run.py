@@ -30,7 +30,8 @@ from consumer.learn.micro_batches import CompletionTooLargeError, Recorded
 from consumer.learn.model import loading, unquantized_probe
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.policy_store import Snapshot
-from consumer.link.snapshots import AdapterSnapshots, Probe, probe_tokens
+from consumer.link.probe import PolicyProbe, longest_of, probe_rows
+from consumer.link.snapshots import AdapterSnapshots
 from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.inspection import keep, not_finite
 from consumer.report.sampled_rollouts import RolloutLog
@@ -132,7 +133,7 @@ class Run(TrainerCallback):
         for callback in callbacks:
             trainer.add_callback(callback)
 
-    def attach(self, trainer: SlipstreamTrainer, probe: Probe) -> None:
+    def attach(self, trainer: SlipstreamTrainer, probe: PolicyProbe) -> None:
         """Run with this trainer."""
         config = self.setup.config
         self.trainer, self._probe = trainer, probe
@@ -141,12 +142,12 @@ class Run(TrainerCallback):
         self._run_dir = Path(config.run_dir)
         trainer.add_callback(self)
 
-    def _probe_of(self, trainer: SlipstreamTrainer) -> Probe:
+    def _probe_of(self, trainer: SlipstreamTrainer) -> PolicyProbe:
         config, every, model = self.setup.config, self.setup.config.swap.probe_every, trainer.model
-        tokens = probe_tokens(self.setup.prompts, trainer.processing_class, config.seed)
+        rows = probe_rows(self.setup.prompts, trainer.processing_class, config.seed, longest_of(model))
         if config.model.quantization is None:
-            return Probe(tokens, every, model, trainer.accelerator.autocast)
-        return unquantized_probe(tokens, every, config.model, self.setup.model_folder, self.setup.lora, model)
+            return PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=config.is_merged_in_16_bits)
+        return unquantized_probe(rows, every, config.model, self.setup.model_folder, self.setup.lora, model)
 
     # Where the results of steps go: nowhere, in a run that is trained again.
 

@@ -49,7 +49,7 @@ class EvaluationControl:
             return
         due = version % self.section.every_versions == 0 if version else self.section.before_training
         if due or version == self.last_version:
-            self.due.put(DueVersion(policy.info, step, bytes(policy.data), *policy.probe))
+            self.due.put(DueVersion(policy.info, step, bytes(policy.data), policy.probe))
 
     def collect(self, log: Callable[[Mapping[str, float]], None]) -> None:
         """Records what has finished, and sends its numbers to the trackers by `log`. On a full disk the next call does."""

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 
 from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
-from consumer.link.policy_store import MeasuredProbe, PublishedPolicy
+from consumer.link.policy_store import PublishedPolicy
 from protocol.config.data import EvaluationSection
 from protocol.runtime import json_lines as rotated_lines
 from protocol.runtime.files import restore_folder, staged
 from protocol.runtime.json_lines import RotatedLines, encode_line, encode_page
 from protocol.wire.adapter_blob import unpack
-from protocol.wire.messages import PolicyInfo
+from protocol.wire.messages import PolicyInfo, Probe
 
 _RESULT = "evaluation.json"
 _MAX_BYTES = 16 * 2**20  # of one file; a line has some 400 bytes
@@ -124,14 +124,12 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: PolicyInfo
     step: int
     blob: bytes
-    probe_ids: bytes = b""
-    probe_logprobs: bytes = b""
+    probe: Probe | None = None
 
     @property
     def published(self) -> PublishedPolicy:
         """The policy as producers download it."""
-        probe = MeasuredProbe(self.probe_ids, self.probe_logprobs)
-        return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, probe)
+        return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, self.probe)
 
 
 class EvaluationQueue:

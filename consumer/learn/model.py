@@ -33,7 +33,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
-from consumer.link.snapshots import Measurement, Probe
+from consumer.link.probe import Measurement, PolicyProbe
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.ranks.presence import is_broken_connection
 from protocol.config.data import ModelSection
@@ -306,15 +306,14 @@ def quantization_config(model: ModelSection) -> BitsAndBytesConfig | None:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class UnquantizedProbe(Probe):
+@dataclass(eq=False)
+class UnquantizedProbe(PolicyProbe):
     """A probe of the adapter of `trained` on the base in `model.dtype`, which is the engine's, in host memory.
 
-    So the tolerance of a swap is as narrow as without quantization, and an engine that serves the base, the version before or
-    another scale is still found out. The importance ratio covers the difference of the two bases.
+    So a swap is proved as closely as without quantization. The importance ratio covers the difference of the two bases.
     """
 
-    trained: PeftModel
+    trained: PeftModel | None = None
 
     def measure(self, version: int) -> Measurement | None:
         if self.every and version % self.every == 0:
@@ -323,19 +322,19 @@ class UnquantizedProbe(Probe):
 
 
 def unquantized_probe(
-    tokens: np.ndarray, every: int, model: ModelSection, folder: Path, lora: LoraConfig, trained: PeftModel
-) -> Probe:
+    rows: np.ndarray, every: int, model: ModelSection, folder: Path, lora: LoraConfig, trained: PeftModel
+) -> PolicyProbe:
     """Load the base once more, unless `every` is 0 and no policy is measured.
 
     Args:
-        tokens: see `Probe`.
+        rows: see `PolicyProbe`.
         folder: of the base.
         trained: on the quantized base.
     """
     if not every:
-        return Probe(tokens, every, trained, contextlib.nullcontext)
+        return PolicyProbe(rows, every, trained, contextlib.nullcontext)
     dtype = getattr(torch, model.dtype)
     base = load_model(folder, dtype=dtype, trust_remote_code=model.trust_remote_code)
     like_trained = get_peft_model(base, within_text_model(lora, folder))
     drop_towers(base)
-    return UnquantizedProbe(tokens, every, like_trained, contextlib.nullcontext, trained)
+    return UnquantizedProbe(rows, every, like_trained, contextlib.nullcontext, trained=trained)

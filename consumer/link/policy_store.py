@@ -16,17 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from protocol.runtime.scratch import SharedMemory
-from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
-
-
-class MeasuredProbe(NamedTuple):
-    """The tokens of a probe and their log-probs, as a `PolicyOffer` has them."""
-
-    token_ids: bytes
-    logprobs: bytes
-
-
-NO_PROBE = MeasuredProbe(b"", b"")
+from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest, Probe
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,7 @@ class PublishedPolicy:
     version: int
     digest: str  # sha256 of `data` in hex
     data: bytes | memoryview
-    probe: MeasuredProbe = NO_PROBE
+    probe: Probe | None = None
     release: Callable[[], None] = lambda: None  # is called when `data` is not needed any more
 
     @property
@@ -120,7 +110,7 @@ class PolicyStore:
         if file is not None:
             release()
             data, release = _mapped(file), partial(file.unlink, missing_ok=True)
-        return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), *policy.probe), release)
+        return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), policy.probe), release)
 
     @contextmanager
     def _update(self) -> Iterator[list[_Blob]]:

@@ -2,80 +2,25 @@
 
 Guarantee: a snapshot is the plain PEFT adapter that `save_pretrained` would write, packed, of the moment of `take`, while
 training goes on. `take` does no more than copy the tensors to where they belong in the blob; under CUDA it does not even
-wait for that. Buffers are used again, so that no version pays for fresh memory. The tokens of the probe depend on dataset,
-tokenizer and seed alone, so every version and every process of a run has the same; their log-probs are at temperature 1, computed
-as the loss computes them but without dropout. Nothing that training depends on changes.
+wait for that. Buffers are used again, so that no version pays for fresh memory.
 """
 
 import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save
 
-from consumer.link.policy_store import NO_PROBE, MeasuredProbe, PublishedPolicy
-from protocol.errors import DatasetError
+from consumer.link.policy_store import PublishedPolicy
+from consumer.link.probe import Measurement
 from protocol.wire.adapter_blob import AdapterBlob, pack
 
 _ALIGNMENT_BYTES = 16  # at least that of every dtype
-NUM_TOKENS = 8
-_MAX_PROMPTS = 64  # that are looked at
-
-
-def probe_tokens(prompts: Any, tokenizer: Any, seed: int) -> np.ndarray:
-    """`NUM_TOKENS` token ids, int32: the beginning of the dataset from a row that the seed chooses, over again if it is
-    short."""
-    first = seed % len(prompts)
-    ids: list[int] = []
-    for offset in range(min(_MAX_PROMPTS, len(prompts))):
-        try:
-            prompt, _ = prompts[(first + offset) % len(prompts)]
-        except DatasetError:
-            continue
-        text = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-        ids += tokenizer(text)["input_ids"]
-        if len(ids) >= NUM_TOKENS:
-            break
-    return np.resize(np.array(ids or [0], np.int32), NUM_TOKENS)
-
-
-class Measurement(NamedTuple):
-    """The tokens, and the log-prob of each but the first under one policy; these may still be on their way."""
-
-    token_ids: np.ndarray
-    logprobs: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Probe:
-    """A measurement of every `every`-th policy by the same tokens; of none if `every` is 0. `autocast` makes the context of the
-    trainer's forward passes."""
-
-    token_ids: np.ndarray
-    every: int
-    model: Any
-    autocast: Callable[[], AbstractContextManager[None]]
-
-    def measure(self, version: int) -> Measurement | None:
-        """The present policy, which is this version."""
-        if not self.every or version % self.every:
-            return None
-        model, trains = self.model, self.model.training
-        ids = torch.from_numpy(self.token_ids).long().to(model.device)
-        model.eval()
-        try:
-            with torch.no_grad(), self.autocast():
-                logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        finally:
-            model.train(trains)
-        return Measurement(self.token_ids, logits.log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +40,7 @@ class AdapterSnapshot:
         return memoryview(self.blob.numpy())
 
     def published(self, version: int) -> PublishedPolicy:
-        data, probe = self.data, NO_PROBE
-        if self.probe is not None:
-            token_ids, logprobs = self.probe.token_ids.astype("<i4"), self.probe.logprobs.numpy().astype("<f4")
-            probe = MeasuredProbe(token_ids.tobytes(), logprobs.tobytes())
+        data, probe = self.data, self.probe and self.probe.probe()
         return PublishedPolicy(version, hashlib.sha256(data).hexdigest(), data, probe, self.release)
 
 
@@ -135,7 +77,7 @@ class AdapterSnapshots:
         with torch.no_grad():
             torch._foreach_copy_(places, list(self._parameters.values()), non_blocking=on_gpu)
         copied = None
-        if probe is not None:
+        if probe is not None and probe.logprobs is not None:
             logprobs = torch.empty(probe.logprobs.shape, dtype=torch.float32, pin_memory=self._is_pinned)
             probe = probe._replace(logprobs=logprobs.copy_(probe.logprobs, non_blocking=on_gpu))
         if on_gpu:

@@ -59,7 +59,6 @@ from producer.rollouts.single_turn import AgentRollouts, PlainRollouts
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import ProducerKeys, process_name, producer_keys
 from protocol.config.functions import load_plugin
-from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, StalledError
 from protocol.exposition import Watch, reachable
@@ -407,7 +406,7 @@ def build_gpu_turns(
 
 def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGate) -> AdapterRegistry:
     config, evaluation = base.config, base.config.evaluation
-    proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
+    proof = SwapProof(config.probe_tolerance, config.probe_slack)
     return AdapterRegistry(
         PolicyLoader(engine.weights, base.folder_for, proof, gate),
         SwapReport(base.counters, base.metrics, base.timeline.record),

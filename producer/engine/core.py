@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.engine_contract import NUM_SAMPLED, Adapter, AdapterFailedError, AdapterRefusedError, Scored
 from protocol.errors import EngineError
 from protocol.runtime.scratch import scratch_folder
 
@@ -26,7 +26,7 @@ class EngineCore:
     classes to which vLLM reports its steps; without them it counts nothing."""
 
     def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:
-        self._score_ids = itertools.count()
+        self._probe_ids = itertools.count()
         self._breach = ""  # why requests may have run on another policy than theirs
         self._sockets = ExitStack()  # vLLM does not remove them
         sockets = self._sockets.enter_context(scratch_folder())
@@ -73,23 +73,24 @@ class EngineCore:
             self._breach = f"vLLM sampled on {output.lora_request} a request for {lora}"
             raise EngineError(self._breach)
 
-    async def score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
-        """Return the engine's log-probs of all these tokens but the first, at temperature 1 and without cached KV. Raises
+    async def verify(self, row: list[int], lora: LoRARequest | None, salt: str, *, is_base: bool) -> Scored:
+        """Sample `NUM_SAMPLED` tokens after the row as a rollout does, unless it is for the base, and score all of them. Raises
         AdapterRefusedError if vLLM refuses to score them, AdapterFailedError if it failed."""
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,  # of the token itself alone
-            flat_logprobs=True,
-            detokenize=False,
-            skip_reading_prefix_cache=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        request_id = f"score-{next(self._score_ids)}"
-        try:
-            output = await self.sample(request_id, prompt_of(token_ids, salt), params, lora, asyncio.Event())
-        except Exception as error:
-            self.raise_if_dead(error)
-            raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error
+        row = row[: self.llm.model_config.max_model_len - NUM_SAMPLED - 1]
+        if is_base:
+            return Scored(await self._score(row, lora, salt))
+        output = await self._ask(row, lora, salt, max_tokens=NUM_SAMPLED, ignore_eos=True, logprobs=0)
+        (sample,) = output.outputs
+        if len(token_ids := list(sample.token_ids)) != NUM_SAMPLED:
+            raise AdapterFailedError(f"vLLM ended a probe with finish_reason={sample.finish_reason!r}")
+        logprobs = await self._score(row + token_ids, lora, salt)
+        sampled = [sample.logprobs.logprobs[start] for start in sample.logprobs.start_indices]
+        return Scored(logprobs[:-NUM_SAMPLED], sampled, logprobs[-NUM_SAMPLED:])
+
+    async def _score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
+        """Return the log-probs of all these tokens but the first, at temperature 1 and without cached KV."""
+        of_prompt = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}  # of the tokens themselves alone
+        output = await self._ask(token_ids, lora, salt, max_tokens=1, **of_prompt)
         if output.prompt_logprobs is None:
             reason = output.outputs[0].finish_reason
             raise AdapterFailedError(f"vLLM ended the scoring of {len(token_ids)} tokens with finish_reason={reason!r}")
@@ -97,6 +98,17 @@ class EngineCore:
         logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
         assert len(logprobs) == len(token_ids) - 1
         return logprobs
+
+    async def _ask(self, token_ids: list[int], lora: LoRARequest | None, salt: str, **fields: Any) -> Any:
+        params = SamplingParams(
+            **fields, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        request_id = f"probe-{next(self._probe_ids)}"
+        try:
+            return await self.sample(request_id, prompt_of(token_ids, salt), params, lora, asyncio.Event())
+        except Exception as error:
+            self.raise_if_dead(error)
+            raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker, between two steps."""

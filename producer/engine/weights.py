@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from producer.engine.merged_worker import completion_of
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Scored
 from protocol.errors import EngineError
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ class AdapterWeights:
             raise
         self.loaded_ids.add(adapter.id)
 
-    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        return await self.core.score(token_ids, self.lora_request(adapter), "")
+    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+        lora = None if adapter is None else self.lora_request(adapter)
+        return await self.core.verify(row, lora, "", is_base=adapter is None)
 
     def activate(self, adapter: Adapter) -> None:
         """Do nothing: a request may name an adapter as soon as it is loaded."""
@@ -132,8 +133,10 @@ class MergedWeights:
         self._settled.clear()
         await self._flip(adapter)
 
-    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        return await self.core.score(token_ids, None, self.salt)
+    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+        if adapter is not self._present:
+            raise AdapterRefusedError("the engine has other weights")
+        return await self.core.verify(row, None, self.salt, is_base=adapter is None)
 
     def activate(self, adapter: Adapter) -> None:
         assert adapter is self._present

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, PolicyWeights
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, PolicyWeights, Scored
 from producer.engine_gate import EngineGate
-from producer.policies.probe import Probe, SwapProof, largest_difference
+from producer.metrics import Verdict
+from producer.policies.probe import ReceivedProbe, SwapProof
 from protocol.wire.adapter_blob import BlobError, DamagedBlobError, unpack
 from protocol.wire.messages import PolicyInfo
 
@@ -30,7 +31,7 @@ class DownloadedPolicy(NamedTuple):
     policy: PolicyInfo
     blob: bytes | memoryview
     announced_at: float
-    probe: Probe | None = None
+    probe: ReceivedProbe | None = None
     is_verified: bool = False
 
 
@@ -43,7 +44,7 @@ class Loaded(NamedTuple):
     adapter: Adapter
     load_s: float
     verify_s: float
-    probe_difference: float | None = None  # of log-probs, in nats; None: it was not proved
+    verdict: Verdict | None = None  # None: it was not proved by behaviour
 
 
 @dataclass
@@ -54,7 +55,7 @@ class PolicyLoader:
     folder_for: Callable[[int], Path]
     proof: SwapProof
     gate: EngineGate = field(default_factory=EngineGate)
-    _probed: Probe | None = None
+    _probed: ReceivedProbe | None = None
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
@@ -72,6 +73,8 @@ class PolicyLoader:
             digest = None if downloaded.is_verified else policy.digest
             checksum = await asyncio.to_thread(unpack, blob, digest, path)
             adapter = Adapter(policy.version, name, number, path, checksum)
+            if downloaded.probe is not None:
+                await self._measure_base(downloaded.probe)
             await self.weights.load(adapter)
         except (BlobError, AdapterRefusedError, OSError, MemoryError) as error:
             shutil.rmtree(path, ignore_errors=True)
@@ -80,25 +83,25 @@ class PolicyLoader:
             raise kind(str(error) or type(error).__name__) from error
         loaded = time.monotonic()
         self._probed = downloaded.probe or self._probed
-        refusal, difference = "", None
-        if downloaded.probe is not None:
+        verdict = None
+        if downloaded.probe is not None and downloaded.probe.policy is not None:
             try:
-                refusal, difference = await self._verify(adapter, downloaded.probe)
+                verdict = await self._verify(adapter, downloaded.probe)
             except AdapterFailedError:
                 await self.discard(adapter)
                 raise
-        if refusal:
+        if verdict is not None and verdict.refusal:
             await self.discard(adapter)
-            raise AdapterRefusedError(refusal)
-        return Loaded(adapter, loaded - started, time.monotonic() - loaded, difference)
+            raise AdapterRefusedError(verdict.refusal)
+        return Loaded(adapter, loaded - started, time.monotonic() - loaded, verdict)
 
-    async def measure(self, adapter: Adapter) -> list[float] | None:
-        """The engine's log-probs under this policy, which it has, of the tokens that were probed last; None where there are none,
-        or it does not score them. Asks the engine whatever the gate says."""
+    async def measure(self, adapter: Adapter) -> list[Scored] | None:
+        """Return what the engine computes under this policy, which it has, of the tokens that were probed last; None where there
+        are none, or it does not score them. Asks the engine whatever the gate says."""
         if self._probed is None:
             return None
         try:
-            return await self.weights.verify(adapter, list(self._probed.token_ids))
+            return await self._scored(adapter, self._probed)
         except AdapterRefusedError:
             return None
 
@@ -108,14 +111,32 @@ class PolicyLoader:
         shutil.rmtree(adapter.path, ignore_errors=True)
         logger.debug("policy v%d unloaded", adapter.version)
 
-    async def _verify(self, adapter: Adapter, probe: Probe) -> tuple[str, float | None]:
-        """Return why the probe refuses it ("" if it does not) and the largest log-prob difference. Raises AdapterFailedError if
-        the engine failed to score it."""
+    async def _measure_base(self, probe: ReceivedProbe) -> None:
+        """Measure the engine's base once, while it has it."""
+        if not self.proof.needs_base(probe):
+            return
+        engine = None
         try:
-            engine = await self.weights.verify(adapter, list(probe.token_ids))
+            engine = await self._scored(None, probe)
+        except AdapterFailedError:
+            raise
+        except AdapterRefusedError as error:
+            logger.info(
+                "swaps are proved by what changes from here on, not by what has changed since the base: %s", error
+            )
+        self.proof.note_base(probe, engine)
+
+    async def _scored(self, adapter: Adapter | None, probe: ReceivedProbe) -> list[Scored]:
+        """Ask row by row: a step of the engine then computes at most one row more than its requests."""
+        return [await self.weights.verify(adapter, list(row)) for row in probe.rows]
+
+    async def _verify(self, adapter: Adapter, probe: ReceivedProbe) -> Verdict | None:
+        """Judge the policy; None where the engine does not score. Raises AdapterFailedError where it failed to."""
+        try:
+            engine = await self._scored(adapter, probe)
         except AdapterFailedError:
             raise
         except AdapterRefusedError as error:
             logger.warning("policy v%d cannot be verified: %s", adapter.version, error)
-            return "", None
-        return self.proof.refusal(probe, engine), largest_difference(probe.logprobs, engine)
+            return None
+        return self.proof.verdict(probe, engine)

@@ -55,8 +55,9 @@ class SwapReport:
         self.metrics.load_s.observe(loaded.load_s)
         numbers = {"load_ms": loaded.load_s * 1000, "probe_ms": loaded.verify_s * 1000, "bytes": len(downloaded.blob)}
         rounded = {name: round(value, 3) for name, value in numbers.items()}
-        if loaded.probe_difference is not None:
-            rounded["probe_difference"] = float(f"{loaded.probe_difference:.3g}")
+        if loaded.verdict is not None:
+            self.counters.verdict = loaded.verdict
+            rounded["probe_difference"] = float(f"{loaded.verdict.difference:.3g}")
         self.record("swap", version=version, ms=round(swap_s * 1000, 3), **rounded)
         fields = {"swap_ms": swap_s * 1000} | numbers
         logger.info(

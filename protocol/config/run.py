@@ -6,6 +6,7 @@ arguments, peft.LoraConfig, trl.GRPOConfig, trl.SFTConfig). Here only the keys t
 own are checked (protocol/config/library_section.py); the library judges the rest when its daemon starts, or at `--check full`.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from protocol.config.learning import (
 )
 from protocol.config.library_section import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.operation import (
+    TOLERANCES,
     EngineServerSection,
     ObservabilitySection,
     ProducersSection,
@@ -113,6 +115,22 @@ class RunConfig(Section):
     @property
     def completions_per_step(self) -> int:
         return self.pipeline.groups_per_step * self.sampling.num_generations
+
+    @property
+    def probe_tolerance(self) -> float:
+        """The largest root mean square, in nats, of engine minus trainer."""
+        default = math.inf if self.engine.get("quantization") else TOLERANCES[self.model.dtype]
+        return self.swap.probe_tolerance or default
+
+    @property
+    def probe_slack(self) -> float:
+        """The share by which the engine's change of a log-prob may systematically differ from the trainer's."""
+        return 0.3 if self.engine.get("quantization") else 0.05
+
+    @property
+    def is_merged_in_16_bits(self) -> bool:
+        """Tell whether merged weights are rounded to a format that swallows small updates."""
+        return self.swap.mode == "merged" and self.model.dtype != "float32"
 
     @property
     def max_lora_rank(self) -> int:
@@ -209,13 +227,6 @@ def _of_quantization(config: RunConfig) -> Problems:
         yield (
             "engine.quantization: quantized weights cannot take up an adapter without another rounding; set swap.mode=adapter, "
             "or remove it"
-        )
-    elif config.engine.get("quantization") and config.swap.probe_every and config.swap.probe_tolerance is None:
-        yield (
-            f"swap.probe_tolerance: log-probs of an engine that quantizes its base (engine.quantization: "
-            f"{config.engine['quantization']}) differ from the trainer's by more than those of a wrong adapter may, so there "
-            "is no default; set it by what the first versions differ by, or swap.probe_every=0. A checkpoint that is quantized "
-            "itself needs no engine.quantization"
         )
 
 

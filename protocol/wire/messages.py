@@ -46,16 +46,29 @@ class RelayAddress(Struct, frozen=True, forbid_unknown_fields=True):
     key: CurveKey | None = None
 
 
+_ProbePart = Annotated[bytes, Meta(max_length=2**16)]
+
+
+class Probe(Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens, and the trainer's log-probs of them at temperature 1, which prove a swap. `token_ids`, int32 (R, L), are R rows of
+    `row_length` L. The others are float32 (R, L - 1), of each token but the first of its row: of the `base`, and of the `policy`
+    (empty: this version is not measured). `exact_base` and `exact` are the same in float32 arithmetic, or empty."""
+
+    token_ids: _ProbePart
+    row_length: Annotated[int, Meta(ge=2, le=2**14)]
+    base: _ProbePart
+    exact_base: _ProbePart = b""
+    policy: _ProbePart = b""
+    exact: _ProbePart = b""
+
+
 class PolicyOffer(Struct, frozen=True, forbid_unknown_fields=True, tag="policy_offer"):
-    """`shared_file` holds the blob for producers of the same host ("": there is none). The probe proves the swap:
-    `probe_ids` int32 (K,) are tokens, `probe_logprobs` float32 (K - 1,) the trainer's log-probs, under this policy and
-    temperature 1, of each but the first. Both are empty for a policy that is not probed. `relays` hand the blob on and are
-    asked before the trainer, in this order; a relay's own offer says only that it has the blob."""
+    """`shared_file` holds the blob for producers of the same host ("": there is none). The `probe` proves the swap. `relays` hand
+    the blob on and are asked before the trainer, in this order; a relay's own offer says only that it has the blob."""
 
     digest: Sha256
     shared_file: Annotated[str, Meta(max_length=4096)] = ""
-    probe_ids: Annotated[bytes, Meta(max_length=4096)] = b""
-    probe_logprobs: Annotated[bytes, Meta(max_length=4096)] = b""
+    probe: Probe | None = None
     relays: Annotated[list[RelayAddress], Meta(max_length=MAX_RELAYS)] = []
 
 

@@ -11,7 +11,8 @@ import torch
 
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.device_moves import DeviceMoves
-from consumer.link.snapshots import AdapterSnapshots, Probe
+from consumer.link.probe import PolicyProbe
+from consumer.link.snapshots import AdapterSnapshots
 from replay.batch_selection import TrainingBatch
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu
@@ -31,7 +32,7 @@ class Turns:
         self.left: list[int] = []  # bytes of the GPU in use when it has left, by turn
         self.published: list[bytes] = []
         peft_model = made.accelerator.unwrap_model(made.model)
-        self.probe = Probe(np.arange(8, dtype=np.int32), 1, peft_model, made.accelerator.autocast)
+        self.probe = PolicyProbe(np.arange(8, dtype=np.int32)[None], 1, peft_model, made.accelerator.autocast)
         self.snapshots = AdapterSnapshots(peft_model)
         self._batches = made._batches
         made._batches = self._in_turns()

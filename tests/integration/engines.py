@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from producer.engine_contract import Adapter
 from producer.policies.loader import DownloadedPolicy
-from producer.policies.probe import Probe
+from producer.policies.probe import ReceivedProbe
 from producer.policies.registry import AdapterRegistry
 from protocol.config.run import RunConfig
 from protocol.wire.adapter_blob import unpack
@@ -64,7 +64,7 @@ class LiveEngine:
         _, blob, digest = self._made(version)
         return PolicyInfo(version, digest, len(blob)), blob
 
-    def downloaded(self, version: int, probe: Probe | None = None) -> DownloadedPolicy:
+    def downloaded(self, version: int, probe: ReceivedProbe | None = None) -> DownloadedPolicy:
         return DownloadedPolicy(*self.policy(version), 0.0, probe)
 
     def adapter(self, version: int, number: int) -> Adapter:

@@ -20,7 +20,7 @@ from producer.engine_contract import AdapterRefusedError, Completion
 from producer.groups import LeaseFailure
 from producer.metrics import Counters
 from producer.policies.loader import DownloadedPolicy
-from producer.policies.probe import Probe
+from producer.policies.probe import ReceivedProbe
 from producer.policies.registry import AdapterRegistry
 from producer.rollouts.admission import Admission, EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
@@ -30,7 +30,7 @@ from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
-from tests.policies import registry_of
+from tests.policies import received_probe, registry_of
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
@@ -63,11 +63,15 @@ def live(tmp_path_factory):
         yield engine
 
 
-def probe(live: LiveEngine, version: int) -> Probe:
+ROW = [*PROMPT, *range(3, 43)] * 4  # more than a block of the prefix cache
+
+
+def probe(live: LiveEngine, version: int) -> ReceivedProbe:
     """What a trainer sends with `version`."""
-    ids = [*PROMPT, 20, 30, 40]
-    logprobs = reference_logprobs(live.model, live.peft_folder(version), ids[:1], ids[1:], 1.0)
-    return Probe(tuple(ids), tuple(logprobs.tolist()))
+    base, policy = (
+        reference_logprobs(live.model, folder, ROW[:1], ROW[1:], 1.0) for folder in (None, live.peft_folder(version))
+    )
+    return received_probe(ROW, base.tolist(), policy.tolist())
 
 
 def spoiled(live: LiveEngine, version: int, factor: float, settings: dict[str, object]) -> tuple[PolicyInfo, bytes]:
@@ -117,8 +121,8 @@ async def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old
 
 
 def test_a_probe_that_cannot_be_scored_proves_nothing_and_ends_nothing(live, registry):
-    for token_ids in ([5] * 300, [5, 10**6]):
-        odd = Probe(tuple(token_ids), (0.0,) * (len(token_ids) - 1))
+    for token_ids in ([5, 10**6], [10**6] * 300):
+        odd = received_probe(token_ids, [0.0] * (len(token_ids) - 1), [0.0] * (len(token_ids) - 1))
         assert live.run(registry.publish(live.downloaded(1, odd)))
 
 
@@ -167,7 +171,7 @@ async def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_
     await registry.publish(live.downloaded(1))
     with registry.pin() as adapter:
         for _ in range(2):
-            scores = torch.tensor(await live.engine.weights.verify(adapter, tokens))
+            scores = torch.tensor((await live.engine.weights.verify(adapter, tokens)).logprobs)
             torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 

@@ -12,7 +12,6 @@ import torch
 from producer.engine_contract import Completion
 from producer.plugins.engine_server.engine import server_engine
 from producer.policies.loader import DownloadedPolicy
-from producer.policies.probe import Probe
 from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import run_config
@@ -20,11 +19,11 @@ from tests.integration.models import build_model, random_adapter, reference_logp
 from tests.integration.pair import Daemon
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vllm_server import VllmServer
-from tests.policies import registry_of
+from tests.policies import received_probe, registry_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-PROMPT, PROBED = [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 20, 30, 40]
+PROMPT, PROBED = [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, *range(3, 43)] * 2
 SAMPLING = Sampling(num_generations=4, max_completion_length=24, temperature=0.7)
 
 
@@ -48,9 +47,12 @@ def test_log_probs_and_swaps_are_exact_and_a_policy_that_is_not_the_trainer_s_is
         blob, digest = random_adapter(model, tmp_path / f"peft-{version}", seed=version)
         if not (tmp_path / f"peft-{probed}").is_dir():
             random_adapter(model, tmp_path / f"peft-{probed}", seed=probed)
-        logprobs = reference_logprobs(model, tmp_path / f"peft-{probed}", PROBED[:1], PROBED[1:], 1.0)
+        base, policed = (
+            reference_logprobs(model, folder, PROBED[:1], PROBED[1:], 1.0)
+            for folder in (None, tmp_path / f"peft-{probed}")
+        )
         policy = PolicyInfo(version, digest, len(blob))
-        return DownloadedPolicy(policy, blob, 0.0, Probe(tuple(PROBED), tuple(logprobs.tolist())))
+        return DownloadedPolicy(policy, blob, 0.0, received_probe(PROBED, base.tolist(), policed.tolist()))
 
     def worst(completions: list[Completion], version: int) -> float:
         peft = tmp_path / f"peft-{version}"

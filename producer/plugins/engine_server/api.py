@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from producer.engine.sampling import group_fields
-from producer.engine_contract import Completion, EngineLoad
+from producer.engine_contract import NUM_SAMPLED, Completion, EngineLoad, Scored
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.operation import EngineServerSection
 from protocol.errors import UNREADABLE, ConfigError
@@ -260,6 +260,15 @@ class VllmApi:
         if len(found) != len(token_ids) - 1:
             raise ServerMismatchError(f"returns {len(found)} log-probs of a prompt of {len(token_ids)} tokens")
         return found
+
+    async def verify(self, model: str, row: list[int], *, is_base: bool) -> Scored:
+        """Sample tokens after the row as a rollout does, unless it is for the base, and score all of them."""
+        if is_base:
+            return Scored(await self.score(model, row))
+        sampling = Sampling(num_generations=1, max_completion_length=NUM_SAMPLED, temperature=1.0, ignore_eos=True)
+        (sample,) = await self.sample(model, row, sampling, 0)
+        logprobs = await self.score(model, row + sample.token_ids)
+        return Scored(logprobs[: len(row) - 1], sample.logprobs, logprobs[len(row) - 1 :])
 
     async def next_token(self, model: str, token_ids: list[int], temperature: float) -> dict[str, float]:
         """Return the log-probs of the `TOP` likeliest next tokens, by token."""

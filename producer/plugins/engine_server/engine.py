@@ -19,12 +19,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from producer.engine_contract import (
+    NUM_SAMPLED,
     Adapter,
     AdapterRefusedError,
     Completion,
     EngineCapabilities,
     EngineLoad,
     EnginePlugin,
+    Scored,
     ToolParser,
 )
 from producer.groups import LeaseFailure
@@ -39,8 +41,9 @@ from producer.plugins.engine_server.api import (
 )
 from producer.plugins.engine_server.folder import ClientFolder, client_folder
 from producer.plugins.engine_server.inspection import Inspection
-from producer.plugins.engine_server.server import NeededPolicy, Server, joined
-from protocol.config.operation import TOLERANCES, is_loopback
+from producer.plugins.engine_server.server import NeededPolicy, Row, Server, joined
+from producer.policies.probe import SwapProof
+from protocol.config.operation import is_loopback
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.handshake import LOGPROBS_MODE
@@ -95,6 +98,8 @@ class ServerWeights:
     servers: Servers
     needed: dict[int, NeededPolicy]
     folder: ClientFolder
+    longest_row: Callable[[], int]  # in tokens
+    base: dict[Row, Scored] = field(default_factory=dict)  # rows of the probe without an adapter
     _retired: list[tuple[float, Callable[[], None]]] = field(
         default_factory=list
     )  # since when, and the function that removes it
@@ -112,20 +117,25 @@ class ServerWeights:
                 raise AdapterRefusedError(f"the server refuses it: {error}") from error
             raise
 
-    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        """Return the log-probs that the first server computes. A server that computes others is not used."""
-        policy = self.needed[adapter.id]
-        while policy.probe is None:
+    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+        """Return what the first server computes. A server that computes something else is not used."""
+        policy = None if adapter is None else self.needed[adapter.id]
+        fitting = tuple(row[: self.longest_row()])
+        scored = self.base if policy is None else policy.scored
+        while fitting not in scored:
             server = await self.servers.pick()
             with server.losing():
                 try:
-                    await server.measure(policy, token_ids)
+                    if policy is None:
+                        scored[fitting] = await server.base(fitting)
+                    else:
+                        await server.measure(policy, fitting)
                 except ServerRefusedError as error:
                     server.lose(f"refuses to score a probe: {error}")
-        while not self._everywhere(policy):
+        while policy is not None and not self._everywhere(policy):
             await self.servers.wait_until(lambda: bool(self.servers.ready))
             await self._ensure(policy)
-        return policy.probe[1]
+        return scored[fitting]
 
     def _everywhere(self, policy: NeededPolicy) -> bool:
         ready = self.servers.ready
@@ -315,18 +325,19 @@ async def server_engine(config: RunConfig) -> AsyncIterator[ServerEngine]:
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(open_session(section))
         folder = stack.enter_context(client_folder(section.adapter_dir, section.server_adapter_dir))
-        tolerance = config.swap.probe_tolerance or TOLERANCES[model.dtype]
-        inspection = Inspection(config, model_folder, folder, tolerance, config.sampling.max_completion_length + 1)
+        proof = SwapProof(config.probe_tolerance, config.probe_slack)
+        inspection = Inspection(config, model_folder, folder, proof, config.sampling.max_completion_length + 1)
         servers, needed = Servers(), dict[int, NeededPolicy]()
+        weights = ServerWeights(servers, needed, folder, lambda: inspection.min_model_len - NUM_SAMPLED - 1)
         for url in section.url:
             api = VllmApi(HttpClient(session, url.rstrip("/"), section.answer_timeout_s))
-            servers.all.append(Server(api, inspection, folder, needed, servers.note_change))
+            servers.all.append(Server(api, inspection, folder, needed, weights.base, servers.note_change))
             if section.key_file and urlsplit(url).scheme == "http" and not is_loopback(urlsplit(url).netloc):
                 logger.warning(
                     "engine_server.key_file: the key goes to %s unencrypted; use https if others can read this network",
                     url,
                 )
-        engine = ServerEngine(config, inspection, servers, ServerWeights(servers, needed, folder))
+        engine = ServerEngine(config, inspection, servers, weights)
         stack.push_async_callback(engine.say_goodbye)
         yield engine
 

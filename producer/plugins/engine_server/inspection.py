@@ -24,6 +24,7 @@ import numpy as np
 
 from producer.plugins.engine_server.api import TOP, ModelCard, ServerMismatchError, ServerRefusedError, VllmApi
 from producer.plugins.engine_server.folder import ClientFolder
+from producer.policies.probe import SwapProof
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.handshake import LOGPROBS_MODE
@@ -42,13 +43,13 @@ class Inspected(NamedTuple):
 
 @dataclass
 class Inspection:
-    """The checks of every server of a run. Two right computations of a log-prob may differ by `tolerance` nats; every server must
+    """The checks of every server of a run. `proof` compares what servers compute; every server must
     take sequences of `min_model_len` tokens."""
 
     config: RunConfig
     model_folder: Path
     folder: ClientFolder
-    tolerance: float
+    proof: SwapProof
     min_model_len: int
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 

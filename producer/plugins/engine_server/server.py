@@ -12,9 +12,9 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from producer.engine_contract import Adapter, EngineLoad
+from producer.engine_contract import Adapter, EngineLoad, Scored
 from producer.plugins.engine_server.api import ServerLostError, ServerMismatchError, ServerRefusedError, VllmApi
 from producer.plugins.engine_server.folder import ClientFolder
 from producer.plugins.engine_server.inspection import Inspected, Inspection
@@ -46,18 +46,22 @@ class OwnLoad:
         self.load = EngineLoad(told.kv_cache_usage, told.running, told.waiting, int(self._own))
 
 
+Row = tuple[int, ...]
+
+
 @dataclass
 class NeededPolicy:
-    """A policy that every server must have. `probe` holds tokens and the log-probs that a server computed of all but the
-    first."""
+    """A policy that every server must have. `scored` holds rows of its probe, as the first server that was asked computed
+    them."""
 
     adapter: Adapter
-    probe: tuple[list[int], list[float]] | None = None
+    scored: dict[Row, Scored] = field(default_factory=dict)
 
 
 class Server:
-    """A server that `run` keeps usable. `needed` has the policies by the id of their adapter, and belongs to `ServerWeights`;
-    `on_change` is called when the server becomes ready, or stops being ready."""
+    """A server that `run` keeps usable. `needed` has the policies by the id of their adapter, `expected_base` the rows of the
+    probe without an adapter, as the first server computed them; both belong to `ServerWeights`. `on_change` is called when the
+    server becomes ready, or stops being ready."""
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Server:
         inspection: Inspection,
         folder: ClientFolder,
         needed: dict[int, NeededPolicy],
+        expected_base: dict[Row, Scored],
         on_change: Callable[[], None],
     ) -> None:
         self.url = api.url
@@ -78,8 +83,10 @@ class Server:
         self._inspection = inspection
         self._folder = folder
         self._needed = needed
+        self._expected_base = expected_base
         self._on_change = on_change
-        self._proved: set[int] = set()
+        self._proved: set[tuple[int, Row]] = set()
+        self._base: dict[Row, Scored] = {}
         self._limits: set[asyncio.Timeout] = set()  # of requests in the server
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
@@ -135,7 +142,7 @@ class Server:
     def has(self, policy: NeededPolicy) -> bool:
         """Tell whether a policy is loaded, and proved if it has a probe."""
         number = policy.adapter.id
-        return number in self.names and (policy.probe is None or number in self._proved)
+        return number in self.names and all((number, row) in self._proved for row in policy.scored)
 
     async def run(self) -> None:
         """Inspect the server, load its policies and watch it, until cancelled."""
@@ -166,36 +173,45 @@ class Server:
             if adapter.id in self._needed and not self.has(policy):
                 await self._prove(policy)
 
-    async def measure(self, policy: NeededPolicy, token_ids: list[int]) -> None:
-        """Compute the probe on this server first. The other servers have to compute the same."""
+    async def measure(self, policy: NeededPolicy, row: Row) -> None:
+        """Compute a row of the probe on this server first. The other servers have to compute the same."""
         async with self._loading:
             name = self.names.get(policy.adapter.id)
             if name is None:
                 raise ServerLostError(f"has lost policy v{policy.adapter.version}")
-            policy.probe = token_ids, await self.api.score(name, token_ids)
-            self._proved.add(policy.adapter.id)
+            policy.scored[row] = await self.api.verify(name, list(row), is_base=False)
+            self._proved.add((policy.adapter.id, row))
+
+    async def base(self, row: Row) -> Scored:
+        """Compute a row of the probe without an adapter, once for every inspection."""
+        if row not in self._base:
+            if self.inspected is None:
+                raise ServerLostError("has not been inspected")
+            self._base[row] = await self.api.verify(self.inspected.base, list(row), is_base=True)
+        return self._base[row]
 
     async def discard(self, adapter: Adapter) -> None:
         """Unload an adapter. A server that is not ready unloads it at its next inspection."""
         async with self._loading:
             name = self.names.pop(adapter.id, None)
-            self._proved.discard(adapter.id)
+            self._proved = {(number, row) for number, row in self._proved if number != adapter.id}
             if name is not None and self.is_ready:
                 with self.losing(), contextlib.suppress(ServerRefusedError):  # the server may have lost it
                     await self.api.unload(name)
 
     async def _prove(self, policy: NeededPolicy) -> None:
-        assert policy.probe is not None
-        (token_ids, expected), adapter = policy.probe, policy.adapter
-        logprobs = await self.api.score(self.names[adapter.id], token_ids)
-        worst = max(abs(one - other) for one, other in zip(logprobs, expected, strict=True))
-        if not worst <= self._inspection.tolerance:
-            self.names.pop(adapter.id)
-            raise ServerMismatchError(
-                f"computes policy v{adapter.version} differently from the proof (log-probs differ by {worst:.2g}): start it "
-                "with the weights of model.path"
-            )
-        self._proved.add(adapter.id)
+        adapter, proof = policy.adapter, self._inspection.proof
+        for row, expected in list(policy.scored.items()):
+            scored = await self.api.verify(self.names[adapter.id], list(row), is_base=False)
+            known = self._expected_base.get(row)
+            problem = proof.unlike(scored, expected, None if known is None else (await self.base(row), known))
+            if problem:
+                self.names.pop(adapter.id)
+                raise ServerMismatchError(
+                    f"computes policy v{adapter.version} differently from another server ({problem}): start it with the weights "
+                    "of model.path, and again if it has them"
+                )
+            self._proved.add((adapter.id, row))
 
     async def _watch(self) -> None:
         """Check the server's health while it is ready."""
@@ -213,6 +229,7 @@ class Server:
 
     async def _prepare(self) -> None:
         self.inspected = await self._inspection.inspect(self.api)
+        self._base.clear()
         async with self._loading:
             await self._unload_strange()
         while missing := [policy for policy in self._needed.values() if not self.has(policy)]:
@@ -227,7 +244,7 @@ class Server:
         """Forget adapters that the server has lost. Unload those that are not needed, of this client and of dead ones."""
         offered = {card.id: card.root or "" for card in await self.api.models() if card.parent is not None}
         self.names = {number: name for number, name in self.names.items() if name in offered and number in self._needed}
-        self._proved &= self.names.keys()
+        self._proved = {(number, row) for number, row in self._proved if number in self.names}
         for name, root in offered.items():
             owner = self._folder.owner_of(root)
             is_left = owner == self._folder.name and name not in self.names.values()

@@ -99,8 +99,7 @@ SAMPLES = [
     m.PolicyOffer(
         digest=SHA,
         shared_file="/dev/shm/v3",
-        probe_ids=b"\x05\x00\x00\x00" * 2,
-        probe_logprobs=b"\x00\x00\x80\xbf",
+        probe=m.Probe(b"\x05\x00\x00\x00" * 2, 2, *[b"\x00\x00\x80\xbf"] * 4),
         relays=[p.RelayAddress("tcp://10.0.0.7:5600", "k" * 40), p.RelayAddress("tcp://[::1]:5600")],
     ),
     m.BlobRequest(digest=SHA, offset=2**20, length=2**20),

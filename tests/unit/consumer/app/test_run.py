@@ -23,7 +23,7 @@ from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.policy_store import PublishedPolicy
-from consumer.link.snapshots import Probe
+from consumer.link.probe import PolicyProbe
 from consumer.report.steps import StepReport
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.runtime import json_lines as rotated_lines
@@ -39,7 +39,7 @@ from tests.unit.consumer.builders import (
     run_config,
 )
 
-PROBE_TOKENS = np.arange(3, 11, dtype=np.int32)
+PROBE_ROWS = np.arange(3, 11, dtype=np.int32).reshape(1, 8)
 
 
 class Run:
@@ -63,7 +63,7 @@ class Run:
         self.behind = behind
         self.stop_at = stop_at
         self.published: list[tuple[int, str]] = []
-        self.probes: list[tuple[bytes, bytes]] = []
+        self.probes: list[Any] = []
         self.state: dict[str, Any] = {}
         self.arguments = build_arguments(self.config, on_gpu=False, num_prompts=1000)
         with closing(Journal(self.config.journal_file)) as journal:
@@ -98,7 +98,7 @@ class Run:
         lora = build_lora(self.config)
         self.trainer = SlipstreamTrainer(self.config, self.arguments, lora, model, feed, self.run.commit_checkpoint)
         every, autocast = self.config.swap.probe_every, self.trainer.accelerator.autocast
-        self.run.attach(self.trainer, Probe(PROBE_TOKENS, every, self.trainer.model, autocast))
+        self.run.attach(self.trainer, PolicyProbe(PROBE_ROWS, every, self.trainer.model, autocast))
         if found:
             self.trainer._load_from_checkpoint(str(found.folder))
         self.prepare()
@@ -190,15 +190,15 @@ def test_every_second_version_carries_a_probe_that_moves_with_the_weights(
     tmp_path: Path, one_layer_model: Path
 ) -> None:
     run = Run(tmp_path, one_layer_model, swap={"probe_every": 2}, lora={"lora_dropout": 0.5})
-    assert [len(ids) for ids, _ in run.probes] == [32, 0, 32, 0, 32]
-    assert run.probes[0][0] == PROBE_TOKENS.tobytes()
-    logprobs = [np.frombuffer(values, np.float32) for _, values in run.probes[::2]]
-    assert [len(values) for values in logprobs] == [7, 7, 7]
+    assert [len(probe.policy) for probe in run.probes] == [28, 0, 28, 0, 28]
+    assert all((probe.token_ids, probe.row_length) == (PROBE_ROWS.tobytes(), 8) for probe in run.probes)
+    assert {probe.base for probe in run.probes} == {run.probes[0].policy}, "version 0 is the base"
+    logprobs = [np.frombuffer(probe.policy, np.float32) for probe in run.probes[::2]]
     assert all(np.abs(one - other).max() > 1e-6 for one, other in itertools.combinations(logprobs, 2))
     model = AutoModelForCausalLM.from_pretrained(one_layer_model)  # version 0 is the base model
     with torch.no_grad():
-        base = model(torch.from_numpy(PROBE_TOKENS).long()[None]).logits[0].log_softmax(-1)
-    expected = base[torch.arange(7), torch.from_numpy(PROBE_TOKENS[1:]).long()]
+        base = model(torch.from_numpy(PROBE_ROWS).long()).logits[0].log_softmax(-1)
+    expected = base[torch.arange(7), torch.from_numpy(PROBE_ROWS[0, 1:]).long()]
     np.testing.assert_allclose(logprobs[0], expected, rtol=float(100 * np.finfo(np.float32).eps))
 
 

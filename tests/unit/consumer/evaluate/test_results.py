@@ -12,7 +12,7 @@ from consumer.evaluate import results as results_module
 from consumer.evaluate.results import DueVersion, EvaluationQueue, EvaluationResults
 from protocol.config.data import EvaluationSection
 from protocol.wire.adapter_blob import AdapterBlob, pack
-from protocol.wire.messages import PolicyInfo
+from protocol.wire.messages import PolicyInfo, Probe
 
 
 def section(**values: Any) -> EvaluationSection:
@@ -145,7 +145,7 @@ def test_a_crash_between_the_renames_leaves_a_best_adapter(tmp_path: Path, renam
 
 def due(version: int) -> DueVersion:
     data, digest = blob(version)
-    return DueVersion(PolicyInfo(version, digest, len(data)), version * 10, data, b"ids", b"logprobs")
+    return DueVersion(PolicyInfo(version, digest, len(data)), version * 10, data, Probe(b"ids!ids!", 2, b"base"))
 
 
 def queue(folder: Path, first_step: int = 10_000, known: tuple[int, ...] = ()) -> EvaluationQueue:

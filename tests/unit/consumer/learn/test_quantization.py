@@ -14,17 +14,38 @@ from transformers import AutoModelForCausalLM
 from consumer.learn.model import quantization_config, unquantized_probe
 from consumer.learn.options import build_lora, check_optimizer
 from consumer.learn.trainer import SlipstreamTrainer
-from consumer.link.snapshots import NUM_TOKENS, Probe
-from producer.policies.probe import Probe as ReceivedProbe
-from producer.policies.probe import SwapProof
+from consumer.link.probe import Measurement, PolicyProbe
+from producer.engine_contract import Scored
+from producer.policies.probe import ReceivedProbe, SwapProof, probe_of
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from protocol.wire.messages import PolicyOffer
 from replay.batch_selection import TrainingBatch
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import lora_parameters, loss_and_gradients, slipstream_trainer
 
-TOKENS = torch.arange(3, 3 + NUM_TOKENS).int().numpy()
+ROWS = (3 + torch.arange(160).int() * 7 % 40).reshape(2, 80).numpy()
+
+
+def received(measurement: Measurement | None) -> ReceivedProbe:
+    assert measurement is not None
+    probe = probe_of(PolicyOffer("0" * 64, "", measurement.probe()))
+    assert probe is not None
+    return probe
+
+
+def served_by(model: Any, scale: float = 1.0) -> list[Scored]:
+    """What an engine computes that serves this model, with its adapter's scale times `scale`."""
+    state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    scaled = {name: tensor * (scale if "lora_B" in name else 1.0) for name, tensor in state.items()}
+    set_peft_model_state_dict(model, scaled)
+    policy = received(PolicyProbe(ROWS, 1, model, nullcontext).measure(0)).policy
+    set_peft_model_state_dict(model, state)
+    assert policy is not None
+    return [Scored(row.tolist()) for row in policy.reshape(len(ROWS), -1)]
+
+
 FORMATS = {"nf4": torch.uint8, "int8": torch.int8}
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
 
@@ -75,73 +96,56 @@ def test_a_swap_is_proved_as_narrowly_as_without_quantization(
     trainer = trainer_of(tmp_path, one_layer_model, quantization)
     trained, config = trainer.model, run_config(tmp_path, one_layer_model)
     model = config.model
-    probe = unquantized_probe(TOKENS, 1, model, one_layer_model, build_lora(config), trained)
-    versions, measured = [], []
+    probe = unquantized_probe(ROWS, 1, model, one_layer_model, build_lora(config), trained)
+    states, measured = [], []
     for version in range(2):
         generator = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for parameter in lora_parameters(trainer):
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-        versions.append({name: tensor.clone() for name, tensor in get_peft_model_state_dict(trained).items()})
-        measurement = probe.measure(version)
-        assert measurement is not None
-        measured.append(ReceivedProbe(tuple(TOKENS.tolist()), tuple(measurement.logprobs.tolist())))
-    on_quantized = Probe(TOKENS, 1, trained, trainer.accelerator.autocast).measure(1)
-    assert on_quantized is not None
+        states.append({name: tensor.clone() for name, tensor in get_peft_model_state_dict(trained).items()})
+        measured.append(received(probe.measure(version)))
+    on_quantized = received(PolicyProbe(ROWS, 1, trained, trainer.accelerator.autocast).measure(1))
 
-    def served(state: dict[str, torch.Tensor], scale: float = 1.0) -> list[float]:
-        scaled = {name: tensor * (scale if "lora_B" in name else 1.0) for name, tensor in state.items()}
-        set_peft_model_state_dict(like_trained, scaled)
-        found = Probe(TOKENS, 1, like_trained, trainer.accelerator.autocast).measure(0)
-        assert found is not None
-        return [float(value) for value in found.logprobs]
+    def served(version: int, scale: float = 1.0) -> list[Scored]:
+        set_peft_model_state_dict(like_trained, states[version])
+        return served_by(like_trained, scale)
 
-    tolerance = TOLERANCES["float32"]
-    assert SwapProof(tolerance).refusal(measured[1], served(versions[1])) == ""
-    assert float((on_quantized.logprobs - torch.tensor(served(versions[1]))).abs().max()) > tolerance
-    for wrong in (served(versions[1], 0.0), served(versions[0]), served(versions[1], 0.9)):
-        assert "does not compute this policy" in SwapProof(tolerance).refusal(measured[1], wrong)
-    assert probe.measure(1) is not None
-    assert unquantized_probe(TOKENS, 0, model, one_layer_model, build_lora(config), trained).measure(0) is None
+    def refusal(probe: ReceivedProbe, engine: list[Scored]) -> str:
+        proof = SwapProof(TOLERANCES["float32"])
+        proof.note_base(probe, served(1, 0.0))
+        return proof.verdict(probe, engine).refusal
+
+    assert refusal(measured[1], served(1)) == ""
+    assert refusal(on_quantized, served(1)) != ""
+    for wrong in (served(1, 0.0), served(0), served(1, 0.9)):
+        assert "does not compute this policy" in refusal(measured[1], wrong)
+    assert received(probe.measure(1)).policy is not None
+    assert unquantized_probe(ROWS, 0, model, one_layer_model, build_lora(config), trained).measure(0) is None
 
 
-def test_no_tolerance_tells_an_engine_in_8_bits_from_a_wrong_adapter(like_trained: Any) -> None:
-    """Early in a run, which is why there is none by default. That the engine goes where the policy goes is seen with any."""
+def test_an_engine_in_8_bits_is_told_from_a_wrong_one_by_what_changes(like_trained: Any) -> None:
+    """Engine and trainer are further apart than the trainer's policies: no tolerance would do."""
     state = get_peft_model_state_dict(like_trained)
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
 
-    def logprobs(size: float) -> list[float]:
-        """Of an adapter whose second matrices have this size."""
+    def policy_of(size: float) -> None:
         sized = {name: tensor * (size if "lora_B" in name else 0.1) for name, tensor in drawn.items()}
         set_peft_model_state_dict(like_trained, sized)
-        found = Probe(TOKENS, 1, like_trained, nullcontext).measure(0)
-        assert found is not None
-        return [float(value) for value in found.logprobs]
 
-    early, late = 0.02, 1.0
-    trainer = {
-        size: ReceivedProbe(tuple(TOKENS.tolist()), tuple(logprobs(size))) for size in (0.9 * early, early, late)
-    }
+    policy_of(0.5)
+    probe = received(PolicyProbe(ROWS, 1, like_trained, nullcontext).measure(0))
     with torch.no_grad():
         for name, weight in like_trained.named_parameters():
             if name.endswith("proj.base_layer.weight"):
                 scale = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
                 weight.copy_((weight / scale).to(torch.float8_e4m3fn).float() * scale)
-    engine = {size: logprobs(size) for size in trainer}
-
-    def apart(some: Any, others: Any) -> float:
-        return max(abs(one - other) for one, other in zip(some, others, strict=True))
-
-    right = apart(trainer[early].logprobs, engine[early])
-    assert right > 2 * apart(trainer[early].logprobs, trainer[0.9 * early].logprobs), "the wrong one is nearer"
-    assert "does not compute this policy" in SwapProof(TOLERANCES["float32"]).refusal(trainer[early], engine[early])
-    for follows in (True, False):
-        proof = SwapProof(100.0)
-        assert proof.refusal(trainer[early], engine[early]) == ""
-        assert (
-            "swap changed nothing" in proof.refusal(trainer[late], engine[late if follows else early])
-        ) is not follows
+    base, right, half = (served_by(like_trained, share) for share in (0.0, 1.0, 0.5))
+    for served, refused in ((right, False), (base, True), (half, True)):
+        proof = SwapProof(float("inf"), slack=0.3)
+        proof.note_base(probe, base)
+        assert ("does not compute this policy" in proof.verdict(probe, served).refusal) is refused
 
 
 def test_the_library_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

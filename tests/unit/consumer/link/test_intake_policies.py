@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from consumer.link import fleet
-from consumer.link.policy_store import MeasuredProbe
 from protocol.errors import PolicyRefusedError
 from protocol.runtime.scratch import shared_memory
 from protocol.wire.messages import (
@@ -20,6 +19,7 @@ from protocol.wire.messages import (
     PolicyInfo,
     PolicyOffer,
     PolicyRequest,
+    Probe,
 )
 from tests.unit.consumer.link.builders import BLOB, DIGEST, Start
 
@@ -36,15 +36,18 @@ def test_a_blob_comes_in_chunks_and_one_that_is_gone_or_an_offset_behind_the_end
     assert client.poll(0.0) == [BlobMissing(DIGEST), BlobMissing("2" * 64), *chunks]
 
 
+PROBE = Probe(b"ids!ids!", 2, b"base", policy=b"logs")
+
+
 def test_an_offer_has_the_probe_of_its_policy(start: Start) -> None:
     trainer = start()
-    trainer.publish(1, b"next", "1" * 64, probe=MeasuredProbe(b"ids!", b"logs"))
+    trainer.publish(1, b"next", "1" * 64, probe=PROBE)
     client = trainer.channel.connect("p")
     for digest in ("1" * 64, DIGEST, "2" * 64):
         client.send(PolicyRequest(digest))
     trainer.tick()
     plain, missing = PolicyOffer(DIGEST), BlobMissing("2" * 64)
-    assert client.poll(0.0) == [PolicyOffer("1" * 64, "", b"ids!", b"logs"), plain, missing]
+    assert client.poll(0.0) == [PolicyOffer("1" * 64, "", PROBE), plain, missing]
 
 
 def test_who_asks_for_a_policy_and_is_gone_before_the_answer_ends_nothing(start: Start) -> None:

@@ -1,14 +1,19 @@
 """The probe's tokens come from the dataset and are the same in every process; measuring disturbs nothing."""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
-from consumer.link.snapshots import NUM_TOKENS, Probe, probe_tokens
+from consumer.link.probe import NUM_ROWS, ROW_LENGTH, Measurement, PolicyProbe, probe_rows
 from protocol.errors import DatasetError
+
+ROWS = np.arange(3, 43, dtype=np.int32).reshape(2, 20)
 
 
 def tokenizer(text: str) -> dict[str, list[int]]:
@@ -33,38 +38,106 @@ class Prompts(list[Any]):
     ],
 )
 def test_tokens_are_those_of_the_first_prompts(prompts: list[Any], seed: int, expected: str) -> None:
-    tokens = probe_tokens(Prompts(prompts), tokenizer, seed)
-    assert (tokens.dtype, len(tokens)) == (np.int32, NUM_TOKENS)
-    assert "".join(map(chr, tokens)) == expected
+    rows = probe_rows(Prompts(prompts), tokenizer, seed, longest=4)
+    assert (rows.dtype, rows.shape) == (np.int32, (NUM_ROWS, 4))
+    assert "".join(map(chr, rows.ravel())) == expected
+    assert probe_rows(Prompts(prompts), tokenizer, seed).shape == (NUM_ROWS, ROW_LENGTH)
 
 
-class Model(torch.nn.Module):
-    """Its logits for the next token are those of `table`, halved in training."""
+def with_adapter(folder: Path, dtype: torch.dtype, size: float) -> PeftModel:
+    """The model with a dropout of half of the adapter's inputs, and matrices B of this size."""
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, size)
+    return model
 
-    device = torch.device("cpu")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [2.0, 0.0, 0.0]])
+def logprobs(model: Any) -> np.ndarray:
+    """What a pass over all rows at once says, in float64."""
+    rows = torch.from_numpy(ROWS).long()
+    with torch.no_grad():
+        found = model.eval()(input_ids=rows).logits[:, :-1].double().log_softmax(-1).gather(2, rows[:, 1:, None])
+    return found.flatten().numpy()
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        assert not torch.is_grad_enabled()
-        logits = self.table[input_ids] / (2 if self.training else 1)
-        return type("Output", (), {"logits": logits.half()})
+
+def measure(model: PeftModel, *, merged: bool = False) -> dict[str, np.ndarray]:
+    measured = PolicyProbe(ROWS, 1, model, contextlib.nullcontext, merged=merged).measure(7)
+    assert measured is not None
+    probe = measured.probe()
+    assert (probe.token_ids, probe.row_length) == (ROWS.astype("<i4").tobytes(), 20)
+    parts = ("base", "exact_base", "policy", "exact")
+    return {part: np.frombuffer(getattr(probe, part), "<f4").astype(float) for part in parts}
+
+
+def close(some: np.ndarray, others: np.ndarray) -> bool:
+    return bool(np.abs(some - others).max() < 1e-4)
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_log_probs_by_hand(trains: bool) -> None:
-    model = Model().train(trains)
-    measured = Probe(np.array([2, 0, 1, 1], np.int32), 1, model, contextlib.nullcontext).measure(7)
-    assert measured is not None
-    # exp(2) / (exp(2) + 2), 1 / 3, e / (e + 2)
-    torch.testing.assert_close(measured.logprobs, torch.tensor([-0.2395, -1.0986, -0.5514]), atol=1e-4, rtol=0)
-    assert measured.logprobs.dtype == torch.float32
+def test_base_and_policy_are_measured_without_dropout(one_layer_model: Path, trains: bool) -> None:
+    model = with_adapter(one_layer_model, torch.float32, 0.1).train(trains)
+    found = measure(model)
     assert model.training == trains
+    assert close(found["policy"], logprobs(model))
+    assert not close(found["policy"], found["base"])
+    assert close(found["base"], logprobs(AutoModelForCausalLM.from_pretrained(one_layer_model, dtype=torch.float32)))
+    assert found["exact"].size == found["exact_base"].size == 0, "it is float32 already"
+
+
+def test_a_model_in_16_bits_is_measured_in_float32_too(one_layer_model: Path) -> None:
+    model = with_adapter(one_layer_model, torch.bfloat16, 0.1)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measure(model)
+    assert close(found["policy"], logprobs(model)), "in the model's own format"
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert {tensor.dtype for name, tensor in model.state_dict().items() if "lora_" not in name} == {torch.bfloat16}
+    exact = logprobs(model.float())
+    assert close(found["exact"], exact)
+    assert not close(found["policy"], exact)
+
+
+def test_merged_weights_are_rounded_as_the_engine_rounds_them(one_layer_model: Path) -> None:
+    model = with_adapter(one_layer_model, torch.bfloat16, 1e-3)
+    found = measure(model, merged=True)
+    assert close(found["exact"], measure(model)["exact"])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = state[f"{name}.base_layer.weight"].float() + module.get_delta_weight("default").float()
+            module.base_layer.weight.data = weight.to(torch.bfloat16)
+    with model.disable_adapter():
+        assert close(found["policy"], logprobs(model))
+
+
+def test_a_model_whose_code_reads_weights_of_other_modules_is_measured_in_its_format_alone(
+    one_layer_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_adapter(one_layer_model, torch.bfloat16, 0.1)
+    inner = model.get_base_model()
+    forward = inner.forward
+
+    def reads(*arguments: Any, **named: Any) -> Any:
+        assert inner.lm_head.weight.dtype == torch.bfloat16
+        output = forward(*arguments, **named)
+        output.logits = output.logits + (output.logits[..., :8] @ inner.lm_head.weight[:8, :8])[..., :1]
+        return output
+
+    inner.forward = reads
+    found = measure(model)
+    assert close(found["policy"], logprobs(model))
+    assert found["exact"].size == found["exact_base"].size == 0
+    assert "in the model's own format alone" in caplog.text
 
 
 @pytest.mark.parametrize(("every", "versions"), [(0, []), (1, [0, 1, 2, 3]), (3, [0, 3])])
-def test_it_is_measured_every_so_many_versions(every: int, versions: list[int]) -> None:
-    probe = Probe(np.array([0, 1], np.int32), every, Model(), contextlib.nullcontext)
-    assert [version for version in range(4) if probe.measure(version) is not None] == versions
+def test_it_is_measured_every_so_many_versions(one_layer_model: Path, every: int, versions: list[int]) -> None:
+    probe = PolicyProbe(ROWS, every, with_adapter(one_layer_model, torch.float32, 0.1), contextlib.nullcontext)
+    measured = [probe.measure(version) for version in range(4)]
+    assert [version for version, one in enumerate(measured) if one is not None and one.logprobs is not None] == versions
+    assert all((one is None) == (every == 0) for one in measured), "tokens and base are known from the start"
+    known = [one.probe() for one in measured if isinstance(one, Measurement)]
+    assert all(one.base == known[0].base for one in known)

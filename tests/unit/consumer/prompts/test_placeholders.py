@@ -1,6 +1,6 @@
 """A run without a dataset: credits for groups, which nothing acts on as if they were prompts."""
 
-from consumer.link.snapshots import probe_tokens
+from consumer.link.probe import probe_rows
 from consumer.prompts.dataset import Placeholders, open_prompts
 from protocol.config.run import RunConfig
 from tests.unit.replay.builders import ledger
@@ -24,5 +24,5 @@ def test_every_placeholder_can_be_leased(tmp_path):
 
 
 def test_the_probe_of_a_swap_has_tokens():
-    tokens = probe_tokens(Placeholders(), lambda text: {"input_ids": list(text.encode())}, seed=42)
-    assert len(set(tokens.tolist())) > 1
+    tokens = probe_rows(Placeholders(), lambda text: {"input_ids": list(text.encode())}, seed=42)
+    assert len(set(tokens.ravel().tolist())) > 1

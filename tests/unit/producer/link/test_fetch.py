@@ -22,6 +22,7 @@ from protocol.wire.messages import (
     PolicyInfo,
     PolicyOffer,
     PolicyRequest,
+    Probe,
 )
 from tests.unit.producer.link.linked import TRANSPORT, Events
 
@@ -95,8 +96,8 @@ class Setup:
         if blob is None:
             self.fetcher.receive(BlobMissing(request.digest))
         elif isinstance(request, PolicyRequest):
-            ids, logprobs = struct.pack("<2i", 5, 6), struct.pack("<f", -0.5)
-            self.fetcher.receive(PolicyOffer(request.digest, "", ids, logprobs))
+            probe = Probe(struct.pack("<2i", 5, 6), 2, struct.pack("<f", -0.5), policy=struct.pack("<f", -0.25))
+            self.fetcher.receive(PolicyOffer(request.digest, "", probe))
         else:
             data = blob[request.offset : request.offset + request.length]
             self.fetcher.receive(BlobChunk(request.digest, request.offset, data))
@@ -123,7 +124,7 @@ def test_every_announced_policy_is_handed_over_once_unless_superseded(setup: Set
     setup.fetcher.announce(policy(2))
     assert setup.events.blobs == [(2, DATA)]
     (arrived,) = setup.events.of(PolicyArrived)
-    assert (arrived.probe, arrived.is_verified) == (((5, 6), (-0.5,)), True)
+    assert (arrived.probe.rows, arrived.probe.policy.tolist(), arrived.is_verified) == (((5, 6),), [-0.25], True)
     assert setup.sources.released == setup.sources.claims
 
 

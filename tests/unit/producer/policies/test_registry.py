@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Completion
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Completion, Scored
 from producer.groups import LeaseFailure
 from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import DownloadedPolicy
-from producer.policies.probe import Probe
+from producer.policies.probe import ReceivedProbe
 from protocol.errors import EngineError, PolicyRefusedError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
-from tests.policies import registry_of
+from tests.policies import received_probe, registry_of
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import asynchronous, settle, until
 
@@ -54,11 +54,12 @@ class FakeEngine:
     ) -> list[Completion]:
         raise NotImplementedError
 
-    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        assert adapter.id in self.loaded
-        if (score := self.score_of.get(adapter.version, -0.5)) is None:
+    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+        assert adapter is None or adapter.id in self.loaded
+        version = -1 if adapter is None else adapter.version
+        if (score := self.score_of.get(version, -0.5)) is None:
             raise AdapterRefusedError("too long")
-        return [score] * (len(token_ids) - 1)
+        return Scored([score] * (len(row) - 1))
 
     async def load(self, adapter: Adapter) -> None:
         self.loading += 1
@@ -89,6 +90,11 @@ class FakeEngine:
         return [adapter.version for adapter in self.loaded.values()]
 
 
+def probe(logprob: float) -> ReceivedProbe:
+    """The base has a log-prob of -0.5."""
+    return received_probe((5, 6), (-0.5,), (logprob,))
+
+
 class Setup:
     def __init__(self, folder: Path) -> None:
         self.engine = FakeEngine()
@@ -109,7 +115,7 @@ class Setup:
             take_again=self.taken_again.append,
         )
 
-    async def publish(self, version: int, probe: Probe | None = None) -> bool:
+    async def publish(self, version: int, probe: ReceivedProbe | None = None) -> bool:
         return await self.registry.publish(DownloadedPolicy(*blob(version), 0.0, probe))
 
     def folders(self) -> int:
@@ -159,7 +165,7 @@ async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
 async def test_an_engine_that_is_not_what_it_was_before_it_slept_ends_the_producer(setup):
     async with setup.registry.unchanged():
         pass  # without a policy there is nothing to compare
-    assert await setup.publish(0, Probe((5, 6), (-0.5,)))
+    assert await setup.publish(0, probe(-0.5))
     assert await setup.publish(1)  # not every version is probed
     async with setup.registry.unchanged():
         pass
@@ -219,9 +225,6 @@ async def test_what_has_become_too_old_is_told_once_and_other_pins_are_left_alon
 
 @working
 async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer_does_never_goes_live(setup, caplog):
-    def probe(logprob: float) -> Probe:
-        return Probe((5, 6), (logprob,))
-
     assert await setup.publish(0, probe(-0.5))
     setup.engine.refuses = True
     assert not await setup.publish(1)
@@ -311,7 +314,7 @@ async def test_a_version_that_failed_for_a_reason_that_may_pass_comes_again_afte
     async def attempt() -> bool:
         policy, data = blob(1)
         data = data[:-1] if what == "damaged" else data
-        return await setup.registry.publish(DownloadedPolicy(policy, data, 0.0, Probe((5, 6), (-0.5,))))
+        return await setup.registry.publish(DownloadedPolicy(policy, data, 0.0, probe(-0.5)))
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(loop, "call_later", lambda s, work, *given: pauses.append(s) or loop.call_soon(work, *given))
@@ -380,17 +383,19 @@ async def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_l
 
 @working
 async def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup):
-    async def verify(adapter: Adapter, token_ids: list[int]) -> list[float]:
+    async def verify(adapter: Adapter | None, row: list[int]) -> Scored:
+        if adapter is None:
+            return Scored([-0.5])
         running.__exit__(None, None, None)
         await settle()
         assert adapter.id in setup.engine.loaded
-        return [-0.5]
+        return Scored([-0.5])
 
     await setup.publish(0)
     running = setup.registry.pin()
     running.__enter__()
     setup.engine.verify = verify
-    assert await setup.publish(1, Probe((5, 6), (-0.5,)))
+    assert await setup.publish(1, probe(-0.5))
     assert setup.engine.versions == [1]
 
 
@@ -447,7 +452,7 @@ async def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(s
     await settle()
     assert set(setup.fetched) == {blob(1)[0]}
     policy, data = blob(1)
-    setup.registry.on_fetched(policy, DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.5,))))
+    setup.registry.on_fetched(policy, DownloadedPolicy(policy, data, 0.0, probe(-0.5)))
     assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
     assert setup.engine.versions == [2, 1]
     assert setup.counters.policy_version == 2
@@ -479,7 +484,7 @@ async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     policy, data = blob(1)
     answers = {
         "missing": None,
-        "refused": DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.9,))),
+        "refused": DownloadedPolicy(policy, data, 0.0, probe(-0.9)),
         "damaged": DownloadedPolicy(policy, b"damaged", 0.0),
     }
     setup.registry.on_fetched(policy, answers[what])

@@ -1,5 +1,6 @@
 """What is refused: every refusal says file, line, key, value and fix."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,11 @@ def test_a_routable_endpoint_needs_keys(run_yaml: Path, key: str, endpoint: str)
     assert getattr(config.transport, key) == endpoint
 
 
-def test_a_quantized_engine_needs_a_tolerance(run_yaml: Path) -> None:
+def test_a_quantized_engine_has_no_tolerance_but_the_one_that_is_set(run_yaml: Path) -> None:
     fp8 = "engine.quantization=fp8"
-    message = refusal(run_yaml, overrides=[fp8])
-    assert (
-        "swap.probe_tolerance: log-probs of an engine that quantizes its base (engine.quantization: fp8) differ"
-        in message
-    )
-    for choice in ("swap.probe_tolerance=3", "swap.probe_every=0"):
-        assert load(run_yaml, overrides=[fp8, choice]).engine == {"quantization": "fp8"}
+    assert load(run_yaml, overrides=[fp8]).probe_tolerance == math.inf
+    assert load(run_yaml, overrides=[fp8, "swap.probe_tolerance=3"]).probe_tolerance == 3.0
+    assert load(run_yaml, overrides=[fp8]).probe_slack > load(run_yaml).probe_slack
 
 
 def test_a_quantized_base_cannot_be_spread(run_yaml: Path) -> None:

@@ -173,7 +173,7 @@ POSSIBLE = {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0
         (m.Bye, {"type": None}, "Expected `str`, got `null` - at `$.type`"),
         (m.Heartbeat, {"policy_version": -2}, "Expected `int` >= -1 - at `$.policy_version`"),
         (m.Heartbeat, {"policy_version": True}, "Expected `int`, got `bool` - at `$.policy_version`"),
-        (m.PolicyOffer, {"probe_ids": bytes(4097)}, "Expected `bytes` of length <= 4096 - at `$.probe_ids`"),
+        (m.PolicyOffer, {"probe": {"row_length": 1}}, "Expected `int` >= 2 - at `$.probe.row_length`"),
         (m.Heartbeat, {"tokens_generated": 2**53 + 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
         (m.Heartbeat, {"capacity": -1}, "Expected `int` >= 0 - at `$.capacity`"),
         (m.Heartbeat, {"busy_s": float("nan")}, "Expected `float` >= 0.0 - at `$.busy_s`"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from producer.engine_contract import Adapter, Completion
@@ -68,17 +69,21 @@ def adapter(folder: Path, version: int) -> Adapter:
 
 
 async def publish(engine: ServerEngine, policy: Adapter) -> list[float]:
+    await engine.weights.verify(None, PROBE)
     await engine.weights.load(policy)
-    logprobs = await engine.weights.verify(policy, PROBE)
+    scored = await engine.weights.verify(policy, PROBE)
+    assert scored.sampled == pytest.approx(scored.rescored, abs=1e-9)
     engine.weights.activate(policy)
-    return logprobs
+    return scored.logprobs
 
 
-def probe_of(server: ScriptedVllmServer, policy: Adapter) -> list[float]:
-    """What a trainer would say."""
-    server.adapters["reference"] = str(policy.path)
-    values = [float(server.logprobs("reference", PROBE[:n], 1.0)[PROBE[n]]) for n in range(1, len(PROBE))]
-    del server.adapters["reference"]
+def probe_of(server: ScriptedVllmServer, policy: Adapter | None) -> list[float]:
+    """What a trainer would say of a policy, or of the base."""
+    name = server.flags.model if policy is None else "reference"
+    if policy is not None:
+        server.adapters[name] = str(policy.path)
+    values = [float(server.logprobs(name, PROBE[:n], 1.0)[PROBE[n]]) for n in range(1, len(PROBE))]
+    server.adapters.pop("reference", None)
     return values
 
 

@@ -19,10 +19,9 @@ from producer.plugins.engine_server.api import ServerLostError
 from producer.plugins.engine_server.engine import ServerEngine
 from producer.plugins.engine_server.folder import PREFIX, client_folder
 from producer.policies.loader import DownloadedPolicy
-from producer.policies.probe import Probe
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
-from tests.policies import registry_of
+from tests.policies import received_probe, registry_of
 from tests.scripted_vllm_server import refusal
 from tests.unit.producer.loop import asynchronous, until
 from tests.unit.producer.plugins.engine_server.running import (
@@ -316,7 +315,7 @@ async def test_a_server_that_serves_another_policy_than_it_was_given_does_not_ge
         registry = registry_of(engine.weights, tmp_path, tolerance=1e-3)
         blob, digest = pack(AdapterBlob(b'{"r": 8}', b"weights of version 1"))
         reference = adapter(tmp_path, 1)
-        probe = Probe(tuple(PROBE), tuple(probe_of(server, reference)))
+        probe = received_probe(PROBE, probe_of(server, None), probe_of(server, reference))
         offered = DownloadedPolicy(PolicyInfo(1, digest, len(blob)), blob, 0.0, probe)
         server.flags.applies_adapters = False
         assert not await registry.publish(offered)
