@@ -65,7 +65,7 @@ class AdapterFailedError(AdapterRefusedError):
 
 
 class Scored(NamedTuple):
-    """What an engine computes of a row of tokens: the log-prob of each but the first, and of tokens that it sampled next as a
+    """An engine's numbers of a row of tokens: the log-prob of each but the first, and of tokens that it sampled next as a
     rollout does, `sampled` there and then and `rescored` without its prefix cache (both empty for the base)."""
 
     logprobs: list[float]

@@ -41,8 +41,8 @@ class Comparison(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a version is refused ("": it is not), the root mean square of engine minus trainer in nats, and what the references
-    showed, by name."""
+    """A judgement of a version: why it is refused ("": it is not), the root mean square of engine minus trainer in nats, and
+    what the references showed, by name."""
 
     refusal: str
     difference: float
