@@ -77,8 +77,8 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     restored = resumed(journal, state, 1, num_prompts=6, max_staleness=1)
     assert restored.depth() == {"ready": 1, "leased": 0, "replayable": 0, "deferred": 0, "epoch": 0}
     assert restored.newest_version == 1
-    assert restored.adopt("p", [ids[0], ids[2], out, dull], deadline=9.0) == {
-        ids[0]: None, ids[2]: None, out: True, dull: None,
+    assert restored.adopt("p", [ids[0], ids[2], out, dull, "no lease"], deadline=9.0) == {
+        ids[0]: None, ids[2]: None, out: True, dull: None, "no lease": False,
     }  # fmt: skip
     assert lease(restored) == "0-5-0-1-t"
     assert offer(restored, out) == "accepted"

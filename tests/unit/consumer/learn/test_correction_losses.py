@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from consumer.learn.importance import PRESETS, Correction
+from consumer.learn.loss import _vespo_weights
 from consumer.learn.options import CHOICES
-from tests.unit.consumer.trl_reference import inputs_of_logprobs, loss_of_logprobs, loss_options
+from tests.unit.consumer.trl_reference import GRPOTrainer, inputs_of_logprobs, loss_of_logprobs, loss_options
 
 NAN = math.nan
 ADVANTAGES = torch.tensor([1.0, -1.0])
@@ -64,6 +65,20 @@ def test_a_token_masked_under_vespo_takes_its_completion_with_it() -> None:
     push = gradient("token_mask", [[1.2, 4.0, 1.0, 1.0], [1.05, 1.0, 0.98, 1.0]], "vespo")
     assert push[0].abs().max() < 1e-9
     assert (push[1] > 0).all()
+
+
+def test_vespo_weighs_completions_as_trl_does_however_far_they_moved() -> None:
+    """A token counts at most e^20 times, and a completion; no ratio of a sum is lost to another one's bound."""
+    moved = torch.tensor([[-25.0, 19.0, 9.0], [-25.0, 19.0, 9.0], [24.0, -19.5, 9.0], [1.0, -0.5, 9.0]])
+    mask = torch.tensor([[1, 1, 0]] * 4)
+    factor = torch.tensor([[1.0, 3.0, 1.0], [0.0, 0.5, 1.0], [1.0, 1.0, 1.0], [0.5, 2.0, 1.0]])
+    advantages = torch.tensor([[1.0], [-1.0], [-1.0], [0.0]])
+    options = loss_options(loss_type="vespo")
+    names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+    expected = GRPOTrainer.get_gamma_weights(
+        advantages, moved, mask, factor, *(getattr(options, name) for name in names)
+    )
+    torch.testing.assert_close(_vespo_weights(options, advantages, moved * mask, factor), expected)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo"])

@@ -3,6 +3,7 @@
 import struct
 import time
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -158,6 +159,42 @@ def test_a_damaged_frame_is_not_taken_for_another_release() -> None:
     with pytest.raises(CodecError) as caught:
         decode(bytes(frame))
     assert not isinstance(caught.value, SchemaMismatchError)
+
+
+def parts_of(message: Any) -> Iterator[Any]:
+    """The message and every struct in it."""
+    yield message
+    for value in msgspec.structs.asdict(message).values():
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, msgspec.Struct):
+                yield from parts_of(each)
+
+
+@every_sample
+def test_no_message_changes_and_none_has_a_field_that_is_unknown_here(message: m.Message) -> None:
+    with pytest.raises(CodecError, match="unknown field `another`"):
+        decode(changed(message, another=1))
+    for part in parts_of(message):
+        for name in part.__struct_fields__:
+            with pytest.raises(AttributeError):
+                setattr(part, name, None)
+        with pytest.raises(msgspec.ValidationError, match="unknown field `another`"):
+            msgspec.convert(msgspec.to_builtins(part) | {"another": 1}, type(part))
+
+
+def test_a_peer_that_leaves_out_what_may_be_left_out_means_the_plain_case() -> None:
+    lease = decode(changed(sample(m.Lease), sampling=POSSIBLE))
+    assert lease.sampling == m.Sampling(
+        2, 8, 1.0, top_p=1.0, top_k=0, min_p=0.0, stop=(), stop_token_ids=(), ignore_eos=False, regex="", json_schema=""
+    )
+    beat = body_of(m.Heartbeat(3, 4, ["a"], 5, 6.0))
+    required = {
+        name: beat[name] for name in ("type", "policy_version", "capacity", "held", "tokens_generated", "busy_s")
+    }
+    assert decode(sealed(msgpack.packb(required))) == m.Heartbeat(
+        3, 4, ["a"], 5, 6.0, waiting=0, generating=0, scoring=0, unacked=0, idle_s=0.0, refused_version=-1, refusal="",
+        relay="", asleep_in=-1,
+    )  # fmt: skip
 
 
 POSSIBLE = {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0}

@@ -332,8 +332,10 @@ def test_another_schema(tmp_path: Path) -> None:
 
 def test_a_damaged_and_a_missing_body(reader: JournalReader, journal: Journal) -> None:
     alter(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 1", entry(0).frame[:-1] + b"?")
-    with pytest.raises(JournalError, match=r"group 0-0-0-1-s is damaged \(checksum\); restore a copy of run_dir$"):
-        reader.frames(ids([2, 0]))
+    damaged = rf"^{journal.path}: group 0-0-0-1-s is damaged \(checksum\); restore a copy of run_dir$"
+    for read in (lambda: reader.frames(ids([2, 0])), lambda: reader.body(next(reader.rows()))):
+        with pytest.raises(JournalError, match=damaged):
+            read()
     alter(journal.path, "DELETE FROM bodies WHERE seq = 3")
     with pytest.raises(JournalError, match=r"group 0-2-0-1-s has no body; restore a copy of run_dir$"):
         reader.frames(ids([2]))
