@@ -1,39 +1,32 @@
 """The forward pass over completions: log-probs and entropies of their tokens, without a computation that is not used.
 
-Guarantee: the same numbers as TRL's pass over left-padded prompts and right-padded completions, to float32 rounding, by
-whichever of three layouts fits:
+Guarantee: the same numbers as TRL's pass over left-padded prompts and right-padded completions, to float32 rounding, by one of
+two layouts:
 
-    rows     every prompt stands before its completion without a gap, so that all padding is at the end, where causal
-             attention never looks: no attention mask, and no more columns than the longest row has tokens
-    shared   prompts once each, their keys and values copied to their completions, with gradients
-    packed   all rows one behind the other, positions beginning anew, for attention kernels of variable length and models
-             of which no layer carries anything from one row to the next
+    a tree     what rows have in common at their beginnings once, the rest behind it, without padding (`consumer.learn.tree`)
+    rows       for models that trees do not fit: every prompt stands before its completion without a gap, so that all padding is
+               at the end, where causal attention never looks: no attention mask, and no more columns than the longest row has
 
 Only tokens in the loss go through the LM head. No query is without a key that it may attend to, and padding repeats the last
 token of its row, so padding is as finite as the row. A layout is made on the CPU; a pass on a GPU waits for no number of it.
 """
 
-import inspect
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from consumer.learn.model import is_sharded, text_model
-
-logger = logging.getLogger(__name__)
-
-_WORTH_SHARING = 0.8  # share of the tokens, padding included, above which the mask costs more than is saved
+from consumer.learn.micro_batches import on_device
+from consumer.learn.model import text_model
+from consumer.learn.tree import Row, tree_of
+from consumer.learn.tree_attention import MakeKernel, tree_pass
+from consumer.learn.tree_kernels import TreeKernel
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From hidden states (N, H), weights (V, H), bias and targets (N,) to log-probs and entropies (N,)."""
 
 _TILE_ELEMENTS = 2**23  # of float32 logits: 32 MiB, and as much again for their softmax
 _MIN_TILE_TOKENS = 128  # fewer would read the weights more often than they are worth
-_TRIED_TOKENS = 8  # of each of two rows that must not see each other
 
 _SCALED = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 """Configurations with one of these do more to hidden states than multiply them by the LM head."""
@@ -52,10 +45,6 @@ class Tokens(NamedTuple):
         return int(self.loss_mask.size(1))
 
     @property
-    def prompt_ids(self) -> torch.Tensor:
-        return self.ids[:, : -self.width]
-
-    @property
     def prompt_mask(self) -> torch.Tensor:
         return self.mask[:, : -self.width]
 
@@ -67,6 +56,14 @@ class Tokens(NamedTuple):
     def in_loss(self) -> torch.Tensor:
         return self.loss_mask.bool()
 
+    @property
+    def rows(self) -> list[Row]:
+        """The rows without padding."""
+        ids, mask, width = self.ids.numpy(), self.mask.bool().numpy(), self.width
+        return [
+            Row(own[:-width][real[:-width]], own[-width:][real[-width:]]) for own, real in zip(ids, mask, strict=True)
+        ]
+
 
 class Layout(NamedTuple):
     """Describe how the tokens of a micro-batch go through the model. N tokens are in the loss."""
@@ -76,18 +73,26 @@ class Layout(NamedTuple):
     targets: torch.Tensor  # (N,), the tokens in the loss
     in_loss: torch.Tensor  # (N,), their places in the flattened (B, T)
     shape: tuple[int, int]  # (B, T)
-    longest: int  # tokens of the longest row
     mask: torch.Tensor | None = None  # rows: (B, columns), 0 for padding
-    positions: torch.Tensor | None = None  # packed, shared: as `ids`
-    starts: torch.Tensor | None = None  # packed: (B + 1,) int32, where each row begins, and where the last one ends
-    prompts: torch.Tensor | None = None  # shared: (G, P), right-padded
-    last: torch.Tensor | None = None  # shared: (G,), places in the flattened `prompts`, of the last token of each
-    of_row: torch.Tensor | None = None  # shared: (B,), which prompt each row has
-    attended: torch.Tensor | None = None  # shared: (B, P + T), 0 for the padding of prompts; None: there is none
+    positions: torch.Tensor | None = None  # a tree: as `ids`
+    tree: TreeKernel | None = None
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
+    def num_tokens(self) -> int:
+        """Tokens that go through the model, without padding. Ask before the layout is on a GPU."""
+        return self.ids.numel() if self.mask is None else int(self.mask.sum())
+
+    def on(self, device: torch.device) -> "Layout":
+        """Return it on a device, by one transfer."""
+        own = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
+        of_tree = {} if self.tree is None else {f"tree.{name}": each for name, each in self.tree.tensors.items()}
+        found = on_device(own | of_tree, device)
+        moved = self._replace(**{name: found[name] for name in own})
+        if moved.tree is None:
+            return moved
+        return moved._replace(
+            tree=moved.tree.with_tensors({name: found[f"tree.{name}"] for name in moved.tree.tensors})
+        )
 
 
 def is_plain(model: Any) -> bool:
@@ -100,143 +105,41 @@ def is_plain(model: Any) -> bool:
     )
 
 
-def is_packable(model: Any) -> bool:
-    """Tell whether its attention kernel takes rows of any length one behind the other, and every layer keeps them apart."""
-    if "flash" not in (model.config._attn_implementation or ""):
-        return False
-    if _cache_layers(model) <= {DynamicLayer, DynamicSlidingWindowLayer} and keeps_rows_apart(model):
-        return True
-    logger.info("rows are padded instead of packed: layers of this model carry a state from one packed row to the next")
-    return False
-
-
-def keeps_rows_apart(model: Any) -> bool:
-    """Tell whether of two packed rows the second is computed as if the first were not there.
-
-    A pass tries it, because the configuration does not always tell: some models have recurrent layers that it does not list, and
-    others do not hand the positions on to their attention. Whatever a row depends on has a gradient, and where rows are apart it
-    is exactly zero.
-    """
-    if not _takes(model, "position_ids", "cu_seq_lens_q"):
-        return False
-    embeddings, device = model.get_input_embeddings(), model.get_input_embeddings().weight.device
-    ids = torch.linspace(0, embeddings.num_embeddings - 1, 2 * _TRIED_TOKENS, device=device).long()
-    positions = torch.arange(_TRIED_TOKENS, device=device).repeat(2)
-    starts = torch.arange(0, 2 * _TRIED_TOKENS + 1, _TRIED_TOKENS, dtype=torch.int32, device=device)
-    seen: list[torch.Tensor] = []
-
-    def watch(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        seen.append(output.detach().requires_grad_())
-        return seen[0]
-
-    with torch.enable_grad(), embeddings.register_forward_hook(watch):
-        try:
-            hidden = _packed_pass(text_model(model), ids[None], positions[None], starts, _TRIED_TOKENS)
-        except ValueError:  # transformers refuses it where a kernel of the model cannot keep rows apart
-            return False
-        second = (
-            hidden[0, _TRIED_TOKENS:].float().pow(3).sum()
-        )  # a norm may keep the sum, and that of squares, constant
-        [gradient] = torch.autograd.grad(second, seen)
-    of_first, of_second = gradient[0].split(_TRIED_TOKENS)
-    return bool(of_second.any()) and not of_first.any()
-
-
-def is_shareable(model: Any) -> bool:
-    """Tell whether every layer's cache is all keys and values, which can be copied to another row."""
-    return (
-        not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        and not is_sharded(model)  # ranks would make different numbers of passes
-        and _takes(model, "position_ids")
-        and _cache_layers(model) == {DynamicLayer}
-        and not getattr(model, "_is_stateful", False)
-    )
-
-
-def _takes(model: Any, *names: str) -> bool:
-    """Tell whether its text model takes these arguments, by name or to hand them on to its layers."""
-    parameters = inspect.signature(text_model(model).forward).parameters
-    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return names[0] in parameters and (hands_on or all(name in parameters for name in names))
-
-
-def _cache_layers(model: Any) -> set[type]:
-    """Return the kinds of its layers, as its configuration names them; `object` for a kind that transformers does not know."""
-    try:
-        return {type(layer) for layer in DynamicCache(config=model.config).layers}
-    except KeyError:
-        return {object}
-
-
-def lay_out(tokens: Tokens, *, packed: bool = False, shareable: bool = False) -> Layout:
-    """Return the layout that fits.
-
-    Args:
-        packed: only for a model that `is_packable`.
-        shareable: the model `is_shareable`.
-    """
-    if packed:
-        return packed_layout(tokens)
-    if shareable:
-        shared = shared_layout(tokens)
-        assert shared.prompts is not None
-        if shared.prompts.numel() + shared.ids.numel() <= _WORTH_SHARING * len(tokens.ids) * shared.longest:
-            return shared
-    return rows_layout(tokens)
-
-
 def rows_layout(tokens: Tokens) -> Layout:
+    """Lay out whole rows, padded to the longest."""
     lengths = tokens.mask.sum(1)
     longest = int(lengths.max())
-    ids = _left_aligned(tokens.ids, tokens.prompt_ids.size(1) - tokens.prompt_mask.sum(1), lengths, longest)
+    starts = tokens.prompt_mask.size(1) - tokens.prompt_mask.sum(1)
+    columns = (
+        torch.minimum(torch.arange(longest), lengths[:, None] - 1) + starts[:, None]
+    )  # then its last token, repeated
     mask = (torch.arange(longest) < lengths[:, None]).long()
-    return _layout(tokens, ids, torch.arange(len(ids)) * longest, longest)._replace(mask=mask)
+    places = torch.arange(len(columns))[:, None] * longest + torch.arange(longest)
+    return _layout(tokens, tokens.ids.gather(1, columns), places)._replace(mask=mask)
 
 
-def packed_layout(tokens: Tokens) -> Layout:
-    real, lengths = tokens.mask.bool(), tokens.mask.sum(1)
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    positions = (tokens.mask.cumsum(1) - 1)[real][None]
-    found = _layout(tokens, tokens.ids[real][None], starts[:-1], int(lengths.max()))
-    return found._replace(positions=positions, starts=starts.int())
+def tree_layout(tokens: Tokens, make_kernel: MakeKernel) -> Layout:
+    """Lay out rows as a tree.
+
+    Args:
+        make_kernel: of a model that `choose_kernel` has prepared.
+    """
+    tree = tree_of(tokens.rows)
+    places = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(each) for each in tree.places], batch_first=True)
+    ids, positions = torch.from_numpy(tree.ids)[None], torch.from_numpy(tree.positions)[None]
+    return _layout(tokens, ids, places)._replace(positions=positions, tree=make_kernel(tree))
 
 
-def shared_layout(tokens: Tokens) -> Layout:
-    keys, of_row = tokens.prompt_ids.masked_fill(tokens.prompt_mask == 0, -1).unique(dim=0, return_inverse=True)
-    width, lengths = keys.size(1), (keys >= 0).sum(1)
-    prompts = _left_aligned(keys, width - lengths, lengths, width)
-    ends = tokens.mask.sum(1)
-    ids = _left_aligned(tokens.ids, torch.full_like(ends, width), ends - lengths[of_row], tokens.width)
-    is_real = torch.arange(width) < lengths[:, None]
-    in_loss = tokens.in_loss.flatten().nonzero()[:, 0]
-    return Layout(
-        ids=ids,
-        before=in_loss,
-        targets=tokens.completion_ids.flatten()[in_loss],
-        in_loss=in_loss,
-        shape=tuple(ids.shape),
-        longest=int(ends.max()),
-        positions=lengths[of_row][:, None] + torch.arange(tokens.width),
-        prompts=prompts,
-        last=torch.arange(len(prompts)) * width + lengths - 1,
-        of_row=of_row,
-        attended=None if is_real.all() else torch.cat([is_real[of_row].long(), torch.ones_like(ids)], 1),
-    )
+def _layout(tokens: Tokens, ids: torch.Tensor, places: torch.Tensor) -> Layout:
+    """Make a layout.
 
-
-def _layout(tokens: Tokens, ids: torch.Tensor, starts: torch.Tensor, longest: int) -> Layout:
-    """Make the layout of rows without gaps, which begin at these places of the flattened `ids`."""
+    Args:
+        places: (B, columns), in the flattened `ids`, of the tokens of each row.
+    """
     in_loss = tokens.in_loss.flatten().nonzero()[:, 0]
     row, token = in_loss // tokens.width, in_loss % tokens.width
-    before = starts[row] + tokens.prompt_mask.sum(1)[row] + token - 1
-    targets = tokens.completion_ids.flatten()[in_loss]
-    return Layout(ids, before, targets, in_loss, tuple(tokens.in_loss.shape), longest)
-
-
-def _left_aligned(ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """Return (B, width): `lengths` tokens of each row from its place in `starts` on; then its last token, repeated."""
-    columns = torch.minimum(torch.arange(width), lengths[:, None] - 1) + starts[:, None]
-    return ids.gather(1, columns)
+    before = places[row, tokens.prompt_mask.sum(1)[row] + token - 1]
+    return Layout(ids, before, tokens.completion_ids.flatten()[in_loss], in_loss, tuple(tokens.in_loss.shape))
 
 
 def token_logprobs(model: Any, layout: Layout, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,45 +165,12 @@ def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:
     """Return hidden states (N, H), before each token in the loss, row by row."""
-    if layout.starts is not None:
-        hidden = _packed_pass(backbone, layout.ids, layout.positions, layout.starts, layout.longest)
-    elif layout.prompts is not None:
-        hidden = _shared_pass(backbone, layout)
-    else:
+    if layout.tree is None:
         hidden = backbone(input_ids=layout.ids, use_cache=False).last_hidden_state
+    else:
+        assert layout.positions is not None
+        hidden = tree_pass(backbone, layout.ids, layout.positions, layout.tree)
     return hidden.flatten(0, 1)[layout.before]
-
-
-def _packed_pass(
-    backbone: Any, ids: torch.Tensor, positions: torch.Tensor | None, starts: torch.Tensor, longest: int
-) -> torch.Tensor:
-    """Tell the model where rows begin: transformers would ask the device in every layer."""
-    found: torch.Tensor = backbone(
-        input_ids=ids,
-        position_ids=positions,
-        use_cache=False,
-        cu_seq_lens_q=starts,
-        cu_seq_lens_k=starts,
-        max_length_q=longest,
-        max_length_k=longest,
-    ).last_hidden_state
-    return found
-
-
-def _shared_pass(backbone: Any, layout: Layout) -> torch.Tensor:
-    """Return hidden states (B, T, H), before each token of the completions."""
-    cache = DynamicCache(config=backbone.config)
-    prompts = backbone(input_ids=layout.prompts, past_key_values=cache, use_cache=True).last_hidden_state
-    before = prompts.flatten(0, 1)[layout.last]
-    cache.reorder_cache(layout.of_row)
-    after = backbone(
-        input_ids=layout.ids,
-        attention_mask=layout.attended,
-        position_ids=layout.positions,
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state
-    return torch.cat([before[layout.of_row][:, None], after[:, :-1]], 1)
 
 
 class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]

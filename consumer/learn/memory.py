@@ -5,12 +5,12 @@ again together. A step that is tried again draws the same random numbers.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from consumer.learn.micro_batches import MOST_TOKENS, MicroBatch
+from consumer.learn.micro_batches import MOST_TOKENS
 from consumer.ranks.exchange import Ranks
 from protocol import errors
 from protocol.config.learning import FIRST_TOKENS
@@ -71,10 +71,12 @@ class PassMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
 
-    def fitting_tokens(self, micro_batches: Sequence[MicroBatch], *, padded: bool) -> int | None:
-        """Return the tokens of the largest pass that there is room for now, from the largest of those that were made; None if
-        none was large enough to tell."""
-        largest = max(num_tokens(batch, padded=padded) for batch in micro_batches)
+    def fitting_tokens(self, largest: int) -> int | None:
+        """Return the tokens of the largest pass that there is room for now; None if none was large enough to tell.
+
+        Args:
+            largest: tokens of the largest pass that was made, padding included.
+        """
         if self._device is None or largest < _WORTH_MEASURING:
             return None
         taken = torch.cuda.max_memory_allocated(self._device) - self._before
@@ -99,12 +101,6 @@ def tokens_within(free_bytes: int, taken_bytes: int, taken_tokens: int) -> int:
     1024."""
     fitting = int(_USED_SHARE * free_bytes * taken_tokens / max(1, taken_bytes))
     return max(_ROUNDED_TO, min(MOST_TOKENS, fitting) // _ROUNDED_TO * _ROUNDED_TO)
-
-
-def num_tokens(batch: MicroBatch, *, padded: bool) -> int:
-    """Count the tokens of a micro-batch as the recipe does, without the completions that are masked as a whole."""
-    lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)
-    return int(len(lengths) * lengths.max() if padded else lengths.sum())
 
 
 def random_state(device: torch.device) -> bytes:

@@ -1,10 +1,10 @@
 """Makes the micro-batches of an optimizer step from rollout groups: advantages, tensors, passes.
 
-Guarantee: a step is split into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
-longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Tokens that
-the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out. What a group was
-padded to before, and any importance ratio it had, is kept nowhere, so a group can be trained again in any company. Every
-advantage is finite; it is 0 where nothing is known (no reward, or none to compare with).
+Guarantee: a step is split into micro-batches of bounded size, by the tokens that go through the model; every micro-batch is
+padded to its own longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled
+with. Tokens that the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out.
+What a group was padded to before, and any importance ratio it had, is kept nowhere, so a group can be trained again in any
+company. Every advantage is finite; it is 0 where nothing is known (no reward, or none to compare with).
 
 All ranks split a step alike. Under `pipeline.trainer_tokens_per_micro_batch: auto` a step that the journal knows is split as it
 was, so that its sums come out bit for bit; any other step within the limit that the run has come to. The log-probs of fixed
@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from consumer.learn.row_splits import shares, split_rows
+from consumer.learn.row_splits import Sizes, shares, split_rows
+from consumer.learn.tree import Row, shared_beginnings, tree_order
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
@@ -101,8 +102,8 @@ class _Row(NamedTuple):
     sampled: NDArray[np.bool_] | None  # None: all of it
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+    def tokens(self) -> Row:
+        return Row(self.prompt_ids, self.completion_ids)
 
     @property
     def num_sampled(self) -> int:
@@ -116,7 +117,7 @@ class BatchRecipe:
     rewards: RewardRecipe
     num_generations: int
     max_tokens: int  # of a micro-batch
-    packed: bool  # rows stand one behind the other, without padding
+    tree: bool  # what rows have in common at their beginnings goes through the model once; if not, rows are padded
     only_advantages: bool  # without advantage a row has no gradient
     keeps_all_rows: bool  # each has one, because the experts' load-balancing loss is a mean over all tokens
     pad_token_id: int
@@ -142,8 +143,11 @@ class BatchRecipe:
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._has_gradient(row)]
-        shortest = min(rows, key=lambda row: row.num_tokens)
-        of_ranks = self._deal(moving or [shortest], dealt_by or self.max_tokens)
+        shortest = min(rows, key=lambda row: row.tokens.num_tokens)
+        moving = moving or [shortest]
+        if self.tree:
+            moving = [moving[i] for i in tree_order([row.tokens for row in moving])]
+        of_ranks = self._deal(moving, dealt_by or self.max_tokens)
         parts = self._passes(of_ranks[self.rank])
         num_parts = max(len(self._passes(rows)) for rows in of_ranks) if self.in_step else 1
         filler = [shortest._replace(number=FILLER, advantage=0.0, in_loss=False)]
@@ -154,14 +158,16 @@ class BatchRecipe:
         """Return the rows of each rank; some may have none."""
         if self.world == 1:
             return [rows]
-        lengths = [row.num_tokens for row in rows]
-        dealt = shares(lengths, max_tokens, padded=not self.packed, world=self.world)
+        dealt = shares(self._sizes(rows), max_tokens, world=self.world)
         return [[rows[i] for i in own] for own in dealt]
 
     def _passes(self, rows: list[_Row]) -> list[list[_Row]]:
         """Return the rows of each micro-batch of one rank."""
-        split = split_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
-        return [[rows[i] for i in part] for part in split]
+        return [[rows[i] for i in part] for part in split_rows(self._sizes(rows), self.max_tokens)]
+
+    def _sizes(self, rows: list[_Row]) -> Sizes:
+        tokens = [row.tokens for row in rows]
+        return Sizes([row.num_tokens for row in tokens], shared_beginnings(tokens) if self.tree else None)
 
     def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
@@ -301,7 +307,8 @@ class StepSplitter:
         recorded: asked on rank 0 alone.
 
     Attributes:
-        tokens: that a pass of the step in progress may have, padding included; one row may have more.
+        tokens: that a pass of the step in progress may have, padding included, what rows share counted once; one row may have
+            more.
         micro_batches: this rank's, of that step.
         random_state: of the device, with which that step began when it was recorded; None: it was not, or draws no numbers.
     """

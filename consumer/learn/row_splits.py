@@ -1,19 +1,23 @@
 """Splits of rows: to the ranks of a step, and to the micro-batches of a rank. Pure functions.
 
 Guarantee: every row goes to exactly one micro-batch of one rank; none has more than `max_tokens` tokens, padding included, unless
-it is a single row. Equal lengths give equal splits on every machine, because only integers are compared. The longest rows come
-first, so that memory peaks at once or never. Among all splits of a rank's rows in the order of their lengths, this is the one of
-the fewest tokens, padding and a fixed cost of a pass included. With 64 completions of log-normal length on 8 ranks the busiest
-rank has at most 5 % more work than the mean, or than the longest row where that is more (95th percentile); docs/benchmarks.md has
-the measurement.
+it is a single row. Equal sizes give equal splits on every machine, because only integers are compared. The longest rows, or the
+largest micro-batches, come first, so that memory peaks at once or never. Among all splits of a rank's rows in one order this is
+the one of the fewest tokens, padding and a fixed cost of a pass included. The order of padded rows is that of their lengths; rows
+of a tree stay in the order in which neighbours begin alike, so those of one prompt stay together. With 64 completions of
+log-normal length on 8 ranks the busiest rank has at most 5 % more work than the mean, or than the longest row where that is more
+(95th percentile); with long prompts, which a second rank would compute again, 15 %.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
+
+from consumer.learn.tree import shared_within
 
 _FINER = (1, 1.5, 2, 3, 4, 6, 8)  # micro-batches per rank that are tried
 _PARTNERS = 3  # ranks with the least work, to which the busiest one tries to give a row
@@ -24,50 +28,92 @@ _WORTH_A_ROUND = 512  # of the mean work, the part by which the busiest rank is 
 _FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens, in tokens
 
 
-def tokens_of(lengths: Sequence[int], padded: bool) -> int:
-    """Return the cost of a micro-batch of rows of these lengths, in tokens."""
-    return _FIXED_TOKENS + (len(lengths) * max(lengths) if padded else sum(lengths))
-
-
-def split_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Return the indexes of the rows of each micro-batch, in the cheapest way.
+class Sizes(NamedTuple):
+    """The tokens of rows.
 
     Args:
         lengths: tokens of each row, at least 1.
-        padded: whether rows take the room of the longest beside them. If not, they stand one behind the other.
+        shared: of these, those that it has in common with the row before it, at its beginning, as
+            `consumer.learn.tree.shared_beginnings` finds them; None: rows take the room of the longest beside them.
     """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    _, begins = _cheapest([lengths[row] for row in order], max_tokens, padded)
-    cut = []
-    end = len(order)
+
+    lengths: Sequence[int]
+    shared: Sequence[int] | None = None
+
+    def of(self, rows: Iterable[int]) -> "Sizes":
+        """Return the sizes of some rows; of those of a tree in their order."""
+        if self.shared is None:
+            return Sizes([self.lengths[row] for row in rows])
+        chosen = sorted(rows)
+        return Sizes([self.lengths[row] for row in chosen], shared_within(self.shared, chosen))
+
+    @property
+    def added(self) -> list[int]:
+        """Tokens that each row brings to those before it."""
+        if self.shared is None:
+            return list(self.lengths)
+        return [length - shared for length, shared in zip(self.lengths, self.shared, strict=True)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all in one micro-batch, padding included."""
+        return len(self.lengths) * max(self.lengths) if self.shared is None else sum(self.added)
+
+
+def cost_of(sizes: Sizes) -> int:
+    """Return the cost of a micro-batch of these rows, in tokens."""
+    return _FIXED_TOKENS + sizes.num_tokens
+
+
+def split_rows(sizes: Sizes, max_tokens: int) -> list[list[int]]:
+    """Return the indexes of the rows of each micro-batch, in the cheapest way."""
+    order = list(range(len(sizes.lengths)))
+    if sizes.shared is None:
+        order.sort(key=lambda row: -sizes.lengths[row])
+    _, begins = _cheapest(sizes.of(order), max_tokens)
+    cut, end = list[list[int]](), len(order)
     while end:
         cut.append(order[begins[end] : end])
         end = begins[end]
-    return cut[::-1]
+    cut.reverse()
+    return cut if sizes.shared is None else sorted(cut, key=lambda rows: -sizes.of(rows).num_tokens)
 
 
-def least_tokens(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> int:
+def least_tokens(sizes: Sizes, max_tokens: int) -> int:
     """Return the cost of all micro-batches of `split_rows` together, in tokens."""
-    return _cheapest(sorted(lengths, reverse=True), max_tokens, padded)[0][-1]
+    if sizes.shared is None:
+        sizes = Sizes(sorted(sizes.lengths, reverse=True))
+    return _cheapest(sizes, max_tokens)[0][-1]
 
 
-def _cheapest(length: list[int], max_tokens: int, padded: bool) -> tuple[list[int], list[int]]:
+def _cheapest(sizes: Sizes, max_tokens: int) -> tuple[list[int], list[int]]:
     """Return, for the first 0, 1, 2, ... rows, their least cost, and where the last micro-batch of the cheapest split begins.
 
     Args:
-        length: descending.
+        sizes: of padded rows, the longest first.
     """
-    return _padded(length, max_tokens) if padded else _packed(length, max_tokens)
+    return _padded(list(sizes.lengths), max_tokens) if sizes.shared is None else _of_tree(sizes, max_tokens)
 
 
-def _packed(length: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    """Rows cost the same wherever they are, so the fewest micro-batches are the cheapest: each takes what it can."""
-    upto, cost, begins, first = [0, *accumulate(length)], [0], [0], 0
-    for end in range(1, len(length) + 1):
-        while first < end - 1 and upto[end] - upto[first] > max_tokens:
+def _of_tree(sizes: Sizes, max_tokens: int) -> tuple[list[int], list[int]]:
+    """A micro-batch from b to e has what its rows add, and what row b shares with the one before it once more. The greater b is,
+    the smaller it is. So a queue has every b that may still be the cheapest, and its first is it."""
+    assert sizes.shared is not None
+    upto, cost, begins, first = [0, *accumulate(sizes.added)], [0], [0], 0
+    queue = deque[tuple[int, int]]()  # what b costs beside all tokens up to the end, and b; ascending
+    for end in range(1, len(upto)):
+        begin = end - 1
+        key = cost[begin] + sizes.shared[begin] - upto[begin]
+        while queue and queue[-1][0] > key:
+            queue.pop()
+        queue.append((key, begin))
+        while first < begin and sizes.shared[first] + upto[end] - upto[first] > max_tokens:
             first += 1
-        cost.append(cost[first] + upto[end] - upto[first] + _FIXED_TOKENS)
-        begins.append(first)
+        while queue[0][1] < first:
+            queue.popleft()
+        key, begin = queue[0]
+        cost.append(key + upto[end] + _FIXED_TOKENS)
+        begins.append(begin)
     return cost, begins
 
 
@@ -107,25 +153,32 @@ def _padded(length: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
     return cost, begins
 
 
-def shares(lengths: Sequence[int], max_tokens: int, *, padded: bool, world: int) -> list[list[int]]:
-    """Return the rows of each rank; some have none if there are fewer rows than ranks.
+def shares(sizes: Sizes, max_tokens: int, *, world: int) -> list[list[int]]:
+    """Return the rows of each rank, ascending; some have none if there are fewer rows than ranks.
 
-    Micro-batches of neighbours in length have little padding, and small ones can be dealt out evenly. So the step is cut more
-    and more finely, each cut is dealt out longest first (Graham 1969), and so are the rows alone; of all these the best is taken.
-    Then the busiest rank gives a row away, or exchanges one for a shorter one, as long as both are less busy than it was.
-
-    Args:
-        lengths: tokens of each row.
+    Micro-batches of neighbours have little padding, or much in common, and small ones can be dealt out evenly. So the step is
+    cut more and more finely, each cut is dealt out longest first (Graham 1969), and so are the rows alone; of all these the best
+    is taken. Then the busiest rank gives a row away, or exchanges one for a shorter one, as long as both are less busy than it
+    was.
     """
 
     def work(rows: Sequence[int]) -> int:
-        return least_tokens([lengths[row] for row in rows], max_tokens, padded=padded)
+        return least_tokens(sizes.of(rows), max_tokens)
 
-    limits = {max_tokens} | {max(1, min(max_tokens, int(sum(lengths) / (world * parts)))) for parts in _FINER}
-    dealt = [_deal([[row] for row in range(len(lengths))], work, world)]
-    dealt += [_deal(split_rows(lengths, limit, padded=padded), work, world) for limit in sorted(limits)]
+    total = sum(sizes.added)
+    limits = {max_tokens} | {max(1, min(max_tokens, int(total / (world * parts)))) for parts in _FINER}
+    dealt = [_deal([[row] for row in range(len(sizes.lengths))], work, world)]
+    dealt += [_deal(split_rows(sizes, limit), work, world) for limit in sorted(limits)]
     best = min(dealt, key=lambda each: max(work(rows) for rows in each))
-    return _rebalance(best, lengths, work)
+    return [sorted(rows) for rows in _rebalance(best, _alone(sizes), work)]
+
+
+def _alone(sizes: Sizes) -> list[int]:
+    """Return the tokens that go with each row when it leaves its neighbours."""
+    if sizes.shared is None:
+        return list(sizes.lengths)
+    beside = map(max, sizes.shared, [*sizes.shared[1:], 0])
+    return [length - shared for length, shared in zip(sizes.lengths, beside, strict=True)]
 
 
 def _deal(parts: list[list[int]], work: Callable[[Sequence[int]], int], world: int) -> list[list[int]]:

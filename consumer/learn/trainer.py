@@ -11,14 +11,13 @@ used here, each with a test in tests/contract: `_prepare_inputs`, `_get_grad_nor
 """
 
 import contextlib
-import functools
 import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -34,12 +33,11 @@ from consumer.learn.forward import (
     Layout,
     TokenLogprobs,
     Tokens,
-    is_packable,
     is_plain,
-    is_shareable,
-    lay_out,
+    rows_layout,
     spread,
     token_logprobs,
+    tree_layout,
 )
 from consumer.learn.importance import importance_factors, resolve
 from consumer.learn.loss import (
@@ -73,6 +71,7 @@ from consumer.learn.statistics import (
     sampled,
     samples_of,
 )
+from consumer.learn.tree_attention import choose_kernel
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, CHECK_EVERY, Ranks, RankWork, Train, check_agreement, work_of_all
 from protocol.config.run import RunConfig
@@ -88,6 +87,13 @@ _OF_LOSS = (
     *("old_per_token_logps", "ref_per_token_logps"),
 )
 """The tensors of a micro-batch that the loss takes."""
+
+
+class PassSize(NamedTuple):
+    """The size of a forward pass."""
+
+    places: int  # padding included
+    tokens: int
 
 
 @dataclass
@@ -152,7 +158,7 @@ class SlipstreamTrainer(Trainer):
             outputs = ("log_probs", "entropy")
             add_fused_lm_head(self.base, options.temperature, options.cast_lm_head_to_fp32, outputs)
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
-            self._packed = self._is_plain and is_packable(self.base)
+            self._kernel = choose_kernel(self.base) if self._is_plain else None
         self._reference = ReferencePolicy(model)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
@@ -161,6 +167,7 @@ class SlipstreamTrainer(Trainer):
         self.works: list[RankWork] = []
         self._step_loss = torch.zeros(())
         self._summaries: list[Summary] = []  # of the micro-batches of the step in progress
+        self._passes: list[PassSize] = []  # of the step in progress, by which its gradient is made
         self._unlogged: dict[str, tuple[float, int]] = {}  # sum and number of values of each metric
         self._newest_groups: list[RolloutGroup] = []
 
@@ -170,7 +177,7 @@ class SlipstreamTrainer(Trainer):
             rewards=RewardRecipe.of(config, options.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
             max_tokens=self._splitter.tokens,
-            packed=self._packed,
+            tree=self._kernel is not None,
             only_advantages=options.beta == 0.0 and not bonus.is_on and options.top_entropy_quantile == 1.0,
             keeps_all_rows=self._router_loss_coef != 0.0,
             pad_token_id=self.processing_class.pad_token_id,
@@ -265,8 +272,7 @@ class SlipstreamTrainer(Trainer):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
             step_s, waited_s = time.monotonic() - began, ranks.waited_s - waited_s
-            num_tokens = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in inputs)
-            self.works[:] = work_of_all(ranks, step_s, waited_s, num_tokens)
+            self.works[:] = work_of_all(ranks, step_s, waited_s, sum(size.tokens for size in self._passes))
         plan = MicroBatchPlan(
             self.state.global_step + 1, splitter.tokens, drawn_from if random_state(device) != drawn_from else None
         )
@@ -274,7 +280,7 @@ class SlipstreamTrainer(Trainer):
         self.last = TrainedStep(plan, math.nan, metrics)
         if ranks.rank == 0:
             self.add_to_log(metrics)
-        splitter.measured(memory.fitting_tokens(inputs, padded=not self._packed))
+        splitter.measured(memory.fitting_tokens(max(size.places for size in self._passes)))
         return self._step_loss.clone()
 
     def _prepare_inputs(self, inputs: list[MicroBatch]) -> list[MicroBatch]:
@@ -300,7 +306,7 @@ class SlipstreamTrainer(Trainer):
                 passes = [(batch, self.forward_pass(batch)) for batch in inputs]
             threshold = self._entropy_threshold(passes)
         total = torch.zeros((), device=self.accelerator.device)
-        self._summaries = []
+        self._summaries, self._passes = [], []
         for number, batch in enumerate(inputs, start=1):
             loss = self._part_of_loss(batch, threshold)
             if number < len(inputs):
@@ -386,10 +392,10 @@ class SlipstreamTrainer(Trainer):
         """Return log-probs and entropies under the present policy; 0 for tokens outside the loss."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        layout = lay_out(
-            Tokens(ids, mask, loss_mask(batch)), packed=self._packed, shareable=self._is_plain and self._is_shareable
-        )
-        layout = layout._replace(**on_device(layout.tensors, self.accelerator.device))
+        tokens = Tokens(ids, mask, loss_mask(batch))
+        layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)
+        self._passes.append(PassSize(layout.ids.numel(), layout.num_tokens))
+        layout = layout.on(self.accelerator.device)
         with self.accelerator.autocast():
             if self._is_plain:
                 return Pass(*token_logprobs(self.base, layout, self._head))
@@ -407,11 +413,6 @@ class SlipstreamTrainer(Trainer):
             for values in (found.log_probs, found.entropy)
         )
         return Pass(logprobs, entropies, found.aux_loss if has_experts else None)
-
-    @functools.cached_property
-    def _is_shareable(self) -> bool:
-        """Answer at the first pass, when transformers has switched gradient checkpointing on."""
-        return is_shareable(self.base)
 
     def _head(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor

@@ -262,7 +262,7 @@ def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:
 _RANK_WORK = {
     "step_s": ("step_seconds", "Duration of the last step on each rank."),
     "waited_s": ("waiting_seconds", "Time of the last step in which each rank waited for others."),
-    "num_tokens": ("tokens", "Tokens of the last step on each rank, without padding."),
+    "num_tokens": ("tokens", "Tokens of the last step on each rank, without padding, shared ones once."),
     "memory_bytes": (
         "memory_bytes",
         "Peak memory of tensors on each rank's GPU in the last step; on a CPU that of the process.",

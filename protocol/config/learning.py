@@ -19,7 +19,7 @@ class PipelineSection(Section):
     groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
     trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = Field(
         "auto",
-        description="Tokens of a pass of the trainer, with padding. Loss and gradient do not depend on it. `auto` "
+        description="Tokens of a pass of the trainer, shared ones once. Loss and gradient do not depend on it. `auto` "
         "begins with 16384 and follows the free memory.",
     )
     gpu: GpuSharing = Field(

@@ -1,6 +1,6 @@
 """Where the host waits for the GPU within a call.
 
-Guarantee: what Triton's interpreter and the stand-in for flash-attn copy to the host is left out, because a GPU runs the kernel
+Guarantee: what Triton's interpreter and the stand-ins for attention copy to the host is left out, because a GPU runs the kernel
 itself. Operators of a backward pass are not seen, because they run in another thread.
 """
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.stand_in import cuda
 
 REPOSITORY = Path(__file__).parents[2]
-_STAND_INS = ("triton/runtime/*.py", "stand_in/packages/flash_attn/*.py")
+_STAND_INS = ("triton/runtime/*.py", "stand_in/packages/flash_attn/*.py", "stand_in/flex.py")
 
 
 class Syncs(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """What only a GPU makes libraries do: attention of variable length, layers that ranks share, a part of a GPU."""
 
 import importlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from consumer.learn.model import is_sharded, shard_base
 from consumer.ranks import exchange as work
 from consumer.ranks.exchange import ALONE, ProcessRanks
 from tests.gpu.conftest import Model
+from tests.gpu.stand_in import flex
 from tests.gpu.stand_in.cuda import Gpu
 from tests.gpu.syncs import Syncs
 from tests.gpu.trainers import trainer
@@ -36,29 +38,71 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("flash_attn")
 
 
+COMPLETIONS = [[3, 5, 6, 7, 8], [4, 5], [6], [7, 9, 10]]
+
+
+def rows_and_tree(folder: Path, model: Path, **options: Any) -> tuple[Any, Any, Syncs]:
+    """Trainers that have taken a step, by plain rows and by a tree; and how often the host waited in the tree's."""
+    eager = {"trainer": {"model_init_kwargs": {"attn_implementation": "eager"}}}
+    rows = trainer(folder, model, completions=COMPLETIONS, **(options | eager))
+    assert rows._kernel is None
+    rows.train()
+    found, syncs = trainer(folder, model, completions=COMPLETIONS, **options), Syncs()
+    found._part_of_loss = syncs.watch(found._part_of_loss)  # type: ignore[method-assign]
+    return rows, found, syncs
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_rows_are_packed_by_transformers_own_flash_code(family: str, tmp_path: Path, model: Model, flash: Any) -> None:
+def test_a_tree_goes_through_flash_attention_where_it_is_installed(
+    family: str, tmp_path: Path, model: Model, flash: Any
+) -> None:
     """The gradient is that of padded rows; no layer has the host wait."""
-    options: dict[str, Any] = {"completions": [[3, 5, 6, 7, 8], [4, 5], [6], [7, 9, 10]]}
-    padded = trainer(tmp_path, model(family), **options)
-    padded.train()
-    assert not flash.calls
-    packed = trainer(
-        tmp_path,
-        model(family),
-        trainer={"model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
-        **options,
-    )
-    assert packed._packed
+    rows, trained, syncs = rows_and_tree(tmp_path, model(family))
+    assert trained._kernel.name == "FlashAttention (flash-attn)"
     flash.calls.clear()
-    syncs = Syncs()
-    packed._part_of_loss = syncs.watch(packed._part_of_loss)  # type: ignore[method-assign]
-    packed.train()
-    assert syncs.found.total() <= 1, syncs.found  # for an attention mask that this kernel has no use for
+    trained.train()
+    assert not syncs.found
     assert set(flash.calls) == {"flash_attn_varlen_func"}
-    assert packed.last is not None
-    assert padded.last is not None
-    assert packed.last.grad_norm == pytest.approx(padded.last.grad_norm, rel=0.05)
+    assert trained.last.grad_norm == pytest.approx(rows.last.grad_norm, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_tree_goes_through_flex_attention_without_flash_attention_and_in_float32(
+    family: str, checkpointing: bool, tmp_path: Path, model: Model, flash: Any
+) -> None:
+    options = {"dtype": "float32", "trainer": {"gradient_checkpointing": checkpointing}, "prompt": [5, 9] * 100}
+    rows, trained, syncs = rows_and_tree(tmp_path, model(family), **options)
+    assert trained._kernel.name == "torch's flex_attention"
+    flash.calls.clear()
+    flex.calls.clear()
+    trained.train()
+    assert not syncs.found
+    assert not flash.calls
+    assert {shape[2] for shape in flex.calls} == {200 + 2 * sum(map(len, COMPLETIONS))}, "of two groups of one prompt"
+    assert trained.last.loss == pytest.approx(rows.last.loss, rel=1e-4, abs=1e-6)
+    assert trained.last.grad_norm == pytest.approx(rows.last.grad_norm, rel=1e-4)
+
+
+def test_an_older_card_gets_rows(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    with caplog.at_level(logging.INFO):
+        assert trainer(tmp_path, model("llama"))._kernel is None
+    assert "padded to the longest: no kernel fits the device" in caplog.text
+
+
+def test_a_kernel_that_fails_on_this_card_is_not_used(
+    tmp_path: Path, model: Model, flash: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    monkeypatch.setattr(flash, "flash_attn_varlen_func", refusing)
+    kernel = trainer(tmp_path, model("llama"))._kernel
+    assert kernel is not None
+    assert kernel.name == "torch's flex_attention"
 
 
 def test_a_share_of_the_gpu_is_a_limit_and_is_held(gpu: Gpu) -> None:

@@ -17,6 +17,10 @@ from tests.gpu.trainers import trainer
 
 pytestmark = pytest.mark.stand_in
 
+EXPERTS: dict[str, Any] = {
+    "trainer": {"router_aux_loss_coef": 0.01},
+    "lora": {"target_modules": ["q_proj", "v_proj"]},
+}
 LONG = [[token] * 1200 for token in (3, 4, 5, 6)]
 """Of which two groups are 9,608 tokens."""
 MIB = 2**20
@@ -88,9 +92,11 @@ def test_a_completion_without_room_ends_the_trainer(tmp_path: Path, model: Model
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "rows": ("llama", {"trainer": {"gradient_checkpointing": True}}, 1),
-    "shared prompts": ("llama", {"prompt": [5] * 40}, 0),
-    "by TRL": ("gemma3", {}, 2),
+    "a tree": ("llama", {"prompt": [5] * 40}, 0),
+    "a tree with checkpointing": ("llama", {"trainer": {"gradient_checkpointing": True}}, 0),
+    "a tree with windows": ("gemma3", {}, 0),
+    "rows": ("llama", {"trainer": {"model_init_kwargs": {"attn_implementation": "eager"}}}, 1),
+    "by TRL": ("qwen3_moe", EXPERTS, 1),
 }
 """By layout: a family and options that lead to it, and how often the host waits: transformers asks the GPU once for each kind of
 attention mask."""

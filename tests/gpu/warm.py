@@ -1,7 +1,7 @@
 """What `campaigns.chaos.zygote` imports and runs for `tests/gpu`: a process with the stand-in GPU. Its forks run
 tests and commands.
 
-Guarantee: TRL's Triton kernels run in Triton's interpreter.
+Guarantee: TRL's Triton kernels run in Triton's interpreter; torch's flex_attention is computed without a compiler.
 """
 
 import importlib
@@ -33,6 +33,7 @@ def preload() -> None:
     importlib.import_module("bitsandbytes")  # it would look for its library for CUDA once there is a GPU
     cuda.install()
     driver.install()
+    importlib.import_module("tests.gpu.stand_in.flex").install()
     for name in _USED:
         importlib.import_module(name)
 

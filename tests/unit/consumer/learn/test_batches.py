@@ -29,7 +29,7 @@ RECIPE = BatchRecipe(
     rewards=RewardRecipe(np.ones(1, np.float32)),
     num_generations=2,
     max_tokens=1000,
-    packed=False,
+    tree=False,
     only_advantages=False,
     keeps_all_rows=False,
     pad_token_id=PAD,
@@ -124,6 +124,23 @@ def test_micro_batches_are_padded_to_their_own_longest_and_share_the_count_of_to
     assert [batch["completion_ids"].tolist() for batch in batches] == [[[13, 14, 15, 16]], [[17]], [[11], [12]]]
     assert [batch["prompt_ids"].tolist() for batch in batches] == [[[2, 3, 4]], [[2, 3, 4]], [[1], [1]]]
     assert [batch["num_items_in_batch"].item() for batch in batches] == [7] * 3
+
+
+def test_passes_over_trees_have_the_tokens_that_go_through_the_model() -> None:
+    """The prompts of 6 tokens count once in each pass; a row above the limit has a pass of its own."""
+    groups = [
+        rollout_group([[11], [12, 12]], prompt=[2] * 6, lease_id="a"),
+        rollout_group([[13] * 9, [14]], prompt=[1] * 6, lease_id="b"),
+        rollout_group([[15], [16]], prompt=[2] * 6, lease_id="c"),
+    ]
+    recipe = dataclasses.replace(RECIPE, tree=True, max_tokens=11)
+    assert [batch["completion_ids"][:, 0].tolist() for batch in recipe.tensors(groups)] == [
+        [13],
+        [11, 12, 15, 16],
+        [14],
+    ]
+    whole = dataclasses.replace(recipe, max_tokens=27).tensors(groups)
+    assert [len(batch["row"]) for batch in whole] == [6]
 
 
 def test_ranks_in_step_have_as_many_micro_batches_and_what_fills_them_up_is_not_in_the_loss() -> None:

@@ -199,7 +199,7 @@ def test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths(t
     assert len(alone) == 12
     widths = set()
     for groups in ([short, long], [short, longest], [long, longest], [short], [short, long, longest]):
-        for max_tokens in (70, 1000):
+        for max_tokens in (23, 70, 1000):
             recipe = dataclasses.replace(one_by_one, max_tokens=max_tokens)
             for batch in recipe.tensors(groups):
                 widths.add((batch["prompt_ids"].size(1), batch["completion_ids"].size(1)))

@@ -1,4 +1,4 @@
-"""Every layout of the forward pass gives the log-probs, entropies and gradients of the plain one, compared in float64."""
+"""Both layouts of the forward pass give the log-probs, entropies and gradients of the plain one, compared in float64."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from consumer.learn import forward
-from consumer.learn.forward import Layout, TokenLogprobs, Tokens, is_plain, is_shareable, lay_out, token_logprobs
+from consumer.learn.forward import (
+    Layout,
+    TokenLogprobs,
+    Tokens,
+    is_plain,
+    rows_layout,
+    token_logprobs,
+    tree_layout,
+)
+from consumer.learn.tree_attention import choose_kernel
+from consumer.learn.tree_kernels import FlexKernel, SegmentKernel
 from tests.integration.models import build_model
 
 TEMPERATURE = 0.8
@@ -38,7 +47,16 @@ def tokens(prompts: list[list[int]] = PROMPTS) -> Tokens:
 def model(tiny_model: Path) -> Any:
     torch.manual_seed(3)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).get_base_model().double()
+    found = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).get_base_model().double()
+    assert choose_kernel(found) is not None
+    return found
+
+
+def as_tree(tokens: Tokens) -> Layout:
+    return tree_layout(tokens, SegmentKernel)
+
+
+LAYOUTS = pytest.mark.parametrize("layout", [rows_layout, as_tree])
 
 
 def head(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,11 +85,10 @@ def gradient(model: Any, values: tuple[torch.Tensor, torch.Tensor]) -> torch.Ten
 @pytest.mark.parametrize(
     "prompts", [PROMPTS, [[3, 4, 5], [5, 6, 7], [3, 4, 9]]], ids=["prompts of any length", "of one length"]
 )
-@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+@LAYOUTS
 def test_log_probs_entropies_and_gradients(
-    model: Any, monkeypatch: pytest.MonkeyPatch, layout: Callable[[Tokens], Layout], prompts: list[list[int]]
+    model: Any, layout: Callable[[Tokens], Layout], prompts: list[list[int]]
 ) -> None:
-    """Packed rows go through SDPA here, which is exact and slow; in production only attention kernels of varying length."""
     rows = tokens(prompts)
     ours, theirs = token_logprobs(model, layout(rows), head), plain(model, rows)
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
@@ -81,7 +98,7 @@ def test_log_probs_entropies_and_gradients(
     torch.testing.assert_close(gradient(model, ours), expected, atol=TOLERANCE * largest, rtol=0)
 
 
-@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+@LAYOUTS
 def test_the_embedding_of_the_id_that_pads_does_not_matter(model: Any, layout: Callable[[Tokens], Layout]) -> None:
     """What nothing has trained may be anything, and 0 times NaN is NaN, in gradients too."""
     rows = tokens([[3, 4, 5, 6, 7, 8, 9], [2, 4, 5], [4, 5]])
@@ -97,7 +114,7 @@ def test_the_embedding_of_the_id_that_pads_does_not_matter(model: Any, layout: C
         assert torch.equal(gradient(model, found), expected)
 
 
-@pytest.mark.parametrize("layout", [forward.rows_layout, forward.packed_layout, forward.shared_layout])
+@LAYOUTS
 def test_a_micro_batch_without_a_token_in_the_loss_has_a_gradient_of_zero(
     model: Any, layout: Callable[[Tokens], Layout]
 ) -> None:
@@ -107,23 +124,36 @@ def test_a_micro_batch_without_a_token_in_the_loss_has_a_gradient_of_zero(
     assert not gradient(model, values).any()
 
 
-def test_prompts_are_computed_once_where_that_saves_a_fifth() -> None:
-    layout = lay_out(tokens(), shareable=True)
-    assert layout.prompts is not None
-    assert (layout.prompts.shape, layout.ids.shape) == ((3, 7), (6, 5))
-    layout = lay_out(tokens([[3], [4], [5]]), shareable=True)
-    assert (layout.prompts, layout.ids.shape) == (None, (6, 6))
-    assert lay_out(tokens()).prompts is None
+def test_a_tree_has_each_prompt_once_and_no_padding() -> None:
+    assert as_tree(tokens()).ids.shape == (1, sum(map(len, PROMPTS)) + sum(len(completion) for _, completion in ROWS))
+    assert rows_layout(tokens()).ids.shape == (6, 12)
 
 
-def test_no_prompts_are_shared_with_gradient_checkpointing_or_a_cache_that_forgets(model: Any, tmp_path: Path) -> None:
-    assert is_shareable(model)
-    gemma = AutoModelForCausalLM.from_pretrained(build_model("gemma3", tmp_path / "gemma"))
-    assert not is_shareable(gemma)
-    assert is_plain(gemma)
-    model.model.layers[0].gradient_checkpointing = True
-    assert not is_shareable(model)
-    model.model.layers[0].gradient_checkpointing = False
+def test_the_same_with_gradient_checkpointing(model: Any) -> None:
+    expected = token_logprobs(model, as_tree(tokens()), head)
+    gradients = gradient(model, expected)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.train()
+    try:
+        found = token_logprobs(model, as_tree(tokens()), head)
+        assert torch.equal(gradient(model, found), gradients)
+        assert torch.equal(found[0], expected[0])
+    finally:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
+        model.eval()
+
+
+def test_layouts_move_to_a_device_with_all_that_their_kernels_keep(model: Any) -> None:
+    layout = tree_layout(tokens(), lambda tree: FlexKernel(tree, frozenset({4}))).on(torch.device("meta"))
+    assert layout.tree is not None
+    tensors = [value for value in layout if isinstance(value, torch.Tensor)] + list(layout.tree.tensors.values())
+    assert {each.device.type for each in tensors} == {"meta"}
+
+
+def test_a_model_of_windows_is_plain(tmp_path: Path) -> None:
+    assert is_plain(AutoModelForCausalLM.from_pretrained(build_model("gemma3", tmp_path / "gemma")))
 
 
 def test_logits_that_are_more_than_the_heads_output_are_left_to_trl(

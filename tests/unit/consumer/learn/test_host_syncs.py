@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consumer.learn import forward
-from consumer.learn.forward import Layout, Tokens, token_logprobs
+from consumer.learn.forward import Layout, Tokens, rows_layout, token_logprobs
 from consumer.learn.importance import PRESETS, importance_factors
 from consumer.learn.loss import EntropyThreshold, Pass, part_of_loss, values_of
 from consumer.learn.micro_batches import Places
 from consumer.learn.statistics import Summary, merged, ratio_values, sampled
-from tests.unit.consumer.learn.test_forward import gradient, head, model, tokens
+from tests.unit.consumer.learn.test_forward import as_tree, gradient, head, model, tokens
 from tests.unit.consumer.trl_reference import inputs_of_logprobs, loss_options
 
 __all__ = ["model"]  # a fixture
@@ -53,11 +52,9 @@ def test_what_waits() -> None:
     assert waits.names == ["_local_scalar_dense", "index"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "of_transformers"), [(forward.rows_layout, 1), (forward.packed_layout, 1), (forward.shared_layout, 3)]
-)
+@pytest.mark.parametrize(("layout", "of_transformers"), [(rows_layout, 1), (as_tree, 0)])
 def test_a_pass_and_its_gradient(model: Any, layout: Callable[[Tokens], Layout], of_transformers: int) -> None:
-    """transformers looks at positions and masks once in each pass, not in each layer."""
+    """transformers asks once in a pass over rows whether they are packed, not in each layer."""
     laid_out = layout(tokens())
     with Waits() as waits:
         gradient(model, token_logprobs(model, laid_out, head))

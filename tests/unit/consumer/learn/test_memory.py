@@ -95,8 +95,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("driver")
 def test_a_pass_is_measured_on_the_device_that_accelerate_names(device: str) -> None:
     tokens = 10_240
-    batch = {"prompt_mask": torch.ones(1, tokens - 240), "completion_mask": torch.ones(1, 240)}
-    fitting = PassMemory(torch.device(device)).fitting_tokens([batch], padded=False)
+    fitting = PassMemory(torch.device(device)).fitting_tokens(tokens)
     # 100 of the reserved and 200 up to the limit are left, and a pass took 400.
     assert fitting == tokens_within(300, 400, tokens) == 6144
 
@@ -168,7 +167,6 @@ def test_without_dropout_no_random_state_is_kept(tmp_path: Path, one_layer_model
     assert taken(trainer)[0] == {1: MicroBatchPlan(1, step_cuts.FIRST_TOKENS, None)}
 
 
-@pytest.mark.long
 def test_a_step_of_single_rows_that_is_refused_ends_the_run(tmp_path: Path, one_layer_model: Path) -> None:
     trainer = trainer_of(tmp_path, one_layer_model, {})
     refuse(trainer, {1}, 0)
@@ -225,7 +223,6 @@ def tries_taken_back(trainer: SlipstreamTrainer, folder: Path, taken_back: list[
     run.train()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "sharded", "expected"),
     [(64, False, [7]), ("auto", True, [7]), ("auto", False, [])],

@@ -239,14 +239,14 @@ def test_base_weights_in_bfloat16_and_lora_weights_in_float32(tmp_path: Path, ti
 
 def test_batches_are_repeated_for_every_iteration_that_is_left_and_cut(tmp_path: Path, tiny_model: Path) -> None:
     config = run_config(
-        tmp_path, tiny_model, pipeline={"trainer_tokens_per_micro_batch": 12}, trainer={"num_iterations": 2}
+        tmp_path, tiny_model, pipeline={"trainer_tokens_per_micro_batch": 6}, trainer={"num_iterations": 2}
     )
     trainer = slipstream_trainer(config, tiny_model)
     first, second = ([rollout_group([[n], [n], [n], [n]]) for n in pair] for pair in ((3, 4), (5, 6)))
     begun_before, whole = TrainingBatch(1, 1, 2, first, len(first)), TrainingBatch(3, 2, 4, second, len(second))
     trainer._batches = [begun_before, whole]
     seen = [[batch["completion_ids"][:, 0].tolist() for batch in batches] for batches in trainer.get_train_dataloader()]
-    assert seen == [[[3] * 4, [4] * 4], *[[[5] * 4, [6] * 4]] * 2], "rows of 3 tokens, 12 at a time"
+    assert seen == [[[3] * 4, [4] * 4], *[[[5] * 4, [6] * 4]] * 2], "a prompt of 2 tokens and 4 of completions"
 
 
 def test_completions_are_logged_as_trl_does(

@@ -1,0 +1,223 @@
+"""Passes over a tree of rows through a model of transformers, for models whose layers can.
+
+Guarantee: a model is given to trees only after a small one went through it. Each token of it depended on no token beside its own
+path, and its hidden states were those of rows alone. So a recurrent layer, positions that attention is not told, attention
+sinks or a kernel that the card refuses lead to plain rows, whatever a configuration says. All other passes through the model,
+such as those of a probe, compute as before.
+
+A model reaches `tree_attention` by transformers' AttentionInterface, and hands the tree's kernel through its layers as the
+argument `tree`. Gradient checkpointing keeps arguments, so a recomputed layer has the same tree.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from consumer.learn.model import text_model
+from consumer.learn.tree import Row, Tree, tree_of
+from consumer.learn.tree_kernels import FlashKernel, FlexKernel, Options, SegmentKernel, TreeKernel
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATION = "slipstream_tree"
+"""The name of `tree_attention` among transformers' implementations."""
+
+_OLDEST_CARD = (8, 0)  # compute capability, of FlashAttention 2 and of Triton's kernels
+_LARGEST_DIFFERENCE = 0.1  # of hidden states, as a share of their norm; half of the tokens may differ more
+_LAYERS = {"full_attention", "sliding_attention"}
+_TRIED = (12, 8)  # tokens of prompts and completions
+
+MakeKernel = Callable[[Tree], TreeKernel]
+
+
+class ChosenKernel(NamedTuple):
+    """The attention of trees that a model takes.
+
+    Args:
+        name: for the log.
+        make: the kernel of a tree, on the CPU.
+    """
+
+    name: str
+    make: MakeKernel
+
+
+def tree_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tree: TreeKernel | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as a layer of transformers does; without a tree, by torch's SDPA."""
+    if tree is None:
+        options |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found, None
+    return tree(module, query, key, value, Options(scaling, sliding_window, softcap)), None
+
+
+AttentionInterface.register(IMPLEMENTATION, tree_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def tree_pass(backbone: Any, ids: torch.Tensor, positions: torch.Tensor, kernel: TreeKernel) -> torch.Tensor:
+    """Return hidden states (1, S, H).
+
+    Args:
+        backbone: the text model of one that `choose_kernel` has prepared.
+        ids: (1, S), of a tree, as `positions`.
+        kernel: of that tree, with its tensors on the device.
+    """
+    mask = ids.new_ones((1, 1, 1, 1), dtype=torch.bool)  # of 4 dimensions, so transformers makes none
+    found: torch.Tensor = backbone(
+        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, tree=kernel
+    ).last_hidden_state
+    return found
+
+
+def choose_kernel(model: Any) -> ChosenKernel | None:
+    """Choose the attention of trees for a causal language model where it lies, prepare the model for it, and log the choice.
+
+    Call it in the context of the passes to come. With a sharded base all ranks call it.
+
+    Returns:
+        None: the rows of this model are padded.
+    """
+    problem = _obstacle(model)
+    if problem is None:
+        for chosen in _candidates(model):
+            problem = _tried(model, chosen)
+            if problem is None:
+                logger.info("what rows have in common is computed once: attention by %s", chosen.name)
+                return chosen
+            logger.info("%s does not fit this model or device: %s", chosen.name, problem)
+    logger.info("each row is computed as a whole, padded to the longest: %s", problem or "no kernel fits the device")
+    return None
+
+
+def _obstacle(model: Any) -> str | None:
+    """Return why the rows of a model cannot be a tree, where its configuration or code tells."""
+    config, backbone = text_model(model).config, text_model(model)
+    if config._attn_implementation == "eager":
+        return "trainer.model_init_kwargs.attn_implementation is eager"
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
+        return f"the model has layers of {', '.join(sorted(others))}"
+    if any(getattr(module, "attention_dropout", 0) for module in backbone.modules()):
+        return "the model drops out attention weights (attention_dropout)"
+    parameters = inspect.signature(backbone.forward).parameters
+    hands_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if "position_ids" not in parameters or not hands_on:
+        return "the model does not hand positions and other arguments on to its layers"
+    return None
+
+
+def _candidates(model: Any) -> Iterator[ChosenKernel]:
+    """Yield the kernels for the device and numbers of this model, the fastest first."""
+    config, device = text_model(model).config, model.get_input_embeddings().weight.device
+    if device.type == "cpu":
+        yield ChosenKernel("torch's attention of CPUs, segment by segment", SegmentKernel)
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _OLDEST_CARD:
+        return
+    window = getattr(config, "sliding_window", None)
+    windows = frozenset[int]() if window is None else frozenset({window})
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.dtype
+    if dtype in (torch.float16, torch.bfloat16) and importlib.util.find_spec("flash_attn") is not None:
+        function = importlib.import_module("flash_attn").flash_attn_varlen_func
+        yield ChosenKernel("FlashAttention (flash-attn)", lambda tree: FlashKernel(tree, function))
+    yield ChosenKernel("torch's flex_attention", lambda tree: FlexKernel(tree, windows))
+
+
+def _tried(model: Any, chosen: ChosenKernel) -> str | None:
+    """Send a small tree through the model, and leave the model prepared for trees if that went well.
+
+    Returns:
+        None, or why not.
+    """
+    backbone, before = text_model(model), text_model(model).config._attn_implementation
+    rows = _rows_to_try(model.get_input_embeddings().num_embeddings)
+    with _evaluating(backbone):
+        try:
+            expected = [_alone(backbone, row) for row in rows]
+            backbone.config._attn_implementation = IMPLEMENTATION
+            problem = _differs(model, chosen, rows, expected)
+        except Exception as error:  # of a kernel, a compiler or the model: all mean that this does not work
+            problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if problem is not None:
+        backbone.config._attn_implementation = before
+    return problem
+
+
+def _rows_to_try(num_embeddings: int) -> list[Row]:
+    """Return two rows of one prompt, and one of another."""
+    lengths = [_TRIED[0], _TRIED[1], _TRIED[1], *_TRIED]
+    ids = np.linspace(1, num_embeddings - 1, sum(lengths)).astype(np.int64)
+    prompt, one, two, other, last = np.split(ids, np.cumsum(lengths)[:-1])
+    return [Row(prompt, one), Row(prompt, two), Row(other, last)]
+
+
+def _alone(backbone: Any, row: Row) -> torch.Tensor:
+    ids = torch.from_numpy(np.concatenate(row))[None].to(backbone.get_input_embeddings().weight.device)
+    with torch.no_grad():
+        found: torch.Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return found
+
+
+def _differs(model: Any, chosen: ChosenKernel, rows: list[Row], expected: list[torch.Tensor]) -> str | None:
+    """Return how a pass over the tree of these rows is unlike the rows alone. Whatever a token depends on has a gradient, and
+    where it depends on nothing that is exactly zero."""
+    tree, embeddings = tree_of(rows), model.get_input_embeddings()
+    device, seen = embeddings.weight.device, list[torch.Tensor]()
+
+    def watch(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[0]
+
+    ids, positions = (torch.from_numpy(each)[None].to(device) for each in (tree.ids, tree.positions))
+    kernel = chosen.make(tree)
+    kernel = kernel.with_tensors({name: tensor.to(device) for name, tensor in kernel.tensors.items()})
+    with torch.enable_grad(), embeddings.register_forward_hook(watch):
+        hidden = tree_pass(text_model(model), ids, positions, kernel)[0]
+        for row, places in enumerate(tree.places):
+            own = torch.from_numpy(places).to(device)
+            last = (
+                hidden[own[-_TRIED[1] :]].float().pow(3).sum()
+            )  # a norm may keep the sum, and that of squares, constant
+            [gradient] = torch.autograd.grad(last, seen, retain_graph=row + 1 < len(rows))
+            depends = gradient[0].ne(0).any(-1)
+            if not bool(depends[own].any()) or int(depends.sum()) > int(depends[own].sum()):
+                return "a layer carries something from one row to another"
+    found = torch.cat([hidden.detach()[torch.from_numpy(places).to(device)] for places in tree.places]).double()
+    whole = torch.cat(expected).double()
+    difference = float(((found - whole).norm(dim=-1) / whole.norm(dim=-1)).nanmedian())
+    if not difference <= _LARGEST_DIFFERENCE:
+        return f"hidden states differ from those of rows alone, by {difference:.0%}"
+    return None
+
+
+@contextmanager
+def _evaluating(backbone: Any) -> Iterator[None]:
+    """Switch dropout off."""
+    trains = backbone.training
+    backbone.eval()
+    try:
+        yield
+    finally:
+        backbone.train(trains)
