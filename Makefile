@@ -29,10 +29,10 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 
 test: unit rehearse ## run every test
 	$(OLD_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder campaigns tests/faults tests/integration
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder campaigns tests/faults tests/integration
 
 unit: $(STAMP) ## run the unit tests but for the long ones
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" tests/unit tests/contract
 
 rehearse: $(STAMP) ## the paths of a GPU on a stand-in that has the host's memory and the CPU's kernels, at most four minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.offpolicy_run import Case, Plan, describe
-from examples.arithmetic.demo import default_gpus, run_pair
+from examples.arithmetic.demo import run_pair
 from examples.arithmetic.evaluate import greedy_accuracy
 
 
@@ -25,7 +25,7 @@ def train_pair(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
             f"trainer.save_steps={plan.evaluate_every}",
         ]
         arguments = [argument for setting in settings for argument in ("--set", setting)]
-        run_pair(run_dir, ["--config", "examples/arithmetic/run.yaml", *arguments], default_gpus())
+        run_pair(["--config", "examples/arithmetic/run.yaml", *arguments])
     base = Path(plan.base)
     curve = {
         step: greedy_accuracy(base, base / "eval.jsonl", run_dir / "checkpoints" / f"checkpoint-{step}")

@@ -177,5 +177,7 @@ def _report_end(program: str, why: str, code: ExitCode, *, bug: bool = False) ->
     else:
         if bug:
             traceback.print_exc()
+            logs.note(traceback.format_exc())
         print(f"{program}: {why}", file=sys.stderr, flush=True)
+        logs.note(f"{why} (exit code {code.name})")
     return code

@@ -24,6 +24,7 @@ from slipstream.options import Command, Function, Group, config_options, program
 from slipstream.tables import write_json
 
 _COMMANDS = {
+    "run": "slipstream.run:run",
     "status": "slipstream.status.cli:status",
     "view": "slipstream.view.cli:view",
     "journal": "slipstream.journal.cli:journal",

@@ -31,7 +31,7 @@ def run(place: Place, mode: str, ranks: int = 1) -> Findings:
     failure: SystemExit | None = None
     with most_used(place.gpus) as used:
         try:
-            run_pair(run_dir, ["--config", str(path)], [place.gpu, trainer])
+            run_pair(["--config", str(path)], [place.gpu, trainer])
         except SystemExit as error:
             failure = error
     yield from ({"what": f"memory of GPU {gpu}", "most_used_gib": most / GIB} for gpu, most in used.items())

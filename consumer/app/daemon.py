@@ -57,6 +57,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     gpus = list(placement.gpus)
     _prepare_device(gpus)
     with watched(config, "rl-trainer", gpus) as watch, ExitStack() as opened:
+        logs.keep(Path(config.run_dir) / "trainer.log")
         with watch.health.starting("reading model and dataset", config.pipeline.stall_timeout_s):
             opened.enter_context(gpu_share(config, placement, stop))
             if stop():

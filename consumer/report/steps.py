@@ -303,6 +303,7 @@ class StepReport:
             logger.info("%s", text, extra={"fields": fields})
         else:
             tqdm.write(text, file=sys.stderr)
+            logs.note(text)
 
     def close(self) -> None:
         self._bar.close()

@@ -38,7 +38,7 @@ def main() -> None:
     settings += ["--set", f"model.path={base}", "--set", f"dataset.path={base}/train.jsonl"]
     settings += ["--set", f"evaluation.dataset.path={base}/eval.jsonl"]
     settings += ["--set", f"trainer.max_steps={arguments.steps}"]
-    run_pair(run_dir, settings, ["cpu", "cpu"])
+    run_pair(settings, ["cpu", "cpu"])
 
     still_alone, after = greedy_accuracy(base, base / "eval.jsonl", run_dir / "adapter")
     rewards = [step["reward"] for step in RunReader(run_dir).lines(STEPS)]

@@ -14,10 +14,12 @@ from contextlib import AsyncExitStack
 from types import FrameType
 from typing import Any
 
+from producer.app.timeline import log, timeline_path
 from producer.app.wiring import Launch, Producer, build_base, build_helpers, build_producer, start_engine
 from protocol.config.run import RunConfig
 from protocol.errors import EngineError, ExitCode
 from protocol.exposition import Watch, watched
+from protocol.runtime import logs
 from protocol.runtime.processes import tie_children
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
         signal.signal(number, _leave_while_starting)
     launch = Launch.of(config, gpus, bundle)
     with watched(config, "rl-producer", gpus, launch.name) as watch, asyncio.Runner(loop_factory=_loop) as runner:
+        logs.keep(log(timeline_path(config.run_dir, launch.name)))
         runner.run(live(launch, watch))
     return ExitCode.OK
 

@@ -71,5 +71,14 @@ def _remove_oldest(folder: Path) -> None:
         written_at = {path: path.stat().st_mtime for path in paths(folder, "producer-*.jsonl")}
         for path in sorted(written_at, key=written_at.__getitem__)[:-_KEPT]:
             if written_at[path] < time.time() - _LONG_AGO_S:
-                for file in (older(path), path):
+                for file in (older(path), path, log(path), older(log(path))):
                     file.unlink(missing_ok=True)
+
+
+def timeline_path(run_dir: str, producer: str) -> Path:
+    return Path(run_dir) / f"producer-{producer}.jsonl"
+
+
+def log(timeline: Path) -> Path:
+    """Return the file of the same producer's log."""
+    return timeline.with_suffix(".log")

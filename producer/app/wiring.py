@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from producer.app.gpu_turns import GpuTurns
-from producer.app.timeline import Timeline
+from producer.app.timeline import Timeline, timeline_path
 from producer.app.watchdog import Supervision, Watchdog
 from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
@@ -156,7 +156,7 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
             "start the producer on its GPU with --config"
         )
     seat = stack.enter_context(reserve_gpu(config, launch.gpus, "producer"))
-    timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
+    timeline = Timeline(timeline_path(config.run_dir, launch.name))
     stack.callback(timeline.flush)
     metrics = ProducerMetrics(watch.registry, config.rewards.names, get_args(Failure))
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())

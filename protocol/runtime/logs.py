@@ -2,27 +2,36 @@
 
 Guarantee: a record is one line of valid JSON, or text without control characters whose further lines are indented, whatever peers
 and libraries put into it. No environment variable is logged. A `Throttle` shows the first few lines of a kind, then at most one
-per interval with the number of those left out, and all of them under `log_level: debug`.
+per interval with the number of those left out, and all of them under `log_level: debug`. A log that is kept in a file waits for
+no disk, and has at most two files of 16 MiB.
 
 A caller adds columns with `extra={"fields": {...}}`; only JSON shows them.
 """
 
+import atexit
 import logging
 import os
+import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from pathlib import Path
 from typing import Any, Literal
 
-from protocol.runtime.json_lines import encode_line
+from protocol.runtime.json_lines import RotatedLines, encode_line
 
 _OUR_PACKAGES = ("protocol", "replay", "producer", "consumer")
 _MAX_CHARS = 8192  # of a message or traceback under JSON: journald splits lines above 48 KiB
 _UNPRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
 _SYSLOG_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+
+_MAX_KEPT_BYTES = 16 * 2**20  # of one file
+_MAX_WAITING = 1000  # records for a disk that stands still
 
 _context: dict[str, Any] = {}
 
@@ -39,6 +48,45 @@ def configure(role: str, level: str = "info", log_format: Literal["auto", "text"
     for package in _OUR_PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that the trainer does without
+
+
+def keep(path: Path) -> None:
+    """Write every later record of this process to the end of `path`, too, as text with dates.
+
+    Records are left out while the disk is full, or where a thousand of them wait for it. A process that this one forks writes
+    to its standard error alone.
+    """
+    handler = _KeptHandler(queue.Queue(_MAX_WAITING))
+    handler.setFormatter(_TextFormatter("", "%Y-%m-%d %H:%M:%S"))
+    writer = QueueListener(handler.queue, _FileHandler(path))
+    writer.start()
+    atexit.register(writer.stop)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    os.register_at_fork(after_in_child=lambda: root.removeHandler(handler))
+
+
+def note(text: str) -> None:
+    """Add a line for people, which was shown without logging, to the log that is kept."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _KeptHandler):
+            handler.handle(logging.makeLogRecord({"levelname": "INFO", "msg": text}))
+
+
+class _KeptHandler(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+class _FileHandler(logging.Handler):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = RotatedLines(path, _MAX_KEPT_BYTES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the same line is on standard error
+            self._file.append(f"{record.msg}\n".encode(errors="replace"))
 
 
 def bind(**context: Any) -> None:
@@ -65,8 +113,8 @@ def adopt_libraries() -> None:
 
 
 class _TextFormatter(logging.Formatter):
-    def __init__(self, role: str) -> None:
-        super().__init__(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S")
+    def __init__(self, role: str, time_format: str = "%H:%M:%S") -> None:
+        super().__init__(f"%(asctime)s {role} %(levelname)s %(message)s".replace("  ", " "), time_format)
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).rstrip().translate(_UNPRINTABLE).replace("\n", "\n    ")

@@ -49,6 +49,7 @@ def test_the_merged_model_is_the_trained_one(run: RunConfig, tiny_model: Path, c
         export.run(run, [], which="last", to=to, repository=None)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_a_quantized_base_is_left_out_or_dequantized(run: RunConfig, tiny_model: Path) -> None:
     """The trainer computes with the rounded base, the engine with the whole one; each can be exported."""

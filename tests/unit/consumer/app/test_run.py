@@ -185,6 +185,7 @@ def test_a_version_every_third_step(tmp_path: Path, one_layer_model: Path) -> No
     assert column(run, "staleness/max") == [0] * 7
 
 
+@pytest.mark.long
 def test_every_second_version_carries_a_probe_that_moves_with_the_weights(
     tmp_path: Path, one_layer_model: Path
 ) -> None:
@@ -201,6 +202,7 @@ def test_every_second_version_carries_a_probe_that_moves_with_the_weights(
     np.testing.assert_allclose(logprobs[0], expected, rtol=float(100 * np.finfo(np.float32).eps))
 
 
+@pytest.mark.long
 def test_two_updates_per_batch(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model, trainer={"num_iterations": 2, "max_steps": 6})
     assert [version for version, _ in run.published] == [0, 1, 2, 3, 4, 5, 6]
@@ -210,6 +212,7 @@ def test_two_updates_per_batch(tmp_path: Path, one_layer_model: Path) -> None:
     assert [wait > 0 for wait in column(run, "wait_s")] == [True, False] * 3
 
 
+@pytest.mark.long
 def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(
         tmp_path,
@@ -229,6 +232,7 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_la
     assert all(norm > 0 for norm in column(run, "grad_norm"))
 
 
+@pytest.mark.long
 def test_transformers_record_of_what_was_logged_does_not_grow_with_the_run(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +268,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, one_layer_model:
     assert [line["step"] for line in second.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
+@pytest.mark.long
 def test_checkpoints_and_stops_wait_for_the_last_iteration_over_a_batch(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model, stop_at=7, trainer={"num_iterations": 3, "max_steps": 99, "save_steps": 4})
     assert run.committed == ["checkpoint-6", "checkpoint-9"], "due at 4 and 8, and the request came after 7"
@@ -291,6 +296,7 @@ def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: P
     assert rows == [(1, 2), (1, 2), (3, 4), (3, 4), (5, 6), (5, 6), (7, 8), (7, 8)], "no batch is cut twice"
 
 
+@pytest.mark.long
 def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_them(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def trainers_of_two_updates(
     return pair(tmp_path_factory.mktemp("two"), one_layer_model, num_iterations=2, **request.param)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_second_of_two_updates_per_batch(
     trainers_of_two_updates: tuple[SlipstreamTrainer, GRPOTrainer], loss_type: str
@@ -280,6 +281,7 @@ def uncorrected(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory)
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_tool_results_under_every_loss_type(
     plain: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch, loss_type: str

@@ -167,6 +167,7 @@ def test_without_dropout_no_random_state_is_kept(tmp_path: Path, one_layer_model
     assert taken(trainer)[0] == {1: MicroBatchPlan(1, step_cuts.FIRST_TOKENS, None)}
 
 
+@pytest.mark.long
 def test_a_step_of_single_rows_that_is_refused_ends_the_run(tmp_path: Path, one_layer_model: Path) -> None:
     trainer = trainer_of(tmp_path, one_layer_model, {})
     refuse(trainer, {1}, 0)
@@ -223,6 +224,7 @@ def tries_taken_back(trainer: SlipstreamTrainer, folder: Path, taken_back: list[
     run.train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "sharded", "expected"),
     [(64, False, [7]), ("auto", True, [7]), ("auto", False, [])],

@@ -155,6 +155,7 @@ def test_the_library_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
         quantization_config(config_of(tmp_path, tmp_path, "nf4").model)
 
 
+@pytest.mark.long
 @needs_library
 def test_adamw_with_a_state_of_8_bits_goes_the_way_of_adamw_and_on_from_a_checkpoint(
     tmp_path: Path, one_layer_model: Path

@@ -3,11 +3,16 @@
 import json
 import logging
 import re
+import subprocess
+import sys
+import textwrap
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from protocol.errors import ExitCode
 from protocol.runtime import logs
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -141,3 +146,36 @@ def test_the_format_and_the_priority_for_journald(
     logger.warning("careful")
     assert logs.structured() == ("{" in begins)
     assert re.sub(r"^\d\d:\d\d:\d\d ", "12:00:00 ", capsys.readouterr().err).startswith(begins)
+
+
+def test_a_log_that_is_kept_has_records_and_notes_of_this_process_alone(tmp_path: Path) -> None:
+    program = f"""
+        import logging, os, pathlib
+        from protocol.command_line import exit_code, leave
+        from protocol.errors import ConfigError
+        from protocol.runtime import logs
+
+        logs.configure("rl-trainer")
+        logs.keep(pathlib.Path({str(tmp_path / "trainer.log")!r}))
+        logger = logging.getLogger("consumer.test")
+        logger.info("step %d\\nof two", 1)
+        if (child := os.fork()) == 0:
+            logger.info("of a child")
+            os._exit(0)
+        os.waitpid(child, 0)
+        logs.note("step 2/2")
+        def fail():
+            raise ConfigError("run.yaml:1: a key")
+        leave(exit_code("rl-trainer", fail))
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == ExitCode.CONFIG
+    assert "of a child" in done.stderr
+    kept = (tmp_path / "trainer.log").read_text()
+    found = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "T", kept).splitlines()
+    assert found == [
+        "T INFO step 1",
+        "    of two",
+        "T INFO step 2/2",
+        "T INFO error: run.yaml:1: a key (exit code CONFIG)",
+    ]

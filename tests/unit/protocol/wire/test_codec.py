@@ -46,6 +46,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(ANYTHING, st.dictionaries(st.text(), ANYTHING, max_size=3))
 def test_whatever_a_lease_holds_arrives(prompt: object, columns: dict[str, object]) -> None:
     lease = msgspec.structs.replace(sample(m.Lease), prompt=prompt, columns=columns)
