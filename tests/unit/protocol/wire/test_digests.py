@@ -180,3 +180,14 @@ def test_a_hub_name_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **arguments: str(tmp_path / "snapshot"))
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == tmp_path / "snapshot"
+
+
+def test_code_that_comes_with_a_model_is_part_of_it_where_it_is_run(model: Path) -> None:
+    digests = (base_model_digest, tokenizer_digest)
+    plain = [digest(model) for digest in digests]
+    (model / "tokenization_own.py").write_text("SPLIT = ' '")
+    assert [digest(model) for digest in digests] == plain, "nothing runs it"
+    first = [digest(model, trust_remote_code=True) for digest in digests]
+    (model / "tokenization_own.py").write_text("SPLIT = '_'")
+    second = [digest(model, trust_remote_code=True) for digest in digests]
+    assert len({*plain, *first, *second}) == 6
