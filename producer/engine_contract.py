@@ -83,7 +83,10 @@ class ToolParser(Protocol):
 
 class PolicyWeights(Protocol):
     """Policies in an engine. Each is loaded, may be verified, and is then activated or discarded. An active policy is discarded
-    when no request names it any more."""
+    when no request names it any more. `survival` is the share of the last policy's update that rounding to the engine's dtype has
+    left, by the last part of modules' names and of `all`. It is empty where nothing is rounded."""
+
+    survival: dict[str, float]
 
     async def load(self, adapter: Adapter) -> None:
         """Read a policy into the engine, while requests run, and compare what each worker then holds with the published files,

@@ -92,6 +92,7 @@ class Counters:
     refusal: str = ""
     num_refused: int = 0  # versions in a row, up to that one, that were refused for good; 0: that one is tried again
     verdict: Verdict | None = None  # of the last version that behaved as the trainer says
+    survival: dict[str, float] = field(default_factory=dict)  # of the last update, by kind of module
     abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
     settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
     idle_s: float = 0.0  # connected without a request in the engine, which is awake
@@ -265,6 +266,13 @@ class ProducerMetrics:
         )
         for metric, text, part in _COMPARED:
             readings.gauges(metric, text, "reference", partial(_compared, counters, part))
+        readings.gauges(
+            "rl_producer_merged_update_share",
+            "Share of the policy's update that rounding to model.dtype left in merged weights, by the last part of modules' "
+            "names, and of all (docs/swap-proof.md).",
+            "module",
+            lambda: counters.survival,
+        )
         readings.counters(
             "rl_producer_policy_downloads_total",
             "Policies that arrived, by source: the trainer's file or the cache on this host, a relay, the trainer.",

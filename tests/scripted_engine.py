@@ -63,6 +63,8 @@ def put_in_place(factory: Callable[[Any, int], Any]) -> None:
 class NoWeights:
     """Takes every policy, and cannot be asked what it computes."""
 
+    survival: dict[str, float] = {}
+
     async def load(self, adapter: Adapter) -> None: ...
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from producer.engine.adapter_worker import BackgroundWork, State, own_stream, state_after
+from producer.engine.merged_proof import Evidence, Survival, columns_of, evidence_of, prove, row_sums
 from producer.engine.published import PartlyServedError, loaded, read_published
+from producer.engine.swap_proof import leaf
 
 _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 _BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
@@ -43,8 +45,16 @@ class MergeWorker:
         self._merging.prepare(None if path is None else Path(path), checksum)
 
     def merging_state(self) -> State:
-        """Return the state of the last `merging_prepare`."""
+        """Return the state of the last `merging_prepare` or `merging_prove`."""
         return self._merging.state
+
+    def merging_prove(self) -> None:
+        """Begin to compare the present weights with those that were computed."""
+        self._merging.prove()
+
+    def merging_survival(self) -> Survival:
+        """Return what this worker's part of the present weights has of their update, once they are proved."""
+        return self._merging.survival
 
     def merging_flip(self) -> dict[str, int]:
         self._merging.flip()
@@ -53,8 +63,9 @@ class MergeWorker:
 
 @dataclass(frozen=True)
 class Part:
-    """A target module of an adapter: a whole layer of the engine, or the shard of a fused one."""
+    """A target module of an adapter, by the last part of its name: a whole layer of the engine, or the shard of a fused one."""
 
+    name: str
     layer: str
     shard: str | int | None
     down: torch.Tensor
@@ -75,9 +86,14 @@ class Merger(BackgroundWork):
         self._present: list[Part] = []
         self._next: list[Part] = []
         self._installs: list[Callable[[], None]] = []
+        self._evidence: list[Evidence] = []  # of the weights that come next, until they are proved
+        self._path = ""  # of their adapter
+        self._num_merges = 0
+        self.survival: Survival = {}
 
     def prepare(self, folder: Path | None, checksum: int | None = None) -> None:
         self._installs = []
+        self._path = "" if folder is None else str(folder)
         if folder is None:
             self.begin(lambda: self._compute(self._former))
             return
@@ -88,7 +104,7 @@ class Merger(BackgroundWork):
         except Exception as error:
             self.state = state_after(error)
         else:
-            self.begin(lambda: self._compute(self._read(folder, checksum)), str(folder))
+            self.begin(lambda: self._compute(self._read(folder, checksum)), self._path)
 
     def flip(self) -> None:
         """Install the prepared weights in all layers at once. Called between two steps."""
@@ -100,17 +116,41 @@ class Merger(BackgroundWork):
             torch.cuda.synchronize()
         self._former, self._present, self._installs = self._present, self._next, []
 
+    def prove(self) -> None:
+        """Compare the present weights with what was computed, in a thread. Packed layers show their columns on this one, because
+        a layer cannot run twice at a time. Called between two steps, after the flip."""
+        evidence, self._evidence = self._evidence, []
+        layers = {each.layer: self._layers[each.layer] for each in evidence}
+        try:
+            shown = {
+                each.layer: columns_of(layers[each.layer], each.columns, self._bases[each.layer].shape[1])
+                for each in evidence
+                if each.merged is not None
+            }
+        except Exception as error:
+            self.state = state_after(error)
+            return
+        weights = {name: layer.weight.data for name, layer in layers.items() if name not in shown}
+
+        def compare() -> None:
+            with torch.no_grad(), own_stream(next(self._model.parameters()).device):
+                self.survival = prove(evidence, weights, shown)
+
+        self.begin(compare, self._path)
+
     def _compute(self, parts: list[Part]) -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
         by_layer: dict[str, list[Part]] = {name: [] for name in self._bases}
         for part in parts:
             by_layer.setdefault(part.layer, []).append(part)
         device = next(self._model.parameters()).device
+        self._num_merges += 1
         with torch.no_grad(), own_stream(device):
-            installs = [self._computed(name, device, named) for name, named in by_layer.items()]
-        self._next, self._installs = parts, installs
+            computed = [self._computed(name, device, named) for name, named in by_layer.items()]
+        self._next, self._installs = parts, [install for install, _ in computed]
+        self._evidence = [evidence for _, evidence in computed]
 
-    def _computed(self, name: str, device: torch.device, parts: list[Part]) -> Callable[[], None]:
+    def _computed(self, name: str, device: torch.device, parts: list[Part]) -> tuple[Callable[[], None], Evidence]:
         layer = self._layers[name]
         if name not in self._bases:
             self._bases[name] = _in_host_memory(layer.weight).copy_(layer.weight)
@@ -119,27 +159,29 @@ class Merger(BackgroundWork):
         if is_cpu_linear or name not in self._buffers:
             self._buffers[name] = _in_host_memory(base)
         buffer = self._buffers.pop(name) if is_cpu_linear else self._buffers[name]
-        merge(base, *factors(layer, base.shape, parts), buffer, device)
+        sums = merge(base, *factors(layer, base.shape, parts), buffer, device)
+        merged = buffer if is_cpu_linear else None
+        evidence = evidence_of(name, layer, base, parts, sums, self._num_merges, merged)
         if is_cpu_linear:
-            return packed(layer, buffer)
-        return lambda: layer.weight.data.copy_(buffer, non_blocking=True)
+            return packed(layer, buffer), evidence
+        return lambda: layer.weight.data.copy_(buffer, non_blocking=True), evidence
 
     def _read(self, folder: Path, checksum: int | None) -> list[Part]:
         pairs = read_published(folder, checksum).pairs
-        return [Part(*self._find(module), *pair) for module, pair in pairs.items()]
+        return [Part(leaf(module), *self._find(module), *pair) for module, pair in pairs.items()]
 
     def _find(self, module: str) -> tuple[str, str | int | None]:
         """Return the engine's layer and shard for a module of the checkpoint."""
         mapper: Any = getattr(self._model, "hf_to_vllm_mapper", None)
         (name,) = mapper.get_rename_mapper().apply_list([module]) if mapper else (module,)
-        parent, _, leaf = name.rpartition(".")
+        parent, _, last = name.rpartition(".")
         for fused, leaves in getattr(self._model, "packed_modules_mapping", {}).items():
             fused_name = f"{parent}.{fused}"
-            if leaf in leaves and leaf != fused and fused_name in self._layers:
+            if last in leaves and last != fused and fused_name in self._layers:
                 shards = "qkv" if hasattr(self._layers[fused_name], "total_num_kv_heads") else range(len(leaves))
-                return fused_name, shards[leaves.index(leaf)]
+                return fused_name, shards[leaves.index(last)]
         layer: Any = self._layers.get(name)
-        if not hasattr(layer, "weight_loader") or not (hasattr(layer, "input_size") or leaf == "lm_head"):
+        if not hasattr(layer, "weight_loader") or not (hasattr(layer, "input_size") or last == "lm_head"):
             raise PartlyServedError(f"{module} is no linear layer of the engine; take it out of lora.target_modules")
         if sum(getattr(other, "weight", None) is layer.weight for other in self._layers.values()) > 1:
             raise PartlyServedError(
@@ -148,16 +190,24 @@ class Merger(BackgroundWork):
         return name, None
 
 
-def merge(base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, device: torch.device) -> None:
-    """Write round(base + up @ down) into `out`, which is on the host as `base` is. On a GPU the caller synchronizes."""
+def merge(
+    base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Write round(base + up @ down) into `out`, which is on the host as `base` is, and return the sums of its rows, which are on
+    the device. On a GPU the caller synchronizes."""
     up, down = up.to(device), down.to(device)
+    sums = torch.empty(len(base), dtype=torch.int64, device=device)
     num_rows = max(1, min(len(base), _BLOCK[device.type] // base.shape[1]))
     total = torch.empty(num_rows, base.shape[1], device=device)
     for start in range(0, len(base), num_rows):
         rows = slice(start, min(start + num_rows, len(base)))
         block = total[: rows.stop - start].copy_(base[rows].to(device, non_blocking=True))
         block.addmm_(up[rows], down)
-        out[rows].copy_(block if device.type == "cpu" else block.to(out.dtype), non_blocking=True)
+        rounded = out[rows].copy_(block) if device.type == "cpu" else block.to(out.dtype)
+        sums[rows] = row_sums(rounded)
+        if device.type != "cpu":
+            out[rows].copy_(rounded, non_blocking=True)
+    return sums
 
 
 def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor]:

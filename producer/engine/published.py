@@ -7,6 +7,7 @@ takes the part that the layer's own loader of base weights takes.
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from safetensors import safe_open
 
 from protocol.wire.adapter_blob import CONFIG, TENSORS, checksum_of
 
+_SHOWN = 3  # modules of an error
 _PREFIX = "base_model.model."
 _MATRICES = {
     ".lora_A.weight": "lora_A",
@@ -28,6 +30,13 @@ _OF_THE_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 
 class PartlyServedError(Exception):
     """A part of this adapter would not be served, which would be another policy."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first of these names of modules, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return f"{', '.join(ordered[:_SHOWN])}{more}"
 
 
 class Pair(NamedTuple):

@@ -5,16 +5,15 @@ worker has to hold it, and the rest of its slot zero. Each of its modules has su
 reach without its adapter. On a GPU the host waits once for all tensors. Not compared are experts, and what kernels compute.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from producer.engine.published import Pair, PartlyServedError, PublishedAdapter, loaded
+from producer.engine.published import Pair, PartlyServedError, PublishedAdapter, listed, loaded
 
 _MATRIX = ".lora_A.weight"  # vLLM renames tensors, not modules
-_SHOWN = 3  # modules of an error
 
 
 class Wanted(NamedTuple):
@@ -54,16 +53,16 @@ class AdapterProof:
         }
         if unserved := [name for name in named if name not in served and not name.startswith(self._elsewhere)]:
             raise PartlyServedError(
-                f"vLLM serves no adapter of {_list(unserved)}; check lora.target_modules of the producer"
+                f"vLLM serves no adapter of {listed(unserved)}; check lora.target_modules of the producer"
             )
         if lost := [name for name in self._bypassed if not named.keys().isdisjoint(self._parts[name])]:
             raise PartlyServedError(
-                f"vLLM computes {_list(lost)} without an adapter; take it out of lora.target_modules"
+                f"vLLM computes {listed(lost)} without an adapter; take it out of lora.target_modules"
             )
         missing = {leaf(name) for name in served} - {leaf(name) for name in named}
         if absent := [kind for kind in sorted(missing) if published.targets(kind)]:
             raise PartlyServedError(
-                f"the published adapter targets {_list(absent)} and has no such module; the trainer published a part of it"
+                f"the published adapter targets {listed(absent)} and has no such module; the trainer published a part of it"
             )
 
     def compare(self, adapter_id: int, published: PublishedAdapter) -> None:
@@ -84,7 +83,7 @@ class AdapterProof:
         found = torch.stack(flags).tolist() if flags else []
         if wrong := [f"{one.module} ({one.matrix})" for one, differ in zip(all_wanted, found, strict=True) if differ]:
             raise PartlyServedError(
-                f"the engine holds other numbers than were published for {_list(wrong)}; it would not sample from this policy"
+                f"the engine holds other numbers than were published for {listed(wrong)}; it would not sample from this policy"
             )
 
     def _named(self, published: PublishedAdapter) -> dict[str, Pair]:
@@ -198,9 +197,3 @@ def _words(*matrices: torch.Tensor) -> list[torch.Tensor]:
 
 def _is_experts(layer: Any) -> bool:
     return hasattr(layer, "w13_lora_a_stacked")
-
-
-def _list(names: Iterable[str]) -> str:
-    named = sorted(names)
-    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-    return f"{', '.join(named[:_SHOWN])}{more}"

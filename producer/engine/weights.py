@@ -14,6 +14,7 @@ weights computed before it began.
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from protocol.errors import EngineError
 
 if TYPE_CHECKING:
     from producer.engine.core import EngineCore
+    from producer.engine.merged_proof import Survival
 
 Generate = Callable[[str, Any, str], Awaitable[Any]]
 """Runs a request of vLLM, given its id, its LoRARequest or None, and a salt: requests share KV with those of the same salt."""
@@ -55,6 +57,11 @@ async def prepare(core: "EngineCore", what: str, *arguments: Any, path: str = ""
     """Call `what`_prepare of the workers, and wait until `what`_state is "running" on none. Raises AdapterRefusedError if one
     refuses, or is done with something else than the adapter at `path`, AdapterFailedError if one has failed."""
     await core.call_workers(f"{what}_prepare", *arguments)
+    await settled(core, what, path)
+
+
+async def settled(core: "EngineCore", what: str, path: str) -> None:
+    """Wait until `what`_state is "running" on no worker. Raises as `prepare` does."""
     pause_s, longest_s = _POLL_S
     while "running" in dict(states := await core.call_workers(f"{what}_state")):
         await asyncio.sleep(pause_s)
@@ -68,6 +75,19 @@ async def prepare(core: "EngineCore", what: str, *arguments: Any, path: str = ""
         raise AdapterRefusedError(f"the adapter did not reach worker {others[0]} of the engine's {len(states)}")
 
 
+def shares_of(workers: "list[Survival]") -> dict[str, float]:
+    """Return the share of the update that is left, by the last part of modules' names and of `all`, over all workers. It is
+    absent where there is no update."""
+    left: dict[str, float] = defaultdict(float)
+    whole: dict[str, float] = defaultdict(float)
+    for sums in workers:
+        for module, (its_left, its_whole) in sums.items():
+            for name in (module, "all"):
+                left[name] += its_left
+                whole[name] += its_whole
+    return {name: left[name] / whole[name] for name in sorted(whole) if whole[name] > 0}
+
+
 @dataclass
 class AdapterWeights:
     """`PolicyWeights` that hold several versions, each as a LoRA adapter."""
@@ -75,6 +95,7 @@ class AdapterWeights:
     core: "EngineCore"
     lora_request: Callable[[Adapter], Any]
     holds_versions: bool = True
+    survival: dict[str, float] = field(default_factory=dict)  # nothing is rounded
     loaded_ids: set[int] = field(default_factory=set)
     _request_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -114,6 +135,7 @@ class MergedWeights:
 
     core: "EngineCore"
     holds_versions: bool = False
+    survival: dict[str, float] = field(default_factory=dict)
     _present: Adapter | None = None
     _former: Adapter | None = None
     _num_flips: int = 0
@@ -129,9 +151,15 @@ class MergedWeights:
 
     async def load(self, adapter: Adapter) -> None:
         """Make the engine's weights those of this policy. They wait for verification."""
-        await prepare(self.core, "merging", str(adapter.path), adapter.checksum, path=str(adapter.path))
+        path = str(adapter.path)
+        await prepare(self.core, "merging", path, adapter.checksum, path=path)
         self._settled.clear()
         await self._flip(adapter)
+        try:
+            await self._prove(path)
+        except AdapterRefusedError:
+            await self.discard(adapter)
+            raise
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
         if adapter is not self._present:
@@ -149,12 +177,13 @@ class MergedWeights:
             return
         try:
             await prepare(self.core, "merging", None, None)
+            await self._flip(self._former)
+            await self._prove("")
         except AdapterRefusedError as error:
             raise EngineError(
                 f"the engine has weights that were refused, and cannot take back the former ones: {error}; start the producer "
                 "again, with more memory if that is the reason"
             ) from error
-        await self._flip(self._former)
         for request in self._in_flight.values():
             request.invalidated = True
             if request.task is not None:
@@ -189,6 +218,11 @@ class MergedWeights:
     def salt(self) -> str:
         """The salt of KV that the present weights computed."""
         return f"weights-{self._num_flips}"
+
+    async def _prove(self, path: str) -> None:
+        await self.core.call_workers("merging_prove")
+        await settled(self.core, "merging", path)
+        self.survival = shares_of(await self.core.call_workers("merging_survival"))
 
     async def _flip(self, adapter: Adapter | None) -> None:
         counts = (await self.core.call_workers("merging_flip"))[0]

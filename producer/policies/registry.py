@@ -30,6 +30,7 @@ from protocol.wire.messages import PolicyInfo
 
 logger = logging.getLogger(__name__)
 
+_LEAST_SURVIVAL = 0.5  # of an update, below which there is a warning
 _MAX_REASON = 500  # characters of it that the trainer is told
 
 
@@ -40,6 +41,7 @@ class SwapReport:
     record: Callable[..., None]  # to the timeline: the event's name and its fields
     _num_refused: int = 0  # for good, in a row
     _last_refused: int = -1
+    warn: logs.Throttle = field(default_factory=partial(logs.Throttle, logger, num_at_once=1, then_every_s=3600.0))
 
     def note_current(self, adapter: Adapter | None) -> None:
         """Note the adapter on which requests begin from now on."""
@@ -63,6 +65,19 @@ class SwapReport:
         logger.info(
             "policy v%d is live (%.0f ms after its announcement)", version, swap_s * 1000, extra={"fields": fields}
         )
+
+    def note_survival(self, version: int, survival: dict[str, float]) -> None:
+        """Note the share of a policy's update that merged weights have of it, and warn where little is left."""
+        self.counters.survival = survival
+        if not survival:
+            return
+        self.record("survival", version=version, **{name: round(share, 4) for name, share in survival.items()})
+        if survival["all"] < _LEAST_SURVIVAL:
+            self.warn(
+                "survival",
+                f"merged weights have {survival['all']:.0%} of what policy v{version} has learned, because model.dtype rounds "
+                "the rest away; take swap.mode: adapter, or model.dtype: float32",
+            )
 
     def note_refused(self, version: int, reason: str, current: Adapter | None, *, may_pass: bool = False) -> None:
         counters = self.counters
@@ -253,6 +268,7 @@ class AdapterRegistry:
         self._flip(loaded.adapter)
         self._end_outdated(policy.version - self.max_staleness)
         self.report.note_live(downloaded, loaded)
+        self.report.note_survival(policy.version, self.loader.weights.survival)
         await self.unload_idle()
         return True
 

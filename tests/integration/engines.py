@@ -71,8 +71,8 @@ class LiveEngine:
         """Version `version`, unpacked from its blob as adapter `number` of the engine, not loaded yet."""
         _, blob, digest = self._made(version)
         path = self.folder / f"adapter-{number}"
-        unpack(blob, digest, path)
-        return Adapter(version, f"v{version}-{number}", number, path)
+        checksum = unpack(blob, digest, path)
+        return Adapter(version, f"v{version}-{number}", number, path, checksum)
 
     def _made(self, version: int) -> tuple[Path, bytes, str]:
         if version not in self._published:

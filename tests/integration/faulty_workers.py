@@ -6,6 +6,7 @@ Guarantee: faults are in what vLLM or a worker does with an adapter, never in th
 from pathlib import Path
 from typing import Any
 
+from producer.engine import merged_worker
 from producer.engine.adapter_worker import AdapterWorker
 from producer.engine.merged_worker import MergeWorker
 
@@ -68,11 +69,38 @@ class FaultyLoading(AdapterWorker):
         return added
 
 
+RIGHT_MERGE, RIGHT_FACTORS = merged_worker.merge, merged_worker.factors
+
+
 class FaultyMerging(MergeWorker):
+    """Of its faults, those of one worker are of the second."""
+
     def merging_prepare(self, path: str | None, checksum: int | None) -> None:
-        fault, other = fault_of(path)
-        if fault == "a worker is left behind" and self.rank == 1:  # type: ignore[attr-defined]
+        self._fault, other = fault_of(path)
+        if self._fault == "a worker is left behind" and self.rank == 1:  # type: ignore[attr-defined]
             return
-        if fault == "a worker takes another" and self.rank == 1:  # type: ignore[attr-defined]
+        if self._fault == "a worker takes another" and self.rank == 1:  # type: ignore[attr-defined]
             path = other
+        if self._fault == "an old adapter under the new name":
+            path = other
+        merged_worker.merge, merged_worker.factors = self._merge, self._factors
         super().merging_prepare(path, checksum)
+
+    def merging_flip(self) -> dict[str, int]:
+        if self._fault == "nothing is loaded":
+            self._merging._installs = []
+        if self._fault == "a layer stays":
+            self._merging._installs.pop()
+        return super().merging_flip()
+
+    def _merge(self, base: Any, up: Any, *others: Any) -> Any:
+        return RIGHT_MERGE(base, up / 2 if self._fault == "alpha is halved" else up, *others)
+
+    def _factors(self, layer: Any, shape: Any, parts: Any) -> Any:
+        if self._fault == "one kind of module is missing":
+            parts = [part for part in parts if part.name != "q_proj"]
+        up, down = RIGHT_FACTORS(layer, shape, parts)
+        is_gate_up = any(part.layer == "model.layers.1.mlp.gate_up_proj" for part in parts)
+        if self._fault == "a worker has the other's part" and self.rank == 1 and is_gate_up:  # type: ignore[attr-defined]
+            up = up.roll(1, 0)
+        return up, down

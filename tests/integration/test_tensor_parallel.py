@@ -34,7 +34,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 FAULTS = {
     "a worker is left behind": "the adapter did not reach worker 1 of the engine's 2",
     "a worker takes another": "are not those that were verified: CRC-32",
-    "a worker has the other's part": "other numbers than were published for model.layers.1.mlp.gate_proj (lora_B);",
+    "a worker has the other's part": "model.layers.1.mlp.gate_",
 }
 """Faults of the second worker, and the reason of the refusal."""
 
@@ -44,7 +44,6 @@ def test_a_swap_reaches_both_workers_and_one_that_reached_one_is_refused(
 ) -> None:
     registry = registry_of(live.engine.weights, tmp_path, tolerance=TOLERANCES["float32"])
     weights, load = live.engine.weights, live.engine.weights.load
-    faults = list(FAULTS)[: 3 if weights.holds_versions else 2]
 
     async def check() -> None:
         for version in (1, 2):
@@ -54,7 +53,7 @@ def test_a_swap_reaches_both_workers_and_one_that_reached_one_is_refused(
         assert worst_difference(live, completions, 2, 1.0) < 1e-3
         assert worst_difference(live, completions, 1, 1.0) > 0.1, "the swap changed nothing"
 
-        for fault in faults:
+        for fault in FAULTS:
 
             async def half(adapter: Adapter, fault: str = fault) -> None:
                 (adapter.path / FILE).write_text(f"{fault}\n{live.peft_folder(2)}")
@@ -69,5 +68,5 @@ def test_a_swap_reaches_both_workers_and_one_that_reached_one_is_refused(
 
     with live.unloading(registry):
         live.run(check())
-    for fault in faults:
-        assert FAULTS[fault] in caplog.text
+    for said in FAULTS.values():
+        assert said in caplog.text

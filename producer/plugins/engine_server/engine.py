@@ -100,6 +100,7 @@ class ServerWeights:
     folder: ClientFolder
     longest_row: Callable[[], int]  # in tokens
     base: dict[Row, Scored] = field(default_factory=dict)  # rows of the probe without an adapter
+    survival: dict[str, float] = field(default_factory=dict)  # a server computes adapters beside its weights
     _retired: list[tuple[float, Callable[[], None]]] = field(
         default_factory=list
     )  # since when, and the function that removes it

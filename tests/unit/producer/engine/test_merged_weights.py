@@ -25,6 +25,9 @@ class Workers:
         self.counts: dict[str, int] = {}
         self.states: list[tuple[str, str]] = []  # in place of what they are done with
         self.polls = 0
+        self.proofs = 0
+        self.unproved: set[str] = set()  # paths whose weights are not held as they should be
+        self.survivals: list[dict[str, tuple[float, float]]] = [{}, {}]
 
     async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]:
         assert lora is None
@@ -36,6 +39,13 @@ class Workers:
             case "merging_prepare":
                 self.next = args[0]
                 self.polls = 0
+            case "merging_prove":
+                self.proofs += 1
+                self.polls = 0
+            case "merging_survival":
+                return self.survivals
+            case "merging_state" if self.polls and self.paths[-1] in self.unproved and self.paths[-1] == self.next:
+                return [("done", self.next), ("refused", "o_proj is not the base with the update")]
             case "merging_state":
                 self.polls += 1
                 done = ("done", self.next or "")
@@ -184,3 +194,26 @@ async def test_a_group_that_is_cancelled_as_its_weights_are_taken_back_leaves_th
         await sampling
     await settle()
     assert group.aborted == 1
+
+
+@asynchronous
+async def test_weights_that_are_not_held_as_they_were_computed_are_taken_back_and_every_flip_is_proved() -> None:
+    workers = Workers()
+    workers.unproved = {"/adapters/2"}
+    weights = await swapped(MergedWeights(workers), 1)
+    with pytest.raises(AdapterRefusedError, match="o_proj is not the base with the update"):
+        await weights.load(adapter(2))
+    assert workers.paths == ["base", "/adapters/1", "/adapters/2", "/adapters/1"]
+    assert workers.proofs == 3
+    await swapped(weights, 3)
+    assert workers.paths[-1] == "/adapters/3"
+
+
+@asynchronous
+async def test_the_share_of_an_update_is_that_of_all_workers_and_modules() -> None:
+    workers = Workers()
+    workers.survivals = [{"q_proj": (1.0, 4.0), "o_proj": (3.0, 4.0)}, {"q_proj": (2.0, 2.0), "k_proj": (0.0, 0.0)}]
+    weights = await swapped(MergedWeights(workers), 1)
+    assert weights.survival == {"all": 0.6, "o_proj": 0.75, "q_proj": 0.5}
+    workers.survivals = [{"q_proj": (0.0, 0.0)}, {}]
+    assert (await swapped(weights, 2)).survival == {}, "a version without an update loses nothing"

@@ -151,7 +151,7 @@ class Split:
 )
 def test_a_worker_multiplies_its_own_part_of_a_layer_alone(shape, rows, columns):
     up, down = torch.arange(12.0).view(6, 2), torch.arange(8.0).view(2, 4)
-    mine, inputs = factors(Split(), torch.Size(shape), [Part("layer", None, down, up, 0.5)])
+    mine, inputs = factors(Split(), torch.Size(shape), [Part("o_proj", "layer", None, down, up, 0.5)])
     assert (mine.shape, inputs.shape) == ((shape[0], 2), (2, shape[1]))
     assert torch.equal(mine @ inputs, (0.5 * up @ down)[rows, columns])
 

@@ -38,6 +38,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.weights = self
+        self.survival: dict[str, float] = {}
         self.loaded: dict[int, Adapter] = {}
         self.names: list[str] = []
         self.adopted: list[int] = []
@@ -397,6 +398,24 @@ async def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(
     setup.engine.verify = verify
     assert await setup.publish(1, probe(-0.5))
     assert setup.engine.versions == [1]
+
+
+@working
+async def test_the_share_of_an_update_that_rounding_left_is_told_at_each_swap_with_one_warning_where_it_is_small(
+    setup, caplog
+):
+    for version, share in enumerate((0.9, 0.3, 0.2)):
+        setup.engine.survival = {"all": share, "q_proj": 0.12345}
+        assert await setup.publish(version)
+    assert setup.counters.survival == {"all": 0.2, "q_proj": 0.12345}
+    told = [each for each in setup.timeline if each["event"] == "survival"]
+    assert told[1] == {"event": "survival", "version": 1, "all": 0.3, "q_proj": 0.1235}
+    warnings = [record.getMessage() for record in caplog.records if "swap.mode: adapter" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("merged weights have 30% of what policy v1 has learned")
+    setup.engine.survival = {}
+    assert await setup.publish(3)
+    assert setup.counters.survival == {}
 
 
 # What is evaluated.
