@@ -162,7 +162,7 @@ class MergedWeights:
             raise
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
-        if adapter is not self._present:
+        if adapter != self._present:
             raise AdapterRefusedError("the engine has other weights")
         return await self.core.verify(row, None, self.salt, is_base=adapter is None)
 
