@@ -6,7 +6,6 @@ code for CPUs copies an adapter's matrices for every token of a step: here each 
 name it. (vLLM's objects are used by their attributes: there is no import.)
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +23,12 @@ State = tuple[Literal["running", "done", "refused", "failed"], str]
 "failed" may pass. vLLM carries it between processes as it is."""
 
 DONE: State = ("done", "")
-_NICENESS = 10
 _NO_HOST_MEMORY = "can't allocate memory"  # in a RuntimeError of torch
 
 
 class BackgroundWork:
-    """Work of a thread beside the engine's steps."""
+    """Work of a thread beside the engine's steps. It has their priority: a lower one saves no step, because the work stays the
+    same, and makes the swap several times as long on a core that decodes."""
 
     def __init__(self) -> None:
         self.state = DONE
@@ -43,10 +42,6 @@ class BackgroundWork:
 
     def _run(self, work: Callable[[], None], done: str) -> None:
         try:
-            if not torch.cuda.is_available():
-                # Decoding needs the cores first. On a GPU it needs the GIL, which a thread of low priority on full cores holds
-                # for long.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             work()
             self.state = ("done", done)
         except Exception as error:
