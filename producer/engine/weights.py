@@ -162,8 +162,8 @@ class MergedWeights:
             raise
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
-        if adapter != self._present:
-            raise AdapterRefusedError("the engine has other weights")
+        if adapter is None and self._present is not None:
+            raise AdapterRefusedError("the engine has merged a policy into its base")
         return await self.core.verify(row, None, self.salt, is_base=adapter is None)
 
     def activate(self, adapter: Adapter) -> None:

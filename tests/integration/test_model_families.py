@@ -32,7 +32,7 @@ def test_family(family, tmp_path):
             generating = asyncio.create_task(live.engine.generate(prompt_ids, sampling, adapter))
             await asyncio.sleep(0)
             # In steps that also decode, which ended the engine once.
-            scores = await live.engine.weights.verify(adapter, prompt_ids)
+            scores = (await live.engine.weights.verify(adapter, prompt_ids)).logprobs
             return scores, await generating
 
         scores, completions = live.run(body())
