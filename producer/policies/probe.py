@@ -6,8 +6,8 @@ version that was clearly proved. A change below the noise proves nothing and ref
 neither.
 
 Symbols: t are the trainer's log-probs and e the engine's, dt and de their changes since a reference, x the trainer's change in
-float32 arithmetic, and d = de - dt. Each token has the weight g = x / (x² + c²), with c the median of |x|: tokens that moved far
-count alike, and those that hardly moved count little. An engine that lacks the share q of the change has d = -q dt + noise, so
+float32 arithmetic, and d = de - dt. Each token has the weight g = x / (x² + c²), with c a usual |x|: tokens that moved far count
+alike, and those that hardly moved count little. An engine that lacks the share q of the change has d = -q dt + noise, so
 -Σ g d / Σ g dt estimates q. Where noise is as likely up as down, token by token, |Σ g d| exceeds z √(Σ g² d²) with a probability
 of at most 2 exp(-z² / 2), whatever its size and however it differs between tokens (Hoeffding, 1963).
 """
@@ -25,7 +25,7 @@ from protocol.wire.messages import PolicyOffer
 
 Numbers = NDArray[np.float64]
 
-_CLEAR = 5.0  # z: 7 wrong refusals in a million comparisons, at most
+_CLEAR = 5.0  # z: a wrong refusal in 40,000 comparisons, at most
 _LOUD = 6.0  # times the noise between engine and trainer
 _LEAST_NOISE = 1e-5  # nats, of float32: what is measured on a CPU may be less by luck, when two passes have equal bits
 _PROVES = 0.5  # a version whose lack of so much would be refused is the next reference
@@ -75,34 +75,44 @@ class Measured(NamedTuple):
 
 
 def compare(version: Measured, reference: Measured, slack: float) -> Comparison:
-    """Compare the engine's change since the reference with the trainer's.
-
-    Without float32 arithmetic x = dt. Its own noise η, of at most twice the reference's noise in power, then makes the engine
-    seem to lack E[Σ g η] <= N (2 noise² / c²) of Σ g dt, because no slope of g exceeds 1 / c². That is taken off.
+    """Compare the engine's change since the reference with the trainer's, with the scale c that sees most: the median of |x|, its
+    mean or its root mean square.
 
     Args:
         slack: lack, or excess, that is not refused, however clear it is.
     """
     dt, de = version.trainer - reference.trainer, version.engine - reference.engine
-    d, x, bias = de - dt, dt, 0.0
+    d, x, own_noise = de - dt, dt, reference.noise
     if version.exact is not None and reference.exact is not None:
-        x = version.exact - reference.exact
+        x, own_noise = version.exact - reference.exact, 0.0
     moved = np.abs(x[x != 0])
-    scale = float(np.median(moved)) if moved.size else 0.0
     nothing = Comparison(rms(dt), rms(d), 0.0, math.inf, math.inf)
-    if not scale > 0 or not np.isfinite(d).all():
+    if not moved.size or not np.isfinite(d).all():
         return nothing
+    scales = (float(np.median(moved)), float(np.mean(moved)), rms(moved))
+    found = (_weighed(dt, d, x, scale, own_noise, slack) for scale in scales)
+    lack, bound, share = min(found, key=lambda one: (one[2], one[1]))
+    return nothing._replace(lack=lack, bound=bound, share=share)
+
+
+def _weighed(
+    dt: Numbers, d: Numbers, x: Numbers, scale: float, own_noise: float, slack: float
+) -> tuple[float, float, float]:
+    """Return lack, bound and share with this scale.
+
+    Where x is dt, its noise η, of at most 2 `own_noise`² in power, makes the engine seem to lack E[Σ g η] <= N 2 `own_noise`² /
+    c² of Σ g dt, because no slope of g exceeds 1 / c². That is taken off.
+    """
     g = x * scale / (x * x + scale * scale)  # times c, which cancels
-    if x is dt:
-        bias = x.size * 2 * reference.noise**2 / scale
+    bias = x.size * 2 * own_noise**2 / scale
     change, error = float(g @ dt), float(np.sqrt(np.sum((g * d) ** 2)))
     if change <= bias:
-        return nothing
+        return 0.0, math.inf, math.inf
     lack = float(-(g @ d))
-    lack -= min(bias, max(0.0, lack))
-    fitted = d - dt * float(g @ d) / change
+    fitted = d + dt * lack / change
     share = _least_share(change, float(np.sum((g * dt) ** 2)), float(np.sum((g * fitted) ** 2)), slack + bias / change)
-    return Comparison(rms(dt), rms(d), lack / change, slack + _CLEAR * error / change, share)
+    lack -= min(bias, max(0.0, lack))
+    return lack / change, slack + _CLEAR * error / change, share
 
 
 def _least_share(change: float, power: float, noise: float, slack: float) -> float:
