@@ -337,6 +337,8 @@ async def test_a_version_that_failed_for_a_reason_that_may_pass_comes_again_afte
     what, setup.engine.failure = "", None
     assert await attempt()
     assert (setup.engine.versions, setup.counters.refusal) == ([1], "")
+    setup.registry.refuse_for_now(blob(2)[0], "it is damaged")
+    assert pauses[-1] == 1.0, "the pauses of one version are not those of the next"
 
 
 async def unscored(adapter: Adapter, token_ids: list[int]) -> list[float]:
