@@ -11,10 +11,12 @@ Only tokens in the loss go through the LM head. No query is without a key that i
 token of its row, so padding is as finite as the row. A layout is made on the CPU; a pass on a GPU waits for no number of it.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from trl.kernels import ChunkedLogProbFunction
 
 from consumer.learn.micro_batches import on_device
 from consumer.learn.model import text_model
@@ -22,14 +24,15 @@ from consumer.learn.tree import Row, tree_of
 from consumer.learn.tree_attention import MakeKernel, tree_pass
 from consumer.learn.tree_kernels import TreeKernel
 
-Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ApplyHead = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From hidden states (N, H), weights (V, H), bias and targets (N,) to log-probs and entropies (N,)."""
 
+_VOCABULARY_CHUNK = 32768  # of TRL's kernel
 _TILE_ELEMENTS = 2**23  # of float32 logits: 32 MiB, and as much again for their softmax
 _MIN_TILE_TOKENS = 128  # fewer would read the weights more often than they are worth
 
-_SCALED = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
-"""Configurations with one of these do more to hidden states than multiply them by the LM head."""
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+"""Configurations name a factor of the logits so; `logits_scaling` divides them, but for HyperCLOVA X."""
 
 
 class Tokens(NamedTuple):
@@ -95,14 +98,49 @@ class Layout(NamedTuple):
         )
 
 
-def is_plain(model: Any) -> bool:
-    """Tell whether the logits of this model for text are its LM head's output for the hidden states of its text model."""
+class Logits(NamedTuple):
+    """The way from the output x of an LM head to logits: softcap · tanh(scale · x / softcap), or scale · x without a softcap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def logits_of(model: Any) -> Logits | None:
+    """Return how the logits of this model for text follow from its LM head's output for the hidden states of its text model, as
+    TRL reads configurations; None where they do not."""
     config = model.config.get_text_config()
-    return (
-        type(text_model(model).config) is type(config)
-        and type(model.get_output_embeddings()) is torch.nn.Linear
-        and all(getattr(config, name, None) in (None, 1, 1.0) for name in _SCALED)
-    )
+    if type(text_model(model).config) is not type(config) or type(model.get_output_embeddings()) is not torch.nn.Linear:
+        return None
+    scales = [float(scale) for name in _FACTORS if (scale := getattr(config, name, None)) is not None]
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        scales.append(float(divisor) if config.model_type == "hyperclovax" else 1 / divisor)
+    return Logits(scales[0] if scales else 1.0, getattr(config, "final_logit_softcapping", None))
+
+
+class Head:
+    """The LM head of a model whose logits are known: ours on a CPU, TRL's kernel where Triton runs or logits are scaled.
+
+    Args:
+        options: the run's GRPOConfig.
+        entropy_trains: whether entropies have a gradient.
+    """
+
+    def __init__(self, logits: Logits, options: Any, *, entropy_trains: bool) -> None:
+        self._logits, self._options, self._entropy_trains = logits, options, entropy_trains
+
+    def __call__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ApplyHead`."""
+        given, device = (hidden, weight, bias, targets, self._options.temperature), hidden.device.type
+        is_float32 = self._options.cast_lm_head_to_fp32
+        with torch.autocast(device, enabled=False) if is_float32 else contextlib.nullcontext():
+            if device == "cpu" and self._logits == Logits():
+                logprobs, entropies = TokenLogprobs.apply(*given, self._entropy_trains)
+            else:
+                numbers = (_VOCABULARY_CHUNK, self._logits.softcap, self._logits.scale, ("log_probs", "entropy"))
+                logprobs, entropies, *_ = ChunkedLogProbFunction.apply(*given, *numbers)
+        return logprobs, entropies
 
 
 def rows_layout(tokens: Tokens) -> Layout:
@@ -142,7 +180,7 @@ def _layout(tokens: Tokens, ids: torch.Tensor, places: torch.Tensor) -> Layout:
     return Layout(ids, before, tokens.completion_ids.flatten()[in_loss], in_loss, tuple(tokens.in_loss.shape))
 
 
-def token_logprobs(model: Any, layout: Layout, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (B, T) log-probs and entropies, 0 for tokens outside the loss.
 
     Args:

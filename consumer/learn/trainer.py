@@ -15,7 +15,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +24,15 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback, Trainer
-from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import add_fused_lm_head, print_prompt_completions_sample
 
 from consumer.learn import checkpoints
 from consumer.learn.adapters import AdapterFolder
 from consumer.learn.forward import (
+    Head,
     Layout,
-    TokenLogprobs,
     Tokens,
-    is_plain,
+    logits_of,
     rows_layout,
     spread,
     token_logprobs,
@@ -71,7 +70,7 @@ from consumer.learn.statistics import (
     sampled,
     samples_of,
 )
-from consumer.learn.tree_attention import choose_kernel
+from consumer.learn.tree_attention import ChosenKernel, choose_kernel
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, CHECK_EVERY, Ranks, RankWork, Train, check_agreement, work_of_all
 from protocol.config.run import RunConfig
@@ -80,7 +79,6 @@ from replay.groups import RolloutGroup
 from replay.journal.schema import MicroBatchPlan
 from replay.rewards import RewardRecipe
 
-_VOCABULARY_CHUNK = 32768  # of TRL's kernel
 _RATIO = "sampling/importance_sampling_ratio/"
 _OF_LOSS = (
     *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
@@ -153,12 +151,14 @@ class SlipstreamTrainer(Trainer):
         self._correction = resolve(config.correction)
         self._entropy_bonus = EntropyBonus(options)
         self._router_loss_coef = router_loss_coef(options, self.base)
-        self._is_plain = is_plain(self.base) and not (options.cast_lm_head_to_fp32 or self._router_loss_coef)
-        if not self._is_plain:
+        self._logits = None if self._router_loss_coef else logits_of(self.base)
+        if self._logits is None:
             outputs = ("log_probs", "entropy")
             add_fused_lm_head(self.base, options.temperature, options.cast_lm_head_to_fp32, outputs)
-        with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
-            self._kernel = choose_kernel(self.base) if self._is_plain else None
+        self._kernel: ChosenKernel | None = None
+        self._is_chosen = self._logits is None
+        if self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type:
+            self._choose_kernel()
         self._reference = ReferencePolicy(model)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
@@ -177,7 +177,7 @@ class SlipstreamTrainer(Trainer):
             rewards=RewardRecipe.of(config, options.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
             max_tokens=self._splitter.tokens,
-            tree=self._kernel is not None,
+            tree=self._kernel is not None or not self._is_chosen,
             only_advantages=options.beta == 0.0 and not bonus.is_on and options.top_entropy_quantile == 1.0,
             keeps_all_rows=self._router_loss_coef != 0.0,
             pad_token_id=self.processing_class.pad_token_id,
@@ -388,21 +388,35 @@ class SlipstreamTrainer(Trainer):
 
     # Passes.
 
+    def _choose_kernel(self) -> None:
+        """Choose how rows go through the model, where it computes. All ranks call it, and all take trees or none does."""
+        if self._is_chosen:
+            return
+        self._is_chosen = True
+        with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
+            self._kernel = choose_kernel(self.base)
+        if not self._ranks.gather({"tree": torch.tensor([self._kernel is not None])})["tree"].all():
+            self._kernel = None
+
     def forward_pass(self, batch: MicroBatch) -> Pass:
         """Return log-probs and entropies under the present policy; 0 for tokens outside the loss."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, loss_mask(batch))
+        if not self._is_chosen:  # in turns the model comes to its device with the first batch
+            self._choose_kernel()
+            self.recipe = replace(self.recipe, tree=self._kernel is not None)
         layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)
         self._passes.append(PassSize(layout.ids.numel(), layout.num_tokens))
         layout = layout.on(self.accelerator.device)
         with self.accelerator.autocast():
-            if self._is_plain:
-                return Pass(*token_logprobs(self.base, layout, self._head))
+            if self._logits is not None:
+                head = Head(self._logits, self.args, entropy_trains=self._entropy_bonus.is_on)
+                return Pass(*token_logprobs(self.base, layout, head))
             return self._pass_by_trl(layout)
 
     def _pass_by_trl(self, layout: Layout) -> Pass:
-        """Use the LM head that TRL gave the model, which knows the logits of models that are not plain."""
+        """Use the LM head that TRL gave the model, for logits that are not ours to make and for experts' load-balancing loss."""
         labels = torch.full_like(layout.ids, -100).flatten()
         labels = labels.index_put((layout.before + 1,), layout.targets).view(layout.ids.shape)
         has_experts = self._router_loss_coef != 0.0
@@ -413,21 +427,6 @@ class SlipstreamTrainer(Trainer):
             for values in (found.log_probs, found.entropy)
         )
         return Pass(logprobs, entropies, found.aux_loss if has_experts else None)
-
-    def _head(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply TRL's kernel where Triton runs, ours elsewhere."""
-        temperature = self.args.temperature
-        if not hidden.is_cuda:
-            logprobs, entropies = TokenLogprobs.apply(
-                hidden, weight, bias, targets, temperature, self._entropy_bonus.is_on
-            )
-            return logprobs, entropies
-        logprobs, entropies, *_ = ChunkedLogProbFunction.apply(
-            hidden, weight, bias, targets, temperature, _VOCABULARY_CHUNK, None, 1.0, ("log_probs", "entropy")
-        )
-        return logprobs, entropies
 
     # Logs and checkpoints.
 

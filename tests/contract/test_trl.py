@@ -21,8 +21,9 @@ from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
+from consumer.learn.forward import ChunkedLogProbFunction
 from consumer.learn.options import CHOICES, GRPOConfig, build_arguments, build_lora, former_names
-from consumer.learn.trainer import ChunkedLogProbFunction, SlipstreamTrainer, add_fused_lm_head
+from consumer.learn.trainer import SlipstreamTrainer, add_fused_lm_head
 from protocol.config import trainer_keys
 from replay.batch_selection import TrainingBatch
 from tests.integration.models import build_model

@@ -1,26 +1,31 @@
 """Both layouts of the forward pass give the log-probs, entropies and gradients of the plain one, compared in float64."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from consumer.learn.forward import (
+    Head,
     Layout,
+    Logits,
     TokenLogprobs,
     Tokens,
-    is_plain,
+    logits_of,
     rows_layout,
     token_logprobs,
     tree_layout,
 )
 from consumer.learn.tree_attention import choose_kernel
 from consumer.learn.tree_kernels import FlexKernel, SegmentKernel
-from tests.integration.models import build_model
+from tests.unit.consumer.float64 import in_float64
 
 TEMPERATURE = 0.8
 TOLERANCE = (
@@ -152,13 +157,35 @@ def test_layouts_move_to_a_device_with_all_that_their_kernels_keep(model: Any) -
     assert {each.device.type for each in tensors} == {"meta"}
 
 
-def test_a_model_of_windows_is_plain(tmp_path: Path) -> None:
-    assert is_plain(AutoModelForCausalLM.from_pretrained(build_model("gemma3", tmp_path / "gemma")))
+def build(family: str, **settings: Any) -> Any:
+    """A small model whose embeddings are its head."""
+    shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**shape | heads | settings)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).double().eval()
 
 
-def test_logits_that_are_more_than_the_heads_output_are_left_to_trl(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert is_plain(model)
-    monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
-    assert not is_plain(model)
+@pytest.mark.parametrize(
+    ("family", "settings", "expected"),
+    [
+        ("Llama", {}, Logits()),
+        ("Gemma3Text", {}, Logits()),
+        ("Gemma2", {"final_logit_softcapping": 0.3}, Logits(softcap=0.3)),
+        ("Cohere", {"logit_scale": 0.0625}, Logits(scale=0.0625)),
+        ("Granite", {"logits_scaling": 8.0}, Logits(scale=0.125)),
+    ],
+)
+def test_logits_follow_from_the_output_of_the_head(family: str, settings: dict[str, Any], expected: Logits) -> None:
+    """Log-probs by TRL's kernel are those of the model's own logits."""
+    model, rows = build(family, **settings), tokens()
+    with in_float64(sys.modules[type(model).__module__]):
+        found = logits_of(model)
+        assert found == expected
+        theirs = plain(model, rows)
+
+        options = SimpleNamespace(temperature=TEMPERATURE, cast_lm_head_to_fp32=False)
+        own = Head(expected, options, entropy_trains=False)
+        for layout in (rows_layout(rows), as_tree(rows)):
+            assert layout.tree is None or choose_kernel(model) is not None
+            torch.testing.assert_close(token_logprobs(model, layout, own), theirs, atol=TOLERANCE, rtol=0)

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
+from consumer.learn.forward import Logits
 from consumer.learn.model import within_text_model
 from consumer.learn.options import check_model
 from consumer.link.snapshots import AdapterSnapshots
@@ -55,7 +56,7 @@ def test_the_text_model_alone_is_adapted_and_computes_what_the_whole_checkpoint_
     assert not any("vis" in name or "projector" in name for name, _ in trainer.model.named_parameters()), (
         "they are dropped"
     )
-    assert trainer._is_plain
+    assert trainer._logits == Logits()
 
     seen = vision_language(checkpoint)
     assert seen is not None
