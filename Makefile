@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ bench-swap: $(STAMP) ## a policy from trainer to engine, by size and way: phases
 
 bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one and merged, and gaps at swaps, about five minutes
 	$(BIN)/python -m benchmarks.swap_modes
+
+bench-swap-faults: $(STAMP) ## faults of a swap, and after how many versions the proof by behaviour refuses each, ten minutes
+	$(BIN)/python -m benchmarks.swap_faults
 
 bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes
 	$(BIN)/python -m benchmarks.scale
