@@ -1,4 +1,4 @@
-"""Swaps of a real engine in bfloat16 are proved by behaviour: the benchmark of faults, on a small model at a large learning rate."""
+"""Swaps of a real engine in bfloat16 are proved by behaviour: the benchmark of faults on a small model."""
 
 import json
 from pathlib import Path
