@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from producer.engine.weights import InFlightRequest, MergedWeights
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Scored
 from protocol.errors import EngineError
 from tests.unit.producer.loop import asynchronous, settle
 
@@ -29,9 +29,10 @@ class Workers:
         self.unproved: set[str] = set()  # paths whose weights are not held as they should be
         self.survivals: list[dict[str, tuple[float, float]]] = [{}, {}]
 
-    async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]:
+    async def verify(self, row: list[int], lora: Any, salt: str, *, is_base: bool) -> Scored:
         assert lora is None
-        return [-float(salt.removeprefix("weights-"))] * (len(token_ids) - 1)
+        assert not is_base
+        return Scored([-float(salt.removeprefix("weights-"))] * (len(row) - 1))
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         await asyncio.sleep(0)
@@ -168,7 +169,7 @@ async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing(state: str,
     await weights.discard(second)
     assert workers.paths == ["base", "/adapters/1"]
     assert weights.salt == "weights-1"
-    assert await weights.verify(adapter(1), [5, 6]) == [-1.0]
+    assert (await weights.verify(adapter(1), [5, 6])).logprobs == [-1.0]
 
 
 @asynchronous
