@@ -16,7 +16,7 @@ from producer.engine.published import PartlyServedError, listed, loaded
 if TYPE_CHECKING:
     from producer.engine.merged_worker import Part
 
-COLUMNS = 16
+COLUMNS = 8
 _HALF_STEP = 2.0**-24  # of float32, relative
 
 Survival = dict[str, tuple[float, float]]
@@ -62,9 +62,9 @@ def evidence_of(
     update, doubt = torch.zeros(num_outputs, count), base[:, columns].float().abs()
     modules = []
     for part in parts:
-        down, up = part.down.float(), part.scaling * part.up.float()
+        down, up = part.down.float(), part.up.float()
         down = down if down.shape[1] == num_inputs else loaded(layer, (len(down), num_inputs), down, (), input_dim=1)
-        down = down[:, columns]
+        down = part.scaling * down[:, columns]
         whole = torch.cat([up @ down, up.norm(dim=1, keepdim=True), torch.ones(len(up), 1)], 1)
         shard = () if part.shard is None else (part.shard,)
         own = loaded(layer, (num_outputs, count + 2), whole, shard, output_dim=0)

@@ -65,7 +65,7 @@ async def settled(core: "EngineCore", what: str, path: str) -> None:
     pause_s, longest_s = _POLL_S
     while "running" in dict(states := await core.call_workers(f"{what}_state")):
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
+        pause_s = min(1.5 * pause_s, longest_s)
     errors = dict(states)
     if "refused" in errors:
         raise AdapterRefusedError(errors["refused"])
