@@ -53,8 +53,9 @@ class SwitchedMerging(MergeWorker):
         def done() -> None:
             merging.state = ("done", merging._path)
 
-        merged_worker.evidence_of = EVIDENCE if on else lambda *_: None
-        merged_worker.row_sums = ROW_SUMS if on else lambda weight: 0
+        module: Any = merged_worker
+        module.evidence_of = EVIDENCE if on else lambda *_: None
+        module.row_sums = ROW_SUMS if on else lambda weight: 0
         if on:
             merging.__dict__.pop("prove", None)
         else:
