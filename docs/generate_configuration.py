@@ -181,11 +181,13 @@ def default_of(field: FieldInfo) -> str:
 
 
 def type_of(field: FieldInfo) -> str:
-    """Return the type in words, without none where that is the default."""
-    words = type_in_words(field.annotation, field.metadata).replace("`true` or `false`", "`true`/`false`")
+    """Return the type in words, without the parts that the default shows."""
+    words = re.sub(r"`(, | or )(?=`)", "`/", type_in_words(field.annotation, field.metadata))
     if default_of(field) == "none":
         words = re.sub(r",? or none$", "", words)
-    return re.sub(r" from (\S+) to (\S+)", r" \1..\2", words)
+    elif re.fullmatch(r"`[\d._e-]+`", default_of(field)):
+        words = re.sub(r"^(integer|number) (?=[<>]|from )", "", words)
+    return re.sub(r"from (\S+) to (\S+)", r"\1..\2", words)
 
 
 def section_of(annotation: Any) -> Any:

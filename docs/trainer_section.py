@@ -13,7 +13,8 @@ the trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine
 {defaults}.
 On a GPU `bf16` is true for a model in bfloat16.
 
-These keys work as TRL and transformers document them:
+Every key that is in none of these tables works as TRL and transformers document it; often useful are `max_steps`,
+`loss_type`, `beta` and `num_iterations`.
 """
 
 RESERVED = """\
@@ -33,18 +34,11 @@ Of keys that work, these values are refused:
 def trainer_section() -> Iterator[str]:
     """Yield the lines of the section."""
     defaults = ", ".join(f"`{key}: {value}`" for key, value in trainer_keys.DEFAULTS.items())
-    yield from [TRAINER.format(defaults=defaults), *working(trainer_keys.WORKS)]
+    yield TRAINER.format(defaults=defaults)
     model_options = {f"model_init_kwargs.{key}": owner for key, owner in trainer_keys.MODEL_INIT_RESERVED.items()}
     yield from [RESERVED, *reserved(trainer_keys.RESERVED | model_options)]
     yield from [REFUSED, *refused_unless_default(trainer_keys.REFUSED)]
     yield from [REFUSED_VALUES, *refused_values(trainer_keys.REFUSED_VALUES)]
-
-
-def working(groups: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    yield row("what", "keys")
-    yield "|---|---|"
-    yield from (row(what, ", ".join(f"`{key}`" for key in keys)) for what, keys in groups.items())
-    yield ""
 
 
 def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[str]:

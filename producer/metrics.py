@@ -62,14 +62,14 @@ class Counters:
     )
     cut: int = _total(
         "rl_producer_completions_cut_total",
-        "Completions that went on under a new policy (swap.in_flight: continue), counted at each cut.",
+        "Completions that went on under a new policy (swap.in_flight: continue).",
     )
     restarted: int = _total(
         "rl_producer_groups_restarted_total", "Groups that began again at a swap (swap.in_flight: restart)."
     )
     outdated: int = _total(
         "rl_producer_groups_outdated_total",
-        "Groups ended during generation because they had become too old. Their leases go back.",
+        "Groups ended during generation because they had become too old.",
     )
     dropped_tokens: int = _total("rl_producer_tokens_dropped_total", "Tokens that restarts threw away.")
     turns: int = _total("rl_producer_turns_total", "Turns of the policy in episodes with an environment.")
@@ -83,9 +83,7 @@ class Counters:
     )
     groups: int = _total("rl_producer_groups_generated_total", "Groups generated and scored.")
     failed: int = _total("rl_producer_leases_failed_total", "Leases answered with a refusal.")
-    timed_out: int = _total(
-        "rl_producer_leases_timed_out_total", "Leases answered with a refusal because their deadline passed."
-    )
+    timed_out: int = _total("rl_producer_leases_timed_out_total", "Leases refused at their deadline.")
     swaps: int = 0
     failed_swaps: int = 0
     refused_version: int = -1  # the newest that failed, until a newer one is live
@@ -93,7 +91,7 @@ class Counters:
     num_refused: int = 0  # versions in a row, up to that one, that were refused for good; 0: that one is tried again
     verdict: Verdict | None = None  # of the last version that behaved as the trainer says
     survival: dict[str, float] = field(default_factory=dict)  # of the last update, by kind of module
-    abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
+    abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer took back.")
     settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
     idle_s: float = 0.0  # connected without a request in the engine, which is awake
     asleep_in: int = -1  # the trainer's turn on the GPU in which the engine sleeps; -1: it does not
@@ -164,7 +162,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
         lambda now: now.counters.policy_version,
     ),
     "rl_producer_group_limit": (
-        "Groups that may be in the engine at once; falls while vLLM preempts more than once per completion.",
+        "Groups that may be in the engine at once; falls while vLLM preempts.",
         lambda now: now.group_limit,
     ),
     "rl_producer_busy_seconds_total": ("Time with a request in the engine.", lambda now: now.workload.busy_s),
@@ -268,20 +266,19 @@ class ProducerMetrics:
             readings.gauges(metric, text, "reference", partial(_compared, counters, part))
         readings.gauges(
             "rl_producer_merged_update_share",
-            "Share of the policy's update that rounding to model.dtype left in merged weights, by the last part of modules' "
-            "names, and of all (docs/swap-proof.md).",
+            "Fraction of the policy's update that rounding left in merged weights, by kind of module (docs/swap-proof.md).",
             "module",
             lambda: counters.survival,
         )
         readings.counters(
             "rl_producer_policy_downloads_total",
-            "Policies that arrived, by source: the trainer's file or the cache on this host, a relay, the trainer.",
+            "Policies that arrived, by source (file and cache: of this host).",
             "source",
             lambda: sharing.counts.downloads,
         )
         readings.counters(
             "rl_producer_relays_left_total",
-            "Failed relay downloads by reason: policy missing, silence, slowness, or wrong bytes.",
+            "Failed relay downloads by reason.",
             "reason",
             lambda: sharing.counts.left,
         )
@@ -298,11 +295,10 @@ class ProducerMetrics:
 _COMPARED = (
     (
         "rl_producer_probe_least_lack_share",
-        "Share of the policy's change since a reference, the base or a version proved before, of which a lack would be refused "
-        "at the least: above 1 the probe cannot tell this version from the reference.",
+        "Smallest missing share of the policy's change since a reference that is refused; above 1 the probe cannot judge.",
         "share",
     ),
-    ("rl_producer_probe_lack_share", "Share of that change that the engine seems to lack; noise is around 0.", "lack"),
+    ("rl_producer_probe_lack_share", "Measured missing share of that change; noise is around 0.", "lack"),
     ("rl_producer_probe_change_nats", "Root mean square of that change of the trainer's log-probs.", "moved"),
     ("rl_producer_probe_noise_nats", "Root mean square of engine minus trainer in that change.", "noise"),
 )

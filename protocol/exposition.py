@@ -304,7 +304,7 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
     readings = Readings(registry)
     readings.gauge(
         f"{prefix}_resident_memory_bytes",
-        "Resident memory of the daemon and of all processes it started.",
+        "Resident memory of the daemon and its children.",
         lambda: resident_bytes(os.getpid()),
     )
     for what, documentation in (

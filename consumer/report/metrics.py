@@ -32,7 +32,7 @@ _FAILURES = (
 )  # fmt: skip
 _TOTALS = {
     "leased": ("leases_given", "Leases given."),
-    "adopted": ("leases_adopted", "Leases that a producer kept from an earlier trainer process."),
+    "adopted": ("leases_adopted", "Leases from an earlier trainer process."),
     "returned": ("leases_returned", "Leases that producers handed back unanswered."),
     "trained": ("groups_trained", "Groups trained for the first time."),
     "replayed": ("groups_replayed", "Uses of groups that were replayed."),
@@ -54,20 +54,20 @@ _DEPTHS = {
 }
 _FLEET: dict[str, tuple[str, Callable[[ProducerSession, Intake], float]]] = {
     "policy_version": (
-        "Policy version that each connected producer serves; -1 while none.",
+        "Version that each producer serves; -1 while none.",
         lambda producer, _: producer.heartbeat.policy_version,
     ),
     "refused_version": (
-        "Policy version that each connected producer refuses; -1 while none.",
+        "Version that each producer refuses; -1 while none.",
         lambda producer, _: producer.heartbeat.refused_version,
     ),
     "lag_versions": (
-        "Versions by which each connected producer is behind the newest.",
+        "Versions by which each producer is behind the newest.",
         lambda producer, intake: intake.store.newest.version - producer.heartbeat.policy_version,
     ),
-    "leases": ("Leases of each connected producer.", lambda producer, _: len(producer.leases)),
+    "leases": ("Leases of each producer.", lambda producer, _: len(producer.leases)),
     "heard_seconds": (
-        "Time since each connected producer was last heard.",
+        "Time since each producer was last heard.",
         lambda producer, intake: intake.clock() - producer.last_heard,
     ),
 }
@@ -103,7 +103,7 @@ def watch_trainer(
         lambda: refusals,
     )
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
-        ("waiting_seconds", "Length of the wait for rollouts in progress; 0 while the trainer trains.", waiting_s),
+        ("waiting_seconds", "Length of the current wait for rollouts, else 0.", waiting_s),
         ("policy_version", "Newest published policy version.", lambda: intake.store.newest.version),
         ("producers_connected", "Producers connected.", lambda: len(intake.fleet.sessions)),
         ("arrivals_unwritten", "Groups that wait for a commit.", lambda: len(intake.commits.waiting())),
@@ -158,18 +158,18 @@ def _watch_fleet(readings: Readings, intake: Intake) -> None:
     )
     readings.counter(
         "rl_trainer_producers_stopped_total",
-        "Producers that were stopped or drained; other disconnected producers were lost.",
+        "Producers that were stopped or drained, not lost.",
         lambda: intake.fleet.num_goodbyes,
     )
     readings.gauges(
         "rl_trainer_producer_info",
-        "1 for each connected producer and its release.",
+        "1, by connected producer and its release.",
         ("producer", "release"),
         lambda: {(producer.name, producer.release): 1 for producer in connected()},
     )
     readings.counters(
         "rl_trainer_producer_idle_seconds_total",
-        "Time of each connected producer without a request in its engine.",
+        "Time of each producer without a request in its engine.",
         "producer",
         lambda: {producer.name: producer.heartbeat.idle_s for producer in connected()},
     )
@@ -198,10 +198,10 @@ _LAST_EVALUATION = {
     "score": ("score", "Score of the last evaluation."),
     "version": ("version", "Policy version of the last evaluation."),
     "duration_seconds": ("duration_s", "Duration of the last evaluation."),
-    "completion_length_mean_tokens": ("mean_length", "Mean length of the completions of the last evaluation."),
+    "completion_length_mean_tokens": ("mean_length", "Mean length of completions in the last evaluation."),
 }
 _EVALUATION_IN_PROGRESS = {
-    "prompts": ("num_prompts", "Prompts of the evaluation in progress; 0 while there is none."),
+    "prompts": ("num_prompts", "Prompts of the evaluation in progress."),
     "prompts_done": ("num_done", "Finished prompts of the evaluation in progress."),
     "leases": ("num_out", "Leases of the evaluation in progress."),
 }
@@ -221,7 +221,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
     for name, (key, text) in _LAST_EVALUATION.items():
         gauge(name, text, lambda each, key=key: (each.last or {}).get(key), math.nan)  # type: ignore[misc]
     gauge("best_score", "Best score of the run.", lambda each: each.results.best_score, math.nan)
-    text = "Evaluations since the last improvement, which evaluation.patience bounds."
+    text = "Evaluations since the last improvement."
     gauge("without_improvement", text, lambda each: each.results.num_without_improvement, 0)
     for name, (key, text) in _EVALUATION_IN_PROGRESS.items():
         gauge(name, text, lambda each, key=key: getattr(each.leases.progress, key), 0)  # type: ignore[misc]
@@ -231,9 +231,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         skipped = evaluation.due.num_skipped if evaluation else 0
         return {outcome: counts[outcome] for outcome in ("scored", "incomplete")} | {"skipped": skipped}
 
-    text = (
-        "Evaluations since the start; incomplete: too few prompts have a score; skipped: the one before took too long."
-    )
+    text = "Evaluations since the start; incomplete: too few scores; skipped: the one before took too long."
     readings.counters("rl_trainer_evaluations_total", text, "outcome", totals)
 
 
@@ -265,7 +263,7 @@ _RANK_WORK = {
     "num_tokens": ("tokens", "Tokens of the last step on each rank, without padding, shared ones once."),
     "memory_bytes": (
         "memory_bytes",
-        "Peak memory of tensors on each rank's GPU in the last step; on a CPU that of the process.",
+        "Peak memory of each rank in the last step: of tensors on its GPU, or of the process.",
     ),
 }
 

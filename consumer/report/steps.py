@@ -54,7 +54,7 @@ _GAUGES = {
     ),
     "completions/clipped_ratio": (
         "completions_truncated_ratio",
-        "Share of the arrived completions that reached sampling.max_completion_length.",
+        "Share of arrived completions that reached sampling.max_completion_length.",
     ),
     "staleness/mean": ("staleness_mean_versions", "Mean staleness of fresh groups."),
     "staleness/max": ("staleness_max_versions", "Greatest staleness of fresh groups."),
@@ -73,7 +73,7 @@ _GAUGES = {
     ),
     "pipeline/micro_batch_tokens": (
         "micro_batch_tokens",
-        "Largest pass of the trainer, in tokens: pipeline.trainer_tokens_per_micro_batch, or the measured value of `auto`.",
+        "Largest pass of the trainer, with the measured value of `auto`.",
     ),
     f"{_RATIO}/mean": ("importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
     f"{_RATIO}/max": ("importance_ratio_max", "Greatest importance ratio, before correction."),
@@ -91,9 +91,9 @@ _GAUGES = {
     ),
     f"{_RATIO}/kl": (
         "sampling_kl_nats",
-        "KL divergence per token of the trained policy from the sampler (estimator k1).",
+        "KL divergence per token from the sampler (k1).",
     ),
-    "kl": ("reference_kl_nats", "KL divergence per token to the reference model; NaN while trainer.beta is 0."),
+    "kl": ("reference_kl_nats", "KL divergence per token to the reference model, with trainer.beta."),
     "entropy": ("entropy_nats", "Mean entropy of the policy per token."),
     "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
     "loss": ("loss", "Loss of the last step."),
@@ -131,7 +131,7 @@ class LearningMetrics:
         counter = partial(Counter, namespace="rl_trainer", registry=registry)
         histogram = partial(Histogram, namespace="rl_trainer", registry=registry)
         self._gauges = {key: gauge(name, text) for key, (name, text) in _GAUGES.items()}
-        quantiles = gauge("importance_ratio", "Quantiles of the importance ratios of the tokens.", ["quantile"])
+        quantiles = gauge("importance_ratio", "Quantiles of the tokens' importance ratios.", ["quantile"])
         self._gauges |= {key: quantiles.labels(quantile) for quantile, key in _QUANTILES.items()}
         rewards = gauge("reward_by_function", "Mean reward by function, unweighted.", ["function"])
         spread = gauge("reward_std_by_function", "Standard deviation of the reward by function.", ["function"])
@@ -143,7 +143,7 @@ class LearningMetrics:
         self._step = gauge("step", "Optimizer steps taken.")
         self._last_step_at = gauge("last_step_timestamp_seconds", "When the last step ended, Unix time; 0 before.")
         gauge("max_steps", "Optimizer steps that the run takes.").set(max_steps)
-        text = "Duration of optimizer steps, without the wait for rollouts, with the publication."
+        text = "Duration of optimizer steps without the wait for rollouts."
         self._step_s = histogram("step_seconds", text, buckets=STEP_BUCKETS_S)
         self._wait_s = counter("wait_seconds", "Time that the trainer has waited for rollouts.")
         self._tokens = counter("tokens_trained", "Completion tokens trained.")

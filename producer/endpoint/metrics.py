@@ -56,7 +56,7 @@ class ServeMetrics:
         )
         readings.gauges(
             "rl_producer_serve_completions",
-            "Completions for clients in the engine, and requests that wait for room.",
+            "Completions for clients, and requests that wait.",
             "state",
             lambda: {"generating": limiter.taken, "waiting": limiter.num_waiting},
         )

@@ -32,9 +32,7 @@ def is_local(model: str, folder: Path) -> bool:
 
 
 class ModelSection(Section):
-    path: str = Field(
-        description="Base model: a local folder or hub name. Of a vision-language checkpoint the text model is trained."
-    )
+    path: str = Field(description="Base model: a local folder or hub name.")
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     trust_remote_code: bool = Field(
         False,
@@ -47,8 +45,7 @@ class ModelSection(Section):
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         None,
-        description="bitsandbytes format of the trainer's frozen linear layers. The engine's is engine.quantization. "
-        "Swaps are proved with the base in model.dtype.",
+        description="bitsandbytes format of the trainer's frozen linear layers; see docs/operations.md.",
     )
 
 
@@ -66,11 +63,9 @@ class SamplingSection(Section):
         description="Texts that end a completion, and stay in it.",
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
-        [], description="Tokens that end a completion, beside those of the model. It keeps them."
+        [], description="Tokens that also end a completion, and stay in it."
     )
-    ignore_eos: bool = Field(
-        False, description="Go on after the model's own end of a text, until something else ends the completion."
-    )
+    ignore_eos: bool = Field(False, description="Ignore the model's end of a text.")
     regex: Annotated[str, Field(min_length=1, max_length=65_536)] | None = Field(
         None, description="Guided decoding: only what the expression matches is sampled; see accept_biased_ratios."
     )
@@ -79,8 +74,7 @@ class SamplingSection(Section):
     )
     accept_biased_ratios: bool = Field(
         False,
-        description="Accept top_p, top_k, min_p or guided decoding (regex, json_schema), which bias every importance "
-        "ratio.",
+        description="Accept top_p, top_k, min_p, regex and json_schema, which bias importance ratios.",
     )
 
     def problems(self) -> Problems:
@@ -106,9 +100,7 @@ class SamplingSection(Section):
 class _RowsSection(Section):
     path: str = Field(description="As `dataset.path`.")
     name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
-    revision: str | None = Field(
-        None, description="Hub revision (branch, tag or commit). A commit keeps the rows the same at every start."
-    )
+    revision: str | None = Field(None, description="Hub revision. A commit keeps the rows the same at every start.")
     split: str = Field("train", description="Split to train on, or a part of one: `train[:1000]`, `train[10%:]`.")
     streaming: bool = Field(
         False,
@@ -117,8 +109,7 @@ class _RowsSection(Section):
     max_rows: Positive | None = Field(None, description="Use only the first N rows. Needed with `streaming`.")
     prompt_column: str = Field(
         "prompt",
-        description="Column with the prompt: a string, or a list of chat messages. All other columns reach the "
-        "reward functions.",
+        description="Column with the prompt: text, or a list of chat messages. The other columns reach the reward functions.",
     )
     filter: PlaceAndName | None = Field(
         None,
@@ -154,7 +145,7 @@ class DatasetSection(_RowsSection):
     )
     shuffle: bool = Field(
         True,
-        description="Shuffle the prompts anew every epoch, from `seed`. Without, sources come one after the other.",
+        description="Shuffle the prompts anew every epoch, from `seed`.",
     )
     max_prompt_tokens: Positive | None = Field(
         None,
@@ -217,11 +208,11 @@ class EvaluationSection(Section):
     )
     wait_s: PositiveSeconds = Field(
         600.0,
-        description="Longest wait without an answer for the last evaluation, at the end of the run.",
+        description="Longest wait without an answer for the last evaluation.",
     )
     hold_swap_s: PositiveSeconds = Field(
         60.0,
-        description="With `swap.mode: merged`: how long a producer keeps evaluated weights. Later answers are not scored.",
+        description="With `swap.mode: merged`: longest time for which a producer keeps evaluated weights.",
     )
 
     def problems(self) -> Problems:

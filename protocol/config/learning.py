@@ -57,13 +57,12 @@ class PipelineSection(Section):
     )
     max_data_attempts: Positive = Field(
         3,
-        description="Failures of a prompt (its reward raises or times out) before it is a dead letter for the epoch. "
-        "Malformed prompts are at once.",
+        description="Failures of a prompt (its reward raises or times out) before it is a dead letter. Malformed "
+        "prompts are at once.",
     )
     max_infra_attempts: Positive = Field(
         10,
-        description="Failures of the infrastructure (expired lease, dead producer or engine) before a prompt is a "
-        "dead letter for the epoch.",
+        description="Failures of the infrastructure (expired lease, dead producer or engine) before a prompt is a dead letter.",
     )
     data_backoff_s: PositiveSeconds = Field(
         1.0, description="Wait before a prompt is leased again after a data failure; doubles each time, up to 60 s."
@@ -101,19 +100,17 @@ class ReplaySection(Section):
     min_size: Positive = Field(16, description="Groups kept before the first one is replayed.")
     samples_per_insert: Annotated[float, Field(gt=0, le=1e6)] = Field(
         1.0,
-        description="Groups trained per group generated, at most. 1: one replay for every group without signal.",
+        description="Largest number of groups trained per group generated.",
     )
     max_times_sampled: Annotated[int, Field(ge=2)] = Field(
         4, description="Times that one group is trained, the first one included."
     )
     max_age_versions: Positive = Field(16, description="Versions after which a group is not replayed any more.")
     half_life_versions: Annotated[float, Field(ge=1e-3)] = Field(4.0, description="Age at which a score counts half.")
-    max_share: Share = Field(
-        0.5, description="Share of a batch that may be replayed; the rest is trained for the first time."
-    )
+    max_share: Share = Field(0.5, description="Largest share of a batch that is replayed.")
     keep_all: bool = Field(
         False,
-        description="Never delete a group from the journal, so that `rl-trainer --from-journal` can retrain the run.",
+        description="Never delete a group from the journal; needed for `rl-trainer --from-journal`.",
     )
     keep_bytes: Count = Field(
         2**30,
@@ -147,13 +144,11 @@ class RerollSection(Section):
         0.0, description="A completion failed when that reward, unweighted, is at or below this."
     )
     solved_threshold: float = Field(1.0, description="A completion solved its prompt when it is at or above this.")
-    delay_versions: Positive = Field(
-        4, description="A failed prompt returns when the policy is N versions newer than the policy that failed."
-    )
+    delay_versions: Positive = Field(4, description="Versions after which a failed prompt returns.")
     max_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.25, description="Share of the leases that are rerolls.")
     max_pending: Positive = Field(4096, description="Prompts that wait to return; the longest waiting give way.")
     solved_cooldown_epochs: Count = Field(
-        0, description="Epochs that a prompt sits out after a group in which every completion solved it."
+        0, description="Epochs without a prompt after a group whose completions all solved it."
     )
 
     def problems(self) -> Problems:
@@ -167,7 +162,7 @@ class AdvantageSection(Section):
     )
     overlong_buffer_tokens: Count = Field(
         0,
-        description="Soft overlong punishment (DAPO): the penalty grows over this many last tokens before "
+        description="Soft overlong punishment (DAPO): the penalty grows over the last N tokens before "
         "max_completion_length. 0: none.",
     )
     overlong_penalty: PositiveFloat = Field(
@@ -195,7 +190,7 @@ class CorrectionSection(Section):
     ratio_min: Annotated[float, Field(ge=0)] | None = Field(None, description="Lower bound. Default: the preset's.")
     ratio_max: PositiveFloat | None = Field(None, description="Upper bound. Default: the preset's.")
     token_veto: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="A completion is masked when the ratio of any of its tokens is below this."
+        None, description="Mask a completion with a token whose ratio is below this."
     )
     probability_difference_max: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,

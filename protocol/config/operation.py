@@ -29,18 +29,16 @@ class ServeSection(Section):
     )
     max_requests: Positive | None = Field(
         None,
-        description="Completions for clients in the engine at once; others wait. Default: a quarter of `engine.max_num_seqs`.",
+        description="Completions for clients in the engine at once. Default: a quarter of `engine.max_num_seqs`.",
     )
     max_waiting: Count = Field(256, description="Requests that wait for room in the engine; more are refused with 429.")
     max_request_bytes: Annotated[int, Field(ge=1024, le=2**28)] = Field(2**20, description="Largest body of a request.")
-    request_timeout_s: PositiveSeconds = Field(
-        300.0, description="Longest time of a request, from its first byte to the last one of its answer."
-    )
+    request_timeout_s: PositiveSeconds = Field(300.0, description="Longest time of a request with its answer.")
     receive_timeout_s: PositiveSeconds = Field(
-        5.0, description="Longest time that a client may take to send a request; its connection is then closed."
+        5.0, description="Longest time to send a request; the connection is then closed."
     )
     max_connections: Positive = Field(
-        256, description="Connections at once; with more, those that have waited longest without a request are closed."
+        256, description="Connections at once; above it the longest idle ones are closed."
     )
     max_versions: Annotated[int, Field(ge=0, le=64)] = Field(
         2,
@@ -80,7 +78,7 @@ class EngineServerSection(Section):
     )
     adapter_dir: str = Field(
         min_length=1,
-        description="Folder that producer and server share for policies. Each producer makes a folder in it.",
+        description="Folder for policies that producer and server share.",
     )
     server_adapter_dir: str | None = Field(
         None,
@@ -98,7 +96,7 @@ class EngineServerSection(Section):
     )
     ca_file: str | None = Field(
         None,
-        description="Certificates (PEM) that an `https` server's is checked against. Default: those that the system trusts.",
+        description="Trusted certificates (PEM) for `https`. Default: those of the system.",
     )
     max_requests: Positive = Field(
         256,
@@ -155,8 +153,8 @@ class SwapSection(Section):
     )
     max_refused: Positive = Field(
         3,
-        description="After so many versions in a row that every producer refuses, the run ends with code 81; earlier if "
-        "groups of what is served are too old.",
+        description="Versions in a row that every producer refuses before the run ends (exit 81); earlier if groups "
+        "of the served version are too old.",
     )
 
     def problems(self) -> Problems:
@@ -209,8 +207,7 @@ def next_endpoint(control: str) -> str:
 class TransportSection(Section):
     keys: _Name | None = Field(
         None,
-        description="Folder of keys of `slipstream keys`: only authorized producers connect, encrypted. Needed for other "
-        "hosts. See docs/security.md.",
+        description="Folder of keys (docs/security.md): only authorized producers connect, encrypted. Needed for other hosts.",
     )
     identity: _Name | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
     endpoint: str | None = Field(
@@ -238,7 +235,7 @@ class TransportSection(Section):
     )
     relay_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
         None,
-        description="Port at which one producer of each host passes policies on to other hosts. Default: none.",
+        description="Port at which one producer of each host relays policies to other hosts.",
     )
     relay_host: _PlaceName | None = Field(
         None,
@@ -296,7 +293,7 @@ class ObservabilitySection(Section):
     )
     rollouts_max_bytes: Annotated[int, Field(ge=65_536)] = Field(
         64 * 2**20,
-        description="Size of `rollouts.jsonl` at which it becomes `rollouts.1.jsonl`, in place of the one before.",
+        description="Size at which `rollouts.jsonl` becomes `rollouts.1.jsonl`.",
     )
 
 

@@ -39,12 +39,9 @@ class _Answer(Section):
     column: str = Field("answer", description="Dataset column with the right answer.")
     pattern: _Pattern | None = Field(
         None,
-        description="Regular expression: only its last match (or first group of it) is compared. Without a match the "
-        "score is 0.",
+        description="Regular expression: only its last match (or the first group) is compared. No match: 0.",
     )
-    time_s: PositiveSeconds = Field(
-        1.0, description="Limit of the pattern per completion; beyond it the reward is missing."
-    )
+    time_s: PositiveSeconds = Field(1.0, description="Limit per completion; above it the reward is missing.")
 
 
 class ExactMatch(_Answer):
@@ -65,9 +62,7 @@ class MathVerify(Section):
     """1 if math-verify finds the text equivalent to the answer, else 0. Needs the extra `math`: `pip install '.[math]'`."""
 
     column: str = Field("answer", description="Dataset column with the right answer, as LaTeX or a number.")
-    time_s: Annotated[int, Field(ge=1)] = Field(
-        5, description="Limit of parsing and of comparing per completion; beyond it the reward is missing."
-    )
+    time_s: Annotated[int, Field(ge=1)] = Field(5, description="Limit per completion; above it the reward is missing.")
 
 
 class FormatRegex(Section):
@@ -75,7 +70,7 @@ class FormatRegex(Section):
 
     pattern: _Pattern = Field(description="Regular expression; `.` matches line breaks too.")
     whole: bool = Field(True, description="The pattern must match the whole text, not a part of it.")
-    time_s: PositiveSeconds = Field(1.0, description="Limit per completion; beyond it the reward is missing.")
+    time_s: PositiveSeconds = Field(1.0, description="Limit per completion; above it the reward is missing.")
 
 
 class LengthPenalty(Section):
@@ -103,13 +98,12 @@ class Code(Section):
     )
     python: str | None = Field(
         None,
-        description="Interpreter, such as that of a virtual environment, which the code can read. Default: this one, "
-        "without packages.",
+        description="Interpreter, whose packages the code can read. Default: this one, without packages.",
     )
     time_s: PositiveSeconds = Field(5.0, description="Time of one test, on the clock.")
     memory_bytes: Annotated[int, Field(ge=2**24)] = Field(
         256 * 2**20,
-        description="Memory of all processes of a test; files in its /tmp count extra, up to a quarter.",
+        description="Memory of all processes of a test; its /tmp has another quarter.",
     )
     processes: Annotated[int, Field(ge=1, le=4096)] = Field(8, description="Processes and threads of a test at once.")
     parallel: Positive = Field(4, description="Tests that run at once, in each reward worker.")
@@ -134,9 +128,7 @@ _SERVICE_RETRIES = 3
 
 class RewardModel(Section):
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
-    gpu: Count | None = Field(
-        None, description="GPU to run on, counted as for --gpu. Leave room for it there. Default: the CPU."
-    )
+    gpu: Count | None = Field(None, description="GPU, counted as for --gpu, with room left for it. Default: the CPU.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of its weights.")
     max_length: Positive = Field(4096, description="Longest text in tokens; of a longer one the beginning is dropped.")
     batch_size: Positive = Field(8, description="Texts per forward pass.")
@@ -166,7 +158,7 @@ class RewardFunction(Section):
     )
     model: str | None = Field(
         None,
-        description="Sequence-classification model with one label, a local folder or a hub name: its logit is the reward.",
+        description="Sequence-classification model with one label (folder or hub name): its logit is the reward.",
     )
     url: HttpUrl | None = Field(None, description="HTTP service that computes rewards.")
     posted: str | None = Field(
@@ -256,8 +248,7 @@ class ThinkingSection(Section):
     close: str = Field("</think>", min_length=1, description="Tag that closes it.")
     unclosed: Literal["missing", "as_is"] | float = Field(
         0.0,
-        description="Reward of a completion whose reasoning never ends: a number; `as_is`: that of the whole text; "
-        "`missing`: none.",
+        description="Reward if the reasoning never ends: a number; `as_is`: that of the whole text; `missing`: none.",
     )
 
 
@@ -266,12 +257,12 @@ class RewardsSection(Section):
         [], description="The reward functions; at least one, unless the environment has `get_reward`."
     )
     timeout_s: PositiveSeconds = Field(
-        30.0, description="Hard limit of one call of one function on one group; the worker is then killed and replaced."
+        30.0, description="Limit of one call on one group; the worker is then killed and replaced."
     )
     num_workers: Positive = Field(2, description="Reward worker processes of a producer, for functions and plugins.")
     max_memory_bytes: Annotated[int, Field(ge=2**26)] | None = Field(
         4 * 2**30,
-        description="Resident memory of a worker with its children; beyond it the worker is killed and replaced.",
+        description="Resident memory of a worker with its children; above it the worker is replaced.",
     )
     gpu: Count | None = Field(
         None,
@@ -401,14 +392,14 @@ class EnvironmentSection(Section):
     )
     reward_weight: float | None = Field(
         None,
-        description="Weight of the reward `environment`. Required for a factory with `get_reward`; with an `agent` 1 by default.",
+        description="Weight of the reward `environment`. Required with `get_reward`; with an `agent` 1 by default.",
     )
     max_turns: Positive = Field(8, description="Turns of the model in an episode; tool calls of the last are not run.")
     max_turn_tokens: Positive | None = Field(
         None, description="Longest turn, in tokens. Default: what sampling.max_completion_length leaves."
     )
     call_timeout_s: PositiveSeconds = Field(
-        30.0, description="Hard limit of one call of `reset`, a tool or `get_reward`; its process is then killed."
+        30.0, description="Limit of one call of `reset`, a tool or `get_reward`; its process is then killed."
     )
     episode_timeout_s: PositiveSeconds = Field(
         300.0, description="Hard limit of one episode, generation included, from its `reset` on."
