@@ -140,7 +140,7 @@ def test_a_room_opens_with_what_it_guarantees() -> None:
 
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "README.md"]
 LONGEST_SENTENCE = 35  # words
-MOST_WORDS = 31_150  # of all pages
+MOST_WORDS = 31_600  # of all pages
 
 
 def sentences(page: str) -> Iterator[str]:
