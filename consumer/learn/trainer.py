@@ -157,7 +157,8 @@ class SlipstreamTrainer(Trainer):
             add_fused_lm_head(self.base, options.temperature, options.cast_lm_head_to_fp32, outputs)
         self._kernel: ChosenKernel | None = None
         self._is_chosen = self._logits is None
-        if self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type:
+        is_here = self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type
+        if is_here and not self.is_sharded:
             self._choose_kernel()
         self._reference = ReferencePolicy(model)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
@@ -403,7 +404,9 @@ class SlipstreamTrainer(Trainer):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, loss_mask(batch))
-        if not self._is_chosen:  # in turns the model comes to its device with the first batch
+        if (
+            not self._is_chosen
+        ):  # in turns the model comes to its device with the first batch; all ranks come here together
             self._choose_kernel()
             self.recipe = replace(self.recipe, tree=self._kernel is not None)
         layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)

@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -23,9 +26,11 @@ from consumer.learn.forward import (
     token_logprobs,
     tree_layout,
 )
+from consumer.learn.tree import Row
 from consumer.learn.tree_attention import choose_kernel
 from consumer.learn.tree_kernels import FlexKernel, SegmentKernel
 from tests.unit.consumer.float64 import in_float64
+from tests.unit.consumer.learn.trees import rows_of_trees
 
 TEMPERATURE = 0.8
 TOLERANCE = (
@@ -150,6 +155,30 @@ def test_the_same_with_gradient_checkpointing(model: Any) -> None:
         model.eval()
 
 
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=rows_of_trees(vocabulary=9), data=st.data())
+def test_random_rows_have_the_gradient_of_plain_rows(model: Any, rows: list[Row], data: Any) -> None:
+    """Any of their tokens are in the loss, with any weights."""
+    widths = [max(len(row[part]) for row in rows) for part in (0, 1)]
+    ids, mask = torch.zeros(2, len(rows), sum(widths), dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(widths[0] - len(row.prompt), widths[0] + len(row.completion))
+        ids[i, place], mask[i, place] = torch.from_numpy(np.concatenate(row)), 1
+    in_loss = mask[:, widths[0] :].clone()
+    chosen = data.draw(st.lists(st.booleans(), min_size=in_loss.numel(), max_size=in_loss.numel()))
+    in_loss *= torch.tensor(chosen).view(in_loss.shape)
+    of_rows, of_tree = (layout(Tokens(ids, mask, in_loss)) for layout in (rows_layout, as_tree))
+    weights = torch.arange(1.0, in_loss.numel() + 1).sin().view(in_loss.shape)
+    found = []
+    for layout in (of_rows, of_tree):
+        model.zero_grad()
+        values = token_logprobs(model, layout, head)
+        (values[0] * weights + values[1]).sum().backward()
+        found.append([*values, torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])])
+    largest = max(1.0, *(float(each.detach().abs().max()) for each in found[0]))
+    torch.testing.assert_close(found[1], found[0], atol=TOLERANCE * largest, rtol=0)
+
+
 def test_layouts_move_to_a_device_with_all_that_their_kernels_keep(model: Any) -> None:
     layout = tree_layout(tokens(), lambda tree: FlexKernel(tree, frozenset({4}))).on(torch.device("meta"))
     assert layout.tree is not None
@@ -157,17 +186,17 @@ def test_layouts_move_to_a_device_with_all_that_their_kernels_keep(model: Any) -
     assert {each.device.type for each in tensors} == {"meta"}
 
 
-def build(family: str, **settings: Any) -> Any:
+def build(family: str, **changes: Any) -> Any:
     """A small model whose embeddings are its head."""
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**shape | heads | settings)
+    config = getattr(transformers, f"{family}Config")(**shape | heads | changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).double().eval()
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "expected"),
+    ("family", "changes", "expected"),
     [
         ("Llama", {}, Logits()),
         ("Gemma3Text", {}, Logits()),
@@ -176,9 +205,9 @@ def build(family: str, **settings: Any) -> Any:
         ("Granite", {"logits_scaling": 8.0}, Logits(scale=0.125)),
     ],
 )
-def test_logits_follow_from_the_output_of_the_head(family: str, settings: dict[str, Any], expected: Logits) -> None:
+def test_logits_follow_from_the_output_of_the_head(family: str, changes: dict[str, Any], expected: Logits) -> None:
     """Log-probs by TRL's kernel are those of the model's own logits."""
-    model, rows = build(family, **settings), tokens()
+    model, rows = build(family, **changes), tokens()
     with in_float64(sys.modules[type(model).__module__]):
         found = logits_of(model)
         assert found == expected
