@@ -404,9 +404,7 @@ class SlipstreamTrainer(Trainer):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, loss_mask(batch))
-        if (
-            not self._is_chosen
-        ):  # in turns the model comes to its device with the first batch; all ranks come here together
+        if not self._is_chosen:  # in turns, where the model comes with the first batch; all ranks come here together
             self._choose_kernel()
             self.recipe = replace(self.recipe, tree=self._kernel is not None)
         layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)

@@ -181,10 +181,10 @@ def test_forward_passes(tmp_path: Path, tiny_model: Path, options: dict[str, Any
     trainer._batches = [
         TrainingBatch(n * iterations + 1, iterations, (n + 1) * iterations, groups, 2) for n in range(2)
     ]
-    with patch.object(trainer, "_head", wraps=trainer._head) as head:
+    with patch.object(trainer, "forward_pass", wraps=trainer.forward_pass) as forward:
         for batch in trainer.get_train_dataloader():
             loss_and_gradients(trainer, trainer._prepare_inputs(batch))
-    assert head.call_count == passes
+    assert forward.call_count == passes
 
 
 def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_model: Path) -> None:
