@@ -30,7 +30,7 @@ def run(place: Place, attention: str | None = None) -> Findings:
             "loss": report["losses"][side],
             "gradient_norm": report["gradient_norms"][side],
         }
-    low, middle, high = report["speedup_quartiles"]
+    low, middle, high = report["speedups"]["trl"]
     yield {"what": "ours / trl", "speedup": middle, "lower_quartile": low, "upper_quartile": high}
     if problem := unequal_losses(report):
         raise RuntimeError(problem)

@@ -12,6 +12,7 @@ used here, each with a test in tests/contract: `_prepare_inputs`, `_get_grad_nor
 
 import contextlib
 import importlib.util
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -395,7 +396,7 @@ class SlipstreamTrainer(Trainer):
             return
         self._is_chosen = True
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
-            self._kernel = choose_kernel(self.base)
+            self._kernel = choose_kernel(self.base, logging.INFO if self._ranks.rank == 0 else logging.DEBUG)
         if not self._ranks.gather({"tree": torch.tensor([self._kernel is not None])})["tree"].all():
             self._kernel = None
 

@@ -92,10 +92,13 @@ def tree_pass(backbone: Any, ids: torch.Tensor, positions: torch.Tensor, kernel:
     return found
 
 
-def choose_kernel(model: Any) -> ChosenKernel | None:
+def choose_kernel(model: Any, level: int = logging.INFO) -> ChosenKernel | None:
     """Choose the attention of trees for a causal language model where it lies, prepare the model for it, and log the choice.
 
     Call it in the context of the passes to come. With a sharded base all ranks call it.
+
+    Args:
+        level: of the log; one of several ranks is enough for people.
 
     Returns:
         None: the rows of this model are padded.
@@ -105,10 +108,11 @@ def choose_kernel(model: Any) -> ChosenKernel | None:
         for chosen in _candidates(model):
             problem = _tried(model, chosen)
             if problem is None:
-                logger.info("what rows have in common is computed once: attention by %s", chosen.name)
+                logger.log(level, "what rows have in common is computed once: attention by %s", chosen.name)
                 return chosen
-            logger.info("%s does not fit this model or device: %s", chosen.name, problem)
-    logger.info("each row is computed as a whole, padded to the longest: %s", problem or "no kernel fits the device")
+            logger.log(level, "%s does not fit this model or device: %s", chosen.name, problem)
+    reason = problem or "no kernel fits the device"
+    logger.log(level, "each row is computed as a whole, padded to the longest: %s", reason)
     return None
 
 

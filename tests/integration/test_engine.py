@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from producer.rollouts.admission import Admission, EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError, EngineError
-from protocol.wire.adapter_blob import AdapterBlob, pack
+from protocol.wire.adapter_blob import AdapterBlob, checksum_of, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
@@ -322,6 +323,7 @@ async def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, regist
     random_adapter(live.model, tmp_path / "rank16", rank=16, seed=5)
     too_large = live.adapter(2, 9002)
     shutil.copytree(tmp_path / "rank16", too_large.path, dirs_exist_ok=True)
+    too_large = replace(too_large, checksum=checksum_of(too_large.path))
     with pytest.raises(AdapterRefusedError, match="rank"):
         await live.engine.weights.load(too_large)
     with registry.pin() as adapter, pytest.raises(LeaseFailure) as caught:
