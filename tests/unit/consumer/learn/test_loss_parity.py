@@ -173,7 +173,7 @@ def test_one_update_per_batch_in_any_number_of_micro_batches(
     metrics = {name: values[-1] for name, values in theirs._metrics["train"].items()}
     if ours.args.mask_truncated_completions:
         metrics.pop("vespo/phi_seq_mean", None)  # of all completions, also those that we leave out
-    for max_tokens, cut in ((1000, False), (30, True)):
+    for max_tokens, cut in ((1000, False), (16, True)):
         monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=max_tokens))
         batches = our_inputs(ours, groups)
         assert (len(batches) > 1) == cut
@@ -189,7 +189,7 @@ def test_the_entropy_bonus_adapts_to_the_steps_before(tmp_path: Path, one_layer_
     ours, theirs = pair(
         tmp_path, one_layer_model, use_adaptive_entropy=True, entropy_coef=0.05, entropy_target=target, loss_type="grpo"
     )
-    ours.recipe = dataclasses.replace(ours.recipe, max_tokens=30)
+    ours.recipe = dataclasses.replace(ours.recipe, max_tokens=16)
     groups = off_policy(ours, some_groups())
     batches, inputs = our_inputs(ours, groups), trl_inputs(theirs, groups)
     for _ in range(3):
@@ -221,7 +221,7 @@ def test_tool_results_are_attended_to_and_not_in_the_loss(
     ours.args.loss_type = theirs.loss_type = "dapo"
     groups = off_policy(ours, with_tool_results(some_groups()))
     expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
-    for max_tokens, cut in ((1000, False), (30, True)):
+    for max_tokens, cut in ((1000, False), (16, True)):
         monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=max_tokens))
         batches = our_inputs(ours, groups)
         assert (len(batches) > 1) == cut
@@ -287,7 +287,7 @@ def test_tool_results_under_every_loss_type(
     plain: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch, loss_type: str
 ) -> None:
     ours, theirs = plain
-    monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=30))
+    monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=16))
     ours.args.loss_type = theirs.loss_type = loss_type
     groups = off_policy(ours, with_tool_results(some_groups()))
     expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
