@@ -98,7 +98,7 @@ def trl_async(
 
 
 def samples_of(number: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
-    """What TRL's rollout worker would put into its queue, with the advantages of GRPOTrainer."""
+    """Yield what TRL's rollout worker would put into its queue, with the advantages of GRPOTrainer."""
     rewards = torch.from_numpy(group.rewards).double()
     values = advantages(rewards, torch.ones(1).double(), len(rewards)).tolist()
     ends = group.completion_lengths.cumsum()[:-1]
@@ -135,7 +135,7 @@ def on_cpu() -> None:
 
 
 class _Segments:
-    """Which segments of a packed row are computed together, and their places."""
+    """Segments of a packed row that are computed together, and their places."""
 
     def __init__(self, starts_q: torch.Tensor, starts_k: torch.Tensor) -> None:
         self.of = starts_q

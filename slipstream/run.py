@@ -7,7 +7,6 @@ goes; elsewhere, such a line comes twice a minute.
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +43,7 @@ def run(config: str, overrides: list[str], producer_gpus: str | None, trainer_gp
     from protocol.config.loader import load_config
     from protocol.gpu.nvml import VISIBLE, visible_gpus
     from protocol.runtime import logs
+    from slipstream.cluster.plan import start_command
 
     logs.configure(program())
     loaded = load_config(config, overrides)
@@ -53,8 +53,8 @@ def run(config: str, overrides: list[str], producer_gpus: str | None, trainer_gp
     settings = ["--config", config, *(part for override in overrides for part in ("--set", override))]
     if places.are_shared and loaded.pipeline.gpu == "own":
         settings += ["--set", "pipeline.gpu=shared"]
-    trainer = [*_module("consumer.app.cli"), "--gpu", places.trainer, *settings, *(["--resume"] if resume else [])]
-    producer = [*_module("producer.app.cli"), "--gpu", places.producer, *settings]
+    trainer = [*start_command("rl-trainer", [places.trainer]), *settings, *(["--resume"] if resume else [])]
+    producer = [*start_command("rl-producer", [places.producer]), *settings]
     code = asyncio.run(_run(Path(loaded.run_dir), trainer, producer))
     return code if code >= 0 else 128 - code
 
@@ -88,10 +88,6 @@ class Places(NamedTuple):
     @property
     def are_shared(self) -> bool:
         return self.producer == self.trainer != "cpu"
-
-
-def _module(name: str) -> list[str]:
-    return [sys.executable, "-P", "-m", name]
 
 
 async def _run(run_dir: Path, trainer: Sequence[str], producer: Sequence[str]) -> int:

@@ -185,17 +185,17 @@ def daemon_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, key
 
 def trainer_command(plan: Plan, gpus: Sequence[str]) -> list[str]:
     ranks = [] if gpus else ["--ranks", str(plan.ranks)]
-    return [*_program("rl-trainer", gpus), "--config", plan.config, *_set(*plan.overrides), "--resume", *ranks]
+    return [*start_command("rl-trainer", gpus), "--config", plan.config, *_set(*plan.overrides), "--resume", *ranks]
 
 
 def producer_command(plan: Plan, name: str, gpus: Sequence[str], folder: Path, keys: Path) -> list[str]:
     """Return a producer's command. Its node needs no file of the run: configuration and code come from the trainer."""
     model = ["--model", plan.model] if plan.model else []
     own = _set(*plan.producer_overrides, f"transport.identity={name}", f"run_dir={folder}")
-    return [*_program("rl-producer", gpus), "--connect", plan.endpoint, "--keys", str(keys), *model, *own]
+    return [*start_command("rl-producer", gpus), "--connect", plan.endpoint, "--keys", str(keys), *model, *own]
 
 
-def _program(script: str, gpus: Sequence[str]) -> list[str]:
+def start_command(script: str, gpus: Sequence[str]) -> list[str]:
     """Start the program by its module, because the folder of scripts need not be on the path of Ray's workers."""
     return [sys.executable, "-P", "-m", _SCRIPTS[script], "--gpu", ",".join(gpus) or "cpu"]
 
