@@ -1,4 +1,4 @@
-"""`slipstream run`: which GPUs both sides get, and what the last line says."""
+"""Both daemons of a run: which GPUs each gets, and how its progress reads in a line."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 from slipstream.cli import run
-from slipstream.run import Places, _progress
+from slipstream.launch import Places, progress
 from slipstream.status.reading import TrainerView, View
 from tests.unit.protocol.config.files import MINIMAL
 
@@ -51,7 +51,7 @@ def test_a_wrong_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_last_line_has_what_is_known() -> None:
-    assert "starting" in _progress(View(at=0.0, trainer=None, producers=[], silent={}))
+    assert "starting" in progress(View(at=0.0, trainer=None, producers=[], silent={}))
     trainer = TrainerView(step=3, max_steps=40, reward=0.25, tokens_generated_per_s=1234.0, wait_share=0.5, eta_s=90.0)
-    line = _progress(View(at=0.0, trainer=trainer, producers=[], silent={}))
+    line = progress(View(at=0.0, trainer=trainer, producers=[], silent={}))
     assert all(part in line for part in ("step 3 of 40", "reward 0.250", "1,234 tokens/s", "50 %"))
