@@ -66,7 +66,12 @@ class Run:
         return [step[name] for step in self.steps]
 
     def wait_for_step(self, number: int) -> None:
-        eventually(lambda: bool(self.steps) and self.steps[-1]["step"] >= number)
+        try:
+            eventually(lambda: bool(self.steps) and self.steps[-1]["step"] >= number)
+        except AssertionError:
+            logs = sorted(self.folder.glob("*.log"))
+            words = "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+            raise AssertionError(f"no step {number}\n{words}") from None
 
     def checkpoint(self, step: int) -> Path:
         return self.config.checkpoints_dir / f"checkpoint-{step}"

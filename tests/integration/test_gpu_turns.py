@@ -39,6 +39,8 @@ def in_turns(start: Callable[..., Run], folder: Path, **pipeline: Any) -> Run:
         pipeline={"gpu": "turns", "gpu_handover_s": 5, "max_staleness": 1} | pipeline,
         rewards={"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
         replay={"keep_all": True},
+        # On a busy machine a process may rest for seconds. Nobody may take the GPU from one that only rests.
+        transport={"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 6},
         trainer={"max_steps": STEPS, "save_steps": 4},
         evaluation={"dataset": {"path": f"{folder}/train.jsonl"}, "every_versions": 4, "max_prompts": 3},
     )
