@@ -3,4 +3,4 @@
 Guarantee: nothing in this package imports torch, vLLM or TRL, so `--help` and `--check` stay instant.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -23,7 +23,8 @@ from slipstream.cli import slipstream
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"
 PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
-PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in ("README.md", "AGENTS.md"))]
+_ROOT = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in _ROOT)]
 
 
 @pytest.mark.parametrize("module", ["generate_configuration"])
