@@ -12,32 +12,42 @@ import msgspec
 
 
 class ExitCode(IntEnum):
-    """Process exit codes, documented in docs/operations.md. Values follow sysexits.h where it has a name."""
+    """Process exit codes and what they mean, documented in docs/operations.md. Values follow sysexits.h where it has a name."""
 
-    OK = 0
-    USAGE = 2  # argparse: unknown flag
-    DATASET = 65  # dataset missing, empty, or without the named column
-    DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
-    NO_SIGNAL = 67  # no group had rewards that differ, or nothing was scored: there is nothing to learn from
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str = "") -> "ExitCode":
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    OK = 0, "it ended as it should"
+    USAGE = 2, "unknown flag"
+    DATASET = 65, "dataset missing, empty, or without the named column"
+    DATA_FAILURES = 66, "too large a share of prompts failed: reward raises, prompts too long, ..."
+    NO_SIGNAL = 67, "no group had rewards that differ, or nothing was scored: there is nothing to learn from"
     NO_ANSWER = (
-        68  # no daemon (slipstream status --once), trainer (rl-producer --connect) or Ray (slipstream cluster) answers
+        68,
+        "no daemon (slipstream status --once), trainer (rl-producer --connect) or Ray (slipstream cluster) answers",
     )
-    ENGINE = 69  # the generation engine died or cannot serve what was asked
-    BUG = 70  # an exception nobody expected; the traceback is printed
-    DEVICE = 71  # a GPU index that does not exist, or a GPU has too little memory
-    NOT_FINITE = 72  # loss or gradient was NaN or infinite; the step was not taken, its batch is in RUN_DIR/inspect
-    ENDPOINT_IN_USE = 73  # another process is bound to the endpoint
-    JOURNAL = 74  # the journal cannot be written or read, or is damaged; what was acknowledged is in it
-    STALLED = 75  # no progress within pipeline.stall_timeout_s
-    INCOMPATIBLE_PEER = 76  # the handshake refused: other model, schema, dtype, ...
-    RANK_LOST = 77  # one of several trainer ranks ended, stood still or computed something else; --resume goes on
-    CONFIG = 78  # configuration refused, by us or by the library that owns the section
-    NO_RESOURCES = 79  # slipstream cluster: the nodes have no room for the run; the message says what is missing
-    BUNDLE = 80  # rl-producer --connect: the trainer has no bundle to give, or it cannot be used on this host
+    ENGINE = 69, "the generation engine died or cannot serve what was asked"
+    BUG = 70, "an exception nobody expected; the traceback is printed"
+    DEVICE = 71, "a GPU index that does not exist, or a GPU has too little memory"
+    NOT_FINITE = 72, "loss or gradient was NaN or infinite; the step was not taken, its batch is in RUN_DIR/inspect"
+    ENDPOINT_IN_USE = 73, "another process is bound to the endpoint"
+    JOURNAL = 74, "the journal cannot be written or read, or is damaged; what was acknowledged is in it"
+    STALLED = 75, "no progress within pipeline.stall_timeout_s"
+    INCOMPATIBLE_PEER = 76, "the handshake refused: other model, schema, dtype, ..."
+    RANK_LOST = 77, "one of several trainer ranks ended, stood still or computed something else; --resume goes on"
+    CONFIG = 78, "configuration refused, by us or by the library that owns the section"
+    NO_RESOURCES = 79, "slipstream cluster: the nodes have no room for the run; the message says what is missing"
+    BUNDLE = 80, "rl-producer --connect: the trainer has no bundle to give, or it cannot be used on this host"
     POLICY_REFUSED = (
-        81  # no producer serves the trainer's policies, or this one never served any; the message has the reason
+        81,
+        "no producer serves the trainer's policies, or this one never served any; the message has the reason",
     )
-    INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a final checkpoint
+    INTERRUPTED = 130, "a second Ctrl-C: stopped at once, without a final checkpoint"
 
 
 class SlipstreamError(Exception):

@@ -13,13 +13,12 @@ import torch
 from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
-from consumer.learn import checkpoints as checkpoints
 from consumer.learn.adapters import AdapterFolder
-from consumer.learn.checkpoints import CONFIG_FILE
 from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
+from slipstream.adapters import choose_adapter
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 
@@ -45,7 +44,7 @@ def run(
         raise ConfigError("--base dequantized: the run has no model.quantization, so there is nothing to dequantize")
     transformers_logging.disable_progress_bar()
     with new_folder(to) as partial:
-        chosen = choose_adapter(config, which)
+        chosen = choose_adapter(Path(config.run_dir), which)
         AdapterFolder.read(chosen, "--checkpoint")
         inputs = RunInputs(config)
         said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
@@ -112,26 +111,3 @@ def upload(folder: Path, repository: str) -> str:
             f"--push-to-hub {repository}: {type(error).__name__}: {error}. The model is in {folder}"
         ) from error
     return str(address)
-
-
-def choose_adapter(config: RunConfig, which: str) -> Path:
-    if which == "last":
-        return _last(config)
-    if which == "best" or which.isdigit():
-        folder = config.checkpoints_dir / ("best" if which == "best" else f"checkpoint-{int(which)}")
-    else:
-        folder = Path(which)
-    if not (folder / CONFIG_FILE).is_file():
-        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints.committed(config.checkpoints_dir))
-        raise ConfigError(
-            f"--checkpoint {which}: there is no adapter in {folder}; checkpoints of the run: {kept or 'none'}"
-        )
-    return folder
-
-
-def _last(config: RunConfig) -> Path:
-    """The final adapter, unless the run went on after it."""
-    found = checkpoints.newest_adapter(Path(config.run_dir), config.checkpoints_dir)
-    if found is None:
-        raise ConfigError(f"run_dir: {config.run_dir} has no adapter yet: neither a checkpoint nor the final one")
-    return found[0]

@@ -45,6 +45,10 @@ class Pair:
         self._stop = asyncio.Event()
         self._is_killed = False
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop.is_set()
+
     def stop(self) -> None:
         """Ask both to end, as Ctrl-C does; the second call kills them."""
         if not self._stop.is_set():

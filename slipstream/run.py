@@ -6,8 +6,8 @@ goes; elsewhere, such a line comes twice a minute.
 """
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -15,13 +15,8 @@ import click
 from slipstream.options import Command, config_options, program
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from slipstream.launch import Launch
     from slipstream.status.watch import Watch
-
-_EVERY_S, _SELDOM_S = 1.0, 30.0
-_COLOURS = {"trainer": "cyan", "producer": "magenta", "": "bold"}
 
 
 @click.command(cls=Command)
@@ -51,52 +46,30 @@ async def _run(launch: "Launch") -> int:
 
     from rich.console import Console
 
+    from slipstream.last_line import last_line, pause_s
     from slipstream.pair import Pair
     from slipstream.run_reader import RunReader
     from slipstream.status.watch import Watch
 
     console = Console(highlight=False, soft_wrap=True)
-    with _last_line(console) as (show, update):
+    with last_line(console) as (show, update):
         pair, loop = Pair(launch.trainer, launch.producer, show), asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, pair.stop)
-        progress = asyncio.create_task(
-            _show_progress(Watch(RunReader(launch.run_dir), ()), update, console.is_terminal)
-        )
+        watch = Watch(RunReader(launch.run_dir), ())
+        progress = asyncio.create_task(_show_progress(watch, update, pause_s(console)))
         try:
             return await pair.run()
         finally:
             progress.cancel()
 
 
-async def _show_progress(watch: "Watch", update: Callable[[str], None], is_terminal: bool) -> None:
+async def _show_progress(watch: "Watch", update: Callable[[str], None], every_s: float) -> None:
     import asyncio
 
     from slipstream.launch import progress
 
     while True:
-        await asyncio.sleep(_EVERY_S if is_terminal else _SELDOM_S)
+        await asyncio.sleep(every_s)
         with suppress(OSError):  # the run's folder comes and goes with whoever owns it
             update(progress(await asyncio.to_thread(watch.look)))
-
-
-@contextmanager
-def _last_line(console: "Console") -> Iterator[tuple[Callable[[str, str], None], Callable[[str], None]]]:
-    """Give two functions: one shows a daemon's line, the other replaces the line below all others."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from slipstream.tables import printable
-
-    def show(name: str, line: str) -> None:
-        text = line.rstrip().rpartition("\r")[2]  # a bar that draws itself anew
-        with suppress(OSError):  # a reader that ended, or a full disk, does not end the run
-            if text:
-                prefix = f"{name or 'slipstream':<10} | "
-                console.print(Text.assemble((prefix, _COLOURS[name]), printable(text, keep="\t")))
-
-    if not console.is_terminal:
-        yield show, lambda text: show("", text)
-        return
-    with Live(Text(""), console=console, auto_refresh=False, transient=True) as live:
-        yield show, lambda text: live.update(Text(text, "bold", no_wrap=True, overflow="ellipsis"), refresh=True)

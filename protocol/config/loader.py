@@ -4,7 +4,10 @@ Guarantee: every refusal names the file, the line, the key and the value, and fo
 problems of a file are reported at once.
 """
 
+import json
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +37,20 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
+    return _checked(values, overrides, path, node)
+
+
+def load_values(values: Mapping[str, Any], overrides: list[str] | None = None) -> RunConfig:
+    """Validate the content of a file that is given as a dictionary; raise `ConfigError`."""
+    try:
+        plain = json.loads(json.dumps(values, default=os.fspath))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"config: a value that YAML has no form for: {error}") from error
+    return _checked(plain, overrides, "config", None)
+
+
+def _checked(values: dict[str, Any], overrides: list[str] | None, path: str, node: Any) -> RunConfig:
+    """`node` has the lines of the values; None if they are of no file."""
     values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
     overridden = apply_overrides(values, overrides or [])
     try:
@@ -156,7 +173,9 @@ def _where(location: list[Any], path: str, node: Any, overridden: set[str], unkn
     given_by_override = any(
         key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
     )
-    return f"--set {key}" if given_by_override else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
+    if given_by_override:
+        return f"--set {key}"
+    return (f"{path}: {key}" if node is None else f"{path}:{_line(node, location)}: {key}").rstrip(": ")
 
 
 def _line(node: Any, location: list[Any]) -> int:

@@ -29,6 +29,15 @@ class Content:
     group: RolloutGroup
     reward_names: list[str]  # (F,)
 
+    def totals(self, facts: dict[str, str]) -> list[float | None]:
+        """Return the weighted sum of each completion's rewards; weights of another number of functions are none."""
+        from replay.rewards import weighted_sums  # with the configuration, which takes long to import
+
+        weights = np.array(json.loads(facts.get("reward_weights", "[]")), np.float32)
+        if len(weights) != len(self.reward_names):
+            weights = np.ones(len(self.reward_names), np.float32)
+        return [None if np.isnan(total) else total for total in weighted_sums(self.group.rewards, weights).tolist()]
+
     def why_missing(self, missing: Sequence[MissingReward], completion: int) -> dict[str, str]:
         """Return why rewards of this completion are missing, as far as that is known."""
         about = [one for one in missing if not one.completions or completion in one.completions]

@@ -67,15 +67,14 @@ def _once(watch: "Watch", every_s: float | None, *, as_json: bool) -> ExitCode:
     from rich.console import Console
 
     from protocol.runtime.json_lines import encode_page
-    from slipstream.status.warnings import warnings
+    from slipstream.status.warnings import as_dict
 
     shown = watch.look()
     if every_s:
         time.sleep(every_s)
         shown = watch.look()
     if as_json:
-        found = shown.as_dict() | {"warnings": [warning._asdict() for warning in warnings(shown)]}
-        sys.stdout.write(encode_page(found))
+        sys.stdout.write(encode_page(as_dict(shown)))
     else:
         console = Console()
         console.print(_rendered(shown, console))

@@ -6,7 +6,7 @@ is silent. docs/monitoring.md lists the rules by name. The trainer's numbers are
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.status.reading import TrainerView, View
 from slipstream.tables import percent
@@ -67,6 +67,11 @@ def warnings(view: View) -> list[Warned]:
     ]
     found += _of_what_was_refused(trainer)
     return sorted(found, key=lambda warned: RULES.index(warned.name))
+
+
+def as_dict(view: View) -> dict[str, Any]:
+    """Return the view with its warnings, for programs."""
+    return view.as_dict() | {"warnings": [warning._asdict() for warning in warnings(view)]}
 
 
 def _of_daemons(view: View, trainer: TrainerView) -> Iterator[Warned]:

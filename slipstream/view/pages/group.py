@@ -4,7 +4,6 @@ Guarantee: what is shown was checked against the journal's checksum. At most `CO
 record the first and the last `_TOKENS` tokens; what is left out is counted.
 """
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -163,7 +162,7 @@ def group_page(
     """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text.
     `missing` has the reasons of missing rewards."""
     group = content.group
-    totals = _totals(content, facts)
+    totals = content.totals(facts)
     worth = [-math.inf if total is None else total for total in totals]
     ranked = sorted(range(group.num_completions), key=worth.__getitem__)
     shown = ranked[::-1][first : first + COMPLETIONS]
@@ -211,16 +210,6 @@ def _record(content: Content, number: int, decoder: Decoder | None, colour: Colo
 
 def _as_turns(found: list[Span], first_role: str, *, raw: bool) -> list[Turn]:
     return [Turn("", found)] if raw else turns(found, first_role)
-
-
-def _totals(content: Content, facts: dict[str, str]) -> list[float | None]:
-    """The weighted sum of each completion's rewards; weights of another number of functions are none."""
-    from replay.rewards import weighted_sums  # with the configuration, which takes long to import
-
-    weights = np.array(json.loads(facts.get("reward_weights", "[]")), np.float32)
-    if len(weights) != len(content.reward_names):
-        weights = np.ones(len(content.reward_names), np.float32)
-    return [_known(total) for total in weighted_sums(content.group.rewards, weights).tolist()]
 
 
 def _known(value: float) -> float | None:

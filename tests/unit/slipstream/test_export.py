@@ -17,7 +17,7 @@ from consumer.learn.model import quantization_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from slipstream import export as export
-from slipstream.export import choose_adapter
+from slipstream.adapters import choose_adapter
 from tests.integration.models import random_adapter, reference_logprobs
 from tests.unit.consumer.builders import run_config
 
@@ -95,22 +95,22 @@ def test_what_the_check_says() -> None:
 
 def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     run_dir = Path(run.run_dir)
-    assert choose_adapter(run, "last") == run_dir / "adapter"
-    assert choose_adapter(run, "2") == run.checkpoints_dir / "checkpoint-2"
-    assert choose_adapter(run, str(run_dir / "adapter")) == run_dir / "adapter"
+    assert choose_adapter(run_dir, "last") == run_dir / "adapter"
+    assert choose_adapter(run_dir, "2") == run.checkpoints_dir / "checkpoint-2"
+    assert choose_adapter(run_dir, str(run_dir / "adapter")) == run_dir / "adapter"
     with pytest.raises(
-        ConfigError, match=r"--checkpoint best: there is no adapter in .*best; checkpoints of the run: 2, 4"
+        ConfigError, match=r"best: there is no adapter in .*best; checkpoints of the run: 2, 4"
     ):
-        choose_adapter(run, "best")
+        choose_adapter(run_dir, "best")
     shutil.copytree(run_dir / "adapter", run.checkpoints_dir / "best")
-    assert choose_adapter(run, "best") == run.checkpoints_dir / "best"
+    assert choose_adapter(run_dir, "best") == run.checkpoints_dir / "best"
     (run_dir / "trainer.json").write_text(json.dumps({"finished": True, "steps": 3}))
-    assert choose_adapter(run, "last") == run.checkpoints_dir / "checkpoint-4", "the run went on after its end"
+    assert choose_adapter(run_dir, "last") == run.checkpoints_dir / "checkpoint-4", "the run went on after its end"
     (run_dir / "trainer.json").write_text(json.dumps({"finished": False, "steps": 4}))
-    assert choose_adapter(run, "last") == run.checkpoints_dir / "checkpoint-4", "... and was stopped"
+    assert choose_adapter(run_dir, "last") == run.checkpoints_dir / "checkpoint-4", "... and was stopped"
     shutil.rmtree(run_dir)
     with pytest.raises(ConfigError, match="has no adapter yet"):
-        choose_adapter(run, "last")
+        choose_adapter(run_dir, "last")
 
 
 class Hub:

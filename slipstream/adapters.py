@@ -1,0 +1,36 @@
+"""The adapters that a run has left, for `slipstream export` and `slipstream.Run`.
+
+Guarantee: an adapter that is found was written whole. If there is none, the error lists those that there are.
+"""
+
+from pathlib import Path
+
+from consumer.learn import checkpoints
+from protocol.errors import ConfigError
+
+
+def choose_adapter(run_dir: Path, which: str) -> Path:
+    """Return the folder of an adapter; `ConfigError` if there is none.
+
+    Args:
+        which: `last`, `best`, the step of a checkpoint, or a folder.
+    """
+    checkpoints_dir = run_dir / "checkpoints"
+    if which == "last":
+        return _last(run_dir, checkpoints_dir)
+    if which == "best" or which.isdigit():
+        folder = checkpoints_dir / ("best" if which == "best" else f"checkpoint-{int(which)}")
+    else:
+        folder = Path(which)
+    if not (folder / checkpoints.CONFIG_FILE).is_file():
+        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints.committed(checkpoints_dir))
+        raise ConfigError(f"{which}: there is no adapter in {folder}; checkpoints of the run: {kept or 'none'}")
+    return folder
+
+
+def _last(run_dir: Path, checkpoints_dir: Path) -> Path:
+    """The final adapter, unless the run went on after it."""
+    found = checkpoints.newest_adapter(run_dir, checkpoints_dir)
+    if found is None:
+        raise ConfigError(f"run_dir: {run_dir} has no adapter yet: neither a checkpoint nor the final one")
+    return found[0]
