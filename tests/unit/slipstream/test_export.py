@@ -98,9 +98,7 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     assert choose_adapter(run_dir, "last") == run_dir / "adapter"
     assert choose_adapter(run_dir, "2") == run.checkpoints_dir / "checkpoint-2"
     assert choose_adapter(run_dir, str(run_dir / "adapter")) == run_dir / "adapter"
-    with pytest.raises(
-        ConfigError, match=r"best: there is no adapter in .*best; checkpoints of the run: 2, 4"
-    ):
+    with pytest.raises(ConfigError, match=r"best: there is no adapter in .*best; checkpoints of the run: 2, 4"):
         choose_adapter(run_dir, "best")
     shutil.copytree(run_dir / "adapter", run.checkpoints_dir / "best")
     assert choose_adapter(run_dir, "best") == run.checkpoints_dir / "best"
