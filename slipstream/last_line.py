@@ -1,4 +1,4 @@
-"""What daemons write, above one line that changes, on whatever shows it: a terminal, a notebook, or a file.
+"""The lines of daemons, above one line that changes, on whatever shows them: a terminal, a notebook, or a file.
 
 Guarantee: what is shown cannot move the cursor, and a reader that ended, or a full disk, does not end the run.
 """
