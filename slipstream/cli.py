@@ -5,6 +5,7 @@ own exit code (`slipstream.options`).
 """
 
 import argparse
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -99,6 +100,8 @@ def sft(to: Path | None, **options: Any) -> int:
     It learns the completions of the dataset. The run takes it with lora.init_from.
     """
 
+    given = to and to.absolute()  # what works below works in another folder
+
     def check_libraries(config: Any) -> None:
         with gc_disabled():
             from slipstream.sft import check_libraries
@@ -109,7 +112,7 @@ def sft(to: Path | None, **options: Any) -> int:
         with gc_disabled():
             from slipstream.sft import run
 
-        return run(config, gpus, to=to or Path(config.run_dir) / "sft")
+        return run(config, gpus, to=given or Path(config.run_dir) / "sft")
 
     return run_configured(argparse.Namespace(**options), program(), check_libraries, work)
 
@@ -140,12 +143,15 @@ def export(checkpoint: str, base: str, to: Path | None, push_to_hub: str | None,
     The merged model is read back, and must compute what base model and adapter compute together.
     """
 
+    given = to and to.absolute()  # what works below works in another folder
+    which = checkpoint if checkpoint in ("last", "best") or checkpoint.isdigit() else os.path.abspath(checkpoint)
+
     def work(config: Any, gpus: list[int]) -> ExitCode:
         with gc_disabled():
             from slipstream.export import run
 
-        folder = to or Path(config.run_dir) / "merged"
-        return run(config, gpus, which=checkpoint, to=folder, repository=push_to_hub, dequantized=base == "dequantized")
+        folder = given or Path(config.run_dir) / "merged"
+        return run(config, gpus, which=which, to=folder, repository=push_to_hub, dequantized=base == "dequantized")
 
     return run_configured(argparse.Namespace(**options), program(), lambda config: None, work)
 
@@ -178,6 +184,7 @@ def try_rewards(
     Exit code 67 means that no group had rewards that differ.
     """
     from protocol.config.loader import load_config
+    from protocol.config.places import working_in
 
     loaded = load_config(config, overrides)
     gpus = select_gpus(gpu)
@@ -185,12 +192,14 @@ def try_rewards(
     from slipstream.reward import given, report, sampled, scored, show
     from slipstream.run_inputs import RunInputs
 
-    inputs = RunInputs(loaded)
-    if completions is not None:
-        groups = given(completions, inputs.tokenizer())
-    else:
-        groups = sampled(loaded, inputs, prompts, n, "cuda" if gpus else "cpu")
-    found = report(scored(loaded, inputs.tokenizer(), groups))
+    answers = completions and completions.absolute()
+    with working_in(loaded.folder):
+        inputs = RunInputs(loaded)
+        if answers is not None:
+            groups = given(answers, inputs.tokenizer())
+        else:
+            groups = sampled(loaded, inputs, prompts, n, "cuda" if gpus else "cpu")
+        found = report(scored(loaded, inputs.tokenizer(), groups))
     if as_json:
         write_json(found)
     else:
@@ -219,24 +228,28 @@ def write_rows(config: str, overrides: list[str], to: Path, max_rows: int | None
     """Write the environment's rows. The file appears whole or not at all."""
     import asyncio
 
-    asyncio.run(_write_rows(config, overrides, to, max_rows, source))
+    given = os.path.abspath(source) if source else ""  # what works below works in another folder
+    asyncio.run(_write_rows(config, overrides, to, max_rows, given))
 
 
-async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None) -> None:
+async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str) -> None:
     from producer.environments.agent_program import rows
     from protocol.config.loader import load_config
+    from protocol.config.places import working_in
     from protocol.runtime.files import staged
     from protocol.runtime.json_lines import encode_line
 
-    section = load_config(file, overrides).environment
+    config = load_config(file, overrides)
+    section = config.environment
     if not section.is_played_outside:
         raise ConfigError(f"{file}: environment.agent: rows are those of an agent program's environment; set it")
     number = 0
     try:
         with staged(to) as partial, partial.open("w", encoding="utf-8") as stream:
-            async for row in rows(section, max_rows, source or ""):
-                stream.write(encode_line(row) + "\n")
-                number += 1
+            with working_in(config.folder):
+                async for row in rows(section, max_rows, source):
+                    stream.write(encode_line(row) + "\n")
+                    number += 1
             if number == 0:
                 raise DatasetError(f"the environment has no rows, so {to} was not written")
     except OSError as error:

@@ -44,7 +44,7 @@ def main() -> NoReturn:
     arguments_parser.add_argument(
         "--from-journal",
         metavar="RUN_DIR",
-        type=Path,
+        type=lambda folder: Path(folder).absolute(),
         help="train again, without producers, what the journal of that run recorded; the result goes to this run's run_dir",
     )
     arguments_parser.add_argument(

@@ -131,17 +131,6 @@ class BundleFetch:
         return messages
 
 
-_PATHS = (
-    "run_dir",
-    "model.path",
-    "serve.api_key_file",
-    "environment.verifiers.python",
-    "engine_server.adapter_dir",
-    "engine_server.key_file",
-    "engine_server.ca_file",
-)
-
-
 @contextlib.contextmanager
 def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tuple[RunConfig, str]]:
     """The configuration, and the digest of the bundle that it is from. Raises SlipstreamError for whatever keeps this host from
@@ -161,9 +150,8 @@ def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tupl
         files = scratch / "files"
         files.mkdir()
         unpack(bundle, files)
+        config = load_config(str(files / CONFIG_FILE), [*_of_this_host(address, fetched, scratch), *overrides])
         with contextlib.chdir(files):
-            ours = _of_this_host(address, fetched, scratch)
-            config = load_config(CONFIG_FILE, [*ours, *overrides])
             if problems := missing(bundle.requirements):
                 raise BundleError("\n  ".join(["this host lacks what the run's own files import:", *problems]))
             for difference in differing(bundle.requirements):
@@ -190,9 +178,9 @@ def _model_folder(given: str) -> str:
 
 
 def _from_here(override: str, bundle: Bundle) -> str:
-    """Make the path of an override absolute, where the key takes one and it exists or is to be made. A name of the hub stays."""
+    """Make the path of an override absolute where the trainer's was one; a name of the hub stays."""
     key, separator, value = override.partition("=")
-    if key in (*_PATHS, *bundle.host_keys) and value and (key == "run_dir" or Path(value).exists()):
+    if key in bundle.host_keys and value and Path(value).exists():
         return f"{key}{separator}{_quoted(os.path.abspath(value))}"
     return override
 

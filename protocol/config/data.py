@@ -4,7 +4,6 @@ Guarantee: a section that exists is complete; an inconsistent one is refused wit
 """
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -23,12 +22,6 @@ from protocol.wire.messages import Sampling
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-def is_local(model: str, folder: Path) -> bool:
-    """Tell whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in
-    `folder`."""
-    return model.startswith((".", "~", "/")) or (folder / model).is_dir()
 
 
 class ModelSection(Section):

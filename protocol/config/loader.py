@@ -1,7 +1,7 @@
 """The loader of a run's configuration: a YAML file and `--set` overrides become a `RunConfig`.
 
 Guarantee: every refusal names the file, the line, the key and the value, and for an unknown name the nearest valid one. All
-problems of a file are reported at once.
+problems of a file are reported at once. Paths are absolute (`protocol.config.places`).
 """
 
 import json
@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from protocol.config.places import make_absolute
 from protocol.config.run import RunConfig
 from protocol.config.section import expected, is_compound, is_section, nearest
 from protocol.errors import ConfigError
@@ -53,6 +54,7 @@ def _checked(values: dict[str, Any], overrides: list[str] | None, path: str, nod
     """`node` has the lines of the values; None if they are of no file."""
     values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
     overridden = apply_overrides(values, overrides or [])
+    make_absolute(values, path, overridden)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

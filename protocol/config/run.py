@@ -42,6 +42,10 @@ class RunConfig(Section):
     """The configuration of a run. See docs/configuration.md, which is generated from this schema."""
 
     run_dir: str = Field(description="Folder of the run: checkpoints, logs, sockets.")
+    folder: str = Field(
+        ".",
+        description="Folder in which other relative paths of this file begin, and both daemons work. Default: that of this file.",
+    )
     seed: Count = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
     model: ModelSection
     dataset: DatasetSection

@@ -142,8 +142,8 @@ def test_the_example_run_is_the_gsm8k_example_at_home_in_the_units_folders() -> 
     config = load_config(str(file))
     assert config.control_endpoint == "ipc:///var/lib/slipstream/run/control.ipc"
     assert (config.observability.trainer_metrics_port, config.observability.producer_metrics_port) == (9464, 9465)
-    text = (REPOSITORY / "examples/gsm8k/run.yaml").read_text().replace("examples/gsm8k/", "/etc/slipstream/")
-    expected = yaml.safe_load(text) | {"run_dir": "/var/lib/slipstream/run"}
+    text = (REPOSITORY / "examples/gsm8k/run.yaml").read_text().replace("task.py:", "/etc/slipstream/task.py:")
+    expected = yaml.safe_load(text) | {"folder": "/var/lib/slipstream", "run_dir": "/var/lib/slipstream/run"}
     example = yaml.safe_load(file.read_text())
     del example["observability"]
     assert example == expected

@@ -53,6 +53,8 @@ def check_libraries(config: RunConfig) -> None:
 
 def run(config: RunConfig, gpus: list[int]) -> ExitCode:
     """Says what it was given, fails with seed 1 and is interrupted with seed 2."""
+    if config.seed == 3:
+        print("working in", Path.cwd())
     print("running on", gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if config.seed == 1:
         raise KeyError("a bug")
@@ -91,6 +93,18 @@ def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, call: Cal
     assert "running" not in shown.stdout
     (folder / "resolved.yaml").write_text(shown.stdout)
     assert load_config("resolved.yaml") == load_config("run.yaml", ["pipeline.max_staleness=2"])
+
+
+def test_a_daemon_works_in_the_folder_of_its_file(
+    folder: Path, call: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    given = ("--config", "../run.yaml", "--gpu", "cpu", "--set", "seed=3")
+    assert f"working in {folder}\n" in call(*given).stdout
+    assert f"working in {elsewhere}\n" in call(*given, "--set", "folder=.").stdout
+    assert Path.cwd() == elsewhere
 
 
 def test_check_says_what_each_daemon_gets_of_a_gpu_that_they_share(folder: Path, call: Callable[..., Ended]) -> None:
@@ -346,4 +360,4 @@ def test_what_standard_output_cannot_show_is_escaped(folder: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (ExitCode.OK, "")
-    assert r"run_dir: L\xe4ufe/\u2026" in ended.stdout
+    assert r"/L\xe4ufe/\u2026" in ended.stdout

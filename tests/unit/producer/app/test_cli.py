@@ -112,7 +112,7 @@ def test_another_bundle_is_another_start_of_the_same_command_in_the_same_place(
     started: list[Any] = []
 
     def run(config: RunConfig, gpus: list[int], bundle: str) -> ExitCode:
-        started.append((config.rewards.functions[0].place, gpus, bundle))
+        started.append((Path(config.rewards.functions[0].place).name, gpus, bundle))
         os.environ["OF_A_LIBRARY"] = "1"
         raise BundleChangedError("another")
 

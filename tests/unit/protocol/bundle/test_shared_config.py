@@ -275,7 +275,19 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
             *("threshold", "pass_k", "keep_best", "patience", "min_delta", "wait_s"),
         },
     }
-    whole = {"run_dir", "seed", "replay", "reroll", "advantage", "correction", "guards", "trainer", "sft", "producers"}
+    whole = {
+        "run_dir",
+        "folder",
+        "seed",
+        "replay",
+        "reroll",
+        "advantage",
+        "correction",
+        "guards",
+        "trainer",
+        "sft",
+        "producers",
+    }
     assert set(RunConfig.model_fields) == set(SHARED) | whole
     for name, keys in left.items():
         annotation: Any = RunConfig.model_fields[name].annotation

@@ -14,7 +14,7 @@ EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("**/*.yaml"))
 
 def test_the_minimal_file_and_its_defaults(run_yaml: Path) -> None:
     config = load(run_yaml)
-    assert (config.run_dir, config.seed, config.rewards.names) == ("runs/x", 42, ("exact",))
+    assert (config.run_dir, config.seed, config.rewards.names) == (str(Path("runs/x").absolute()), 42, ("exact",))
     assert config.lora == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
     assert config.engine == {}
     assert config.trainer == TRAINER_DEFAULTS
@@ -33,7 +33,7 @@ def test_derived_values_by_hand(run_yaml: Path) -> None:
     assert config.max_loras == 3  # max_staleness 1: versions n, n - 1, and the one being loaded
     assert config.control_endpoint == f"ipc://{Path.cwd()}/runs/x/control.ipc"
     assert config.blob_endpoint == f"ipc://{Path.cwd()}/runs/x/control.ipc.blobs"
-    assert config.checkpoints_dir == Path("runs/x/checkpoints")
+    assert config.checkpoints_dir == Path("runs/x/checkpoints").absolute()
 
 
 def test_a_rank_is_served_by_the_smallest_that_holds_it(run_yaml: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_bad_override_is_named(run_yaml: Path, override: str, message: str) ->
 
 
 def test_a_transform_names_a_place_and_a_function(run_yaml: Path) -> None:
-    assert load(run_yaml, overrides=["dataset.transform=gsm8k.py:to_prompt"]).dataset.transform == "gsm8k.py:to_prompt"
+    assert load(run_yaml, overrides=["dataset.transform=gsm8k:to_prompt"]).dataset.transform == "gsm8k:to_prompt"
     assert refusal(run_yaml, overrides=["dataset.transform=to_prompt"]) == (
         "--set dataset.transform: expected `module:function` or `path/to/file.py:function` (got 'to_prompt')"
     )
