@@ -86,8 +86,8 @@ def main(
 ) -> int:
     """Load the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
     that own sections; `run` is the daemon and gets the GPU indexes, none for CPU. Both work in the configuration's
-    `folder`. What `load` gives is used in its context; without it the configuration is a file. Where it `needs_gpu` none, --gpu is
-    not looked at."""
+    `folder`. What `load` gives is used in its context; without it the configuration is a file. Where it `needs_gpu` none, --gpu
+    is not looked at."""
     from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
     from protocol.config.places import working_in
     from protocol.gpu.memory import preview
