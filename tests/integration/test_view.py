@@ -26,7 +26,7 @@ from tests.view_run import HOSTILE, write_run
 
 AXE = "axe-core@4.14.1"
 PAGES = (
-    "/", "/steps", "/steps/5", "/steps/12", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
+    "/", "/?by=time&minutes=0", "/steps", "/steps/5", "/steps/12", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
     "/group?id=2-3-0-1-s&colour=version", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1",
     "/compare?a=0:4&b=5:&held=1", "/keys", "/groups?step=x",
 )  # fmt: skip
@@ -97,8 +97,9 @@ def test_every_page_is_accessible_and_leaves_the_console_empty(driver: Any, base
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     for page in PAGES:
         driver.get(f"{base}{page}")
-        if page == "/":
+        if page.partition("?")[0] == "/":
             until(lambda: driver.find_elements("css selector", "#charts .uplot"), "the charts")
+            until(lambda: driver.find_elements("css selector", "#worth li, #numbers .facts"), "the live parts")
         driver.execute_script(axe)
         done = (
             "const done = arguments[0]; axe.run({resultTypes: ['violations']}).then((found) => done(found.violations))"
@@ -113,6 +114,35 @@ def test_every_page_is_accessible_and_leaves_the_console_empty(driver: Any, base
         messages = console(driver)
         assert [message for message in messages if "400 (Bad Request)" not in message] == [], page
         assert bool(messages) == (page == "/groups?step=x")  # the browser itself tells of that
+
+
+def test_no_page_scrolls_sideways_on_a_telephone(driver: Any, base: str) -> None:
+    narrow = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        for page in PAGES:
+            driver.get(f"{base}{page}")
+            if page.partition("?")[0] == "/":
+                until(lambda: driver.find_elements("css selector", "#numbers .facts"), "the numbers")
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= 400, page
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_charts_stand_side_by_side_and_follow_the_width(driver: Any, base: str) -> None:
+    lefts = "return [...document.querySelectorAll('.chart')].map((one) => Math.round(one.getBoundingClientRect().left))"
+
+    def columns(width: int) -> int:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.get(f"{base}/")
+        until(lambda: len(drawn(driver)) > 4, "the charts")
+        return len(set(driver.execute_script(lefts)))
+
+    try:
+        assert [columns(width) for width in (1400, 1000, 400)] == [3, 2, 1]
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_hostile_completion_is_a_text(driver: Any, base: str) -> None:
@@ -218,8 +248,8 @@ def test_the_page_follows_a_run_to_its_end(driver: Any, start: Callable[..., Run
         driver.get(url)
 
         def step() -> int:
-            [found] = re.findall(r"step (\d+) of 5000", " ".join(texts(driver, "#now"))) or [0]
-            return int(found)
+            [found] = re.findall(r"step ([\d,]+) of 5,000", " ".join(texts(driver, "#now"))) or ["0"]
+            return int(found.replace(",", ""))
 
         first = until(step, "the step")
         before = until(lambda: drawn(driver), "the charts")
@@ -227,7 +257,7 @@ def test_the_page_follows_a_run_to_its_end(driver: Any, start: Callable[..., Run
         until(lambda: drawn(driver) != before, "the next point of the charts")
         trainer.process.send_signal(signal.SIGTERM)
         assert trainer.end() == 0, trainer.last_words
-        stopped = f"Stopped at step {run.steps[-1]['step']}"
+        stopped = f"The run stopped at step {run.steps[-1]['step']}"
         until(lambda: stopped in " ".join(texts(driver, "main")), "the end")
         assert console(driver) == []
 

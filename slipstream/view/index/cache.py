@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import apsw
 
-_SCHEMA = 3
+_SCHEMA = 4
 _LONGEST_S = 5.0
 _UNUSED_DAYS = 30
 _DAY_S = 86_400
@@ -26,7 +26,7 @@ _TABLES = """
 CREATE TABLE facts(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups(seq INTEGER PRIMARY KEY, state INTEGER, verdict INTEGER, step INTEGER, last_step INTEGER, version INTEGER,
     reward REAL, tokens INTEGER, prompt INTEGER, producer INTEGER, replays INTEGER, arrived REAL, scoring_s REAL,
-    longest INTEGER, truncated INTEGER);
+    longest INTEGER, truncated INTEGER, spread REAL);
 CREATE INDEX groups_by_reward ON groups(reward, seq);
 CREATE INDEX groups_by_tokens ON groups(tokens, seq);
 CREATE INDEX groups_by_version ON groups(version, seq);

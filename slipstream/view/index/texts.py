@@ -19,7 +19,7 @@ from slipstream.view.index.decoder import Decoder
 
 _GROUPS, _TOKENS = 2_000, 500_000  # of one transaction, at most, but for a group that alone has more
 _MAX_CHARS = 2**20
-_UPDATE = "UPDATE groups SET longest = ?, truncated = ?, scoring_s = ? WHERE seq = ?"
+_UPDATE = "UPDATE groups SET longest = ?, truncated = ?, scoring_s = ?, spread = ? WHERE seq = ?"
 
 
 class TextIndex:
@@ -35,12 +35,12 @@ class TextIndex:
         bounds = self._next()
         if bounds is None:
             return False
-        contents = ContentReader(reader)
+        contents, facts = ContentReader(reader), reader.facts()
         found = [(row.seq, read) for row in reader.rows_between(*bounds) if (read := _read(contents, row))]
         texts = self._texts([content for _, content in found])
         with self._db:
             for (seq, content), text in zip(found, texts, strict=True):
-                self._db.execute(_UPDATE, (*_numbers(content), seq))
+                self._db.execute(_UPDATE, (*_numbers(content, facts), seq))
                 if text:
                     self._db.execute("INSERT OR REPLACE INTO texts(rowid, text) VALUES(?, ?)", (seq, text))
             self._db.execute("INSERT OR REPLACE INTO facts VALUES('texts', ?)", (bounds[1],))
@@ -72,9 +72,11 @@ def _sequences(content: Content) -> list[list[int]]:
     return [group.prompt_ids.tolist(), *(group.completion_ids[record].tolist() for record in group.records)]
 
 
-def _numbers(content: Content) -> tuple[int, int, float]:
+def _numbers(content: Content, facts: dict[str, str]) -> tuple[int, int, float, float | None]:
     group = content.group
-    return int(group.longest_lengths.max()), int(group.was_truncated.sum()), content.message.reward_s
+    known = [total for total in content.totals(facts) if total is not None]
+    spread = max(known) - min(known) if known else None
+    return int(group.longest_lengths.max()), int(group.was_truncated.sum()), content.message.reward_s, spread
 
 
 def _read(contents: ContentReader, row: GroupRow) -> Content | None:

@@ -4,8 +4,8 @@ Guarantee: pure; a curve has at most `MOST_POINTS`, each the mean of the steps t
 have is a gap.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 BINS = 1_200
 MOST_PRODUCERS = 12
@@ -107,6 +107,9 @@ MOST_POINTS = 1_000
 _RATIO = "sampling/importance_sampling_ratio"
 
 
+By = Literal["step", "time"]
+
+
 class Curve(NamedTuple):
     name: str
     values: list[float | None]
@@ -115,12 +118,20 @@ class Curve(NamedTuple):
 
 class Chart(NamedTuple):
     title: str
-    x: list[float]  # Unix time
+    x: list[float]  # steps, or Unix time
     curves: list[Curve]
     unit: str = ""
     lanes: bool = False  # each curve has a row of its own
+    by: By = "time"
 
 
+_X: dict[By, str] = {"step": "step", "time": "t"}
+_COMPARED = {
+    "Reward": ("reward", True), "Held-out score": ("score", False), "Entropy, nats per token": ("entropy", True),
+    "Length of completions, tokens": ("completions/mean_length", True),
+    "Effective sample size, share of the tokens": (f"{_RATIO}/effective_sample_share", True),
+    "Seconds of training in a step": ("step_s", True),
+}  # fmt: skip
 _AGES = ("fresh", "1 version", "2 versions", "3 or more")
 _OF_STEPS = {
     "Loss": {"loss": "loss"},
@@ -139,26 +150,62 @@ _OF_STEPS = {
 
 
 def charts(
-    steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], lanes: list[Lane], span: Any
+    steps: Sequence[dict[str, Any]],
+    evaluations: Sequence[dict[str, Any]],
+    lanes: list[Lane],
+    span: Any,
+    by: By = "time",
 ) -> list[Chart]:
     """`steps` are lines in the order of their steps, `evaluations` those of `evaluations.jsonl`, `lanes` cover `span`."""
-    points = binned([line for line in steps if isinstance(line.get("t"), int | float)])
-    x = [point["t"] for point in points]
-    found = [_timeline(lanes, *span)] if span else []
+    points = binned(_placed(steps))
+    x = [point[_X[by]] for point in points]
+    found = []
     if x:
-        found.append(Chart("Reward", *_with_score(x, points, evaluations, steps)))
-        found.append(Chart("Tokens trained per second", x, [Curve("tokens/s", [_speed(point) for point in points])]))
+        found.append(Chart("Reward", *_with_score(x, points, evaluations, steps, by), by=by))
+        speeds = [_speed(point) for point in points]
+        found.append(Chart("Tokens trained per second", x, [Curve("tokens/s", speeds)], by=by))
         for title, curves in _OF_STEPS.items():
             shown = [Curve(name, [point.get(key) for point in points]) for name, key in curves.items()]
-            found.append(Chart(title, x, [curve for curve in shown if any(v is not None for v in curve.values)]))
+            found.append(Chart(title, x, [curve for curve in shown if any(v is not None for v in curve.values)], by=by))
+    found += [_timeline(lanes, *span)] if span else []
     return [chart for chart in found if chart.curves]
 
 
-def staleness_shares(steps: Sequence[dict[str, Any]], counts: Iterable[tuple[int, int, int]]) -> Chart | None:
+def compared(
+    runs: Mapping[str, tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]],
+) -> list[Chart]:
+    """Draw the same curves of several runs by step, each chart with one of each run.
+
+    Args:
+        runs: lines of `steps.jsonl` and of `evaluations.jsonl`, by the name of the run.
+    """
+    found = []
+    for title, (key, is_of_steps) in _COMPARED.items():
+        curves: dict[str, dict[float, float]] = {}
+        for name, (steps, evaluations) in runs.items():
+            points = binned(_placed(steps)) if is_of_steps else [line for line in evaluations if "step" in line]
+            known = {point["step"]: point[key] for point in points if _is_number(point.get(key))}
+            if known:
+                curves[name] = known
+        x = sorted({step for known in curves.values() for step in known})
+        kind = "line" if is_of_steps else "points"
+        shown = [Curve(name, [known.get(step) for step in x], kind) for name, known in curves.items()]
+        found += [Chart(title, x, shown, by="step")] if shown else []
+    return found
+
+
+def _placed(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out lines that say neither step nor time."""
+    return [line for line in steps if _is_number(line.get("t")) and _is_number(line.get("step"))]
+
+
+def staleness_shares(
+    steps: Sequence[dict[str, Any]], counts: Iterable[tuple[int, int, int]], by: By = "time"
+) -> Chart | None:
     """Count a step's groups by their age in versions when it began; None where nothing is known. `counts` are step,
     version that sampled, and number of groups."""
     began = {
-        line["step"]: (line["t"], line["policy_version"])
+        line["step"]: (line[_X[by]], line["policy_version"])
         for line in steps
         if all(isinstance(line.get(name), int | float) for name in ("step", "t", "policy_version"))
     }
@@ -171,7 +218,11 @@ def staleness_shares(steps: Sequence[dict[str, Any]], counts: Iterable[tuple[int
     curves = [Curve(name, [one[age] for one in shares]) for age, name in enumerate(_AGES)]
     x = [began[step][0] for step in sorted(found)]
     shown = [curve for curve in curves if any(curve.values)]
-    return Chart("Staleness of a step's groups, share by versions", x, list(shown)) if shown else None
+    return Chart("Staleness of a step's groups, share by versions", x, list(shown), by=by) if shown else None
+
+
+def as_json(found: Iterable[Chart]) -> list[dict[str, Any]]:
+    return [chart._asdict() | {"curves": [curve._asdict() for curve in chart.curves]} for chart in found]
 
 
 def binned(steps: Sequence[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, float]]:
@@ -203,9 +254,10 @@ def _with_score(
     points: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, Any]],
     steps: Sequence[dict[str, Any]],
+    by: By,
 ) -> tuple[list[float], list[Curve]]:
-    """Held-out scores lie between the steps, at the time of the step whose policy they are of."""
-    times = {line["step"]: line["t"] for line in steps if "step" in line and isinstance(line.get("t"), int | float)}
+    """Held-out scores lie between the steps, at the step whose policy they are of."""
+    times = {line["step"]: line[_X[by]] for line in _placed(steps)}
     scores = {
         times[line["step"]]: line["score"]
         for line in evaluations

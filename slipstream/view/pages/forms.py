@@ -85,6 +85,11 @@ def whole(query: Mapping[str, str], name: str) -> int | None:
     return _whole(query, name)
 
 
+def choice(query: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str | None:
+    """One of these words; None if the URL has none; `FormError` for another."""
+    return _choice(query, name, choices)
+
+
 def versions(query: Mapping[str, str], name: str) -> tuple[int, int] | None:
     """A range of policy versions, both included."""
     low, high = _whole_range(query, name)

@@ -160,6 +160,8 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
     routes = [
         Route("/", run.run),
         Route("/live", run.live),
+        Route("/numbers", run.numbers),
+        Route("/worth", run.worth),
         Route("/data", run.data),
         Route("/steps", run.steps),
         Route("/steps/{step:number}", run.step),

@@ -17,8 +17,10 @@ from consumer.evaluate.kept_answers import NEWEST, KeptAnswer, kept_versions, re
 from slipstream.run_reader import EVALUATIONS
 from slipstream.view.index.cache import answer
 from slipstream.view.index.rows import UNSCORED
+from slipstream.view.index.steps import lines_since
 from slipstream.view.index.texts import Progress, progress
 from slipstream.view.pages import forms
+from slipstream.view.pages.charts import as_json, compared
 from slipstream.view.pages.group import GroupPage
 from slipstream.view.server.rendering import page
 from slipstream.view.server.viewer import Viewer
@@ -73,6 +75,7 @@ def compare(before: Means, after: Means, *, gained: bool) -> list[Compared]:
 
 
 _EVALUATION_BYTES = 4 * 2**20
+_MOST_STEPS, _STEP_BYTES = 4_000, 2**20
 _LAST = 2**62
 
 
@@ -151,8 +154,17 @@ class ComparePages:
             request, "compare.html", self._viewer.name, before=before, after=after, trained=trained, held_out=held_out,
             most=MOST, newest=NEWEST, chosen=chosen, held=held, pairs=pairs, query=urlencode(fields),
             evaluations=[before.evaluation(), after.evaluation()], other=self._other.name if self._other else None,
-            with_other=with_other, done=min(before.done, after.done),
+            with_other=with_other, done=min(before.done, after.done), charts=self._charts() if with_other else [],
         )  # fmt: skip
+
+    def _charts(self) -> list[dict[str, Any]]:
+        """Both runs in one chart each."""
+        viewers = [viewer for viewer in (self._other, self._viewer) if viewer]
+        names = [viewer.name for viewer in viewers]
+        if len({*names}) < len(names):
+            names = [str(viewer.run.folder) for viewer in viewers]
+        lines = [(_steps_of(viewer), viewer.run.newest_lines(EVALUATIONS, _EVALUATION_BYTES)) for viewer in viewers]
+        return as_json(compared(dict(zip(names, lines, strict=True))))
 
     def _sides(self, request: Request) -> tuple[Side, Side, bool]:
         """Return both sides, and whether the first is the other run."""
@@ -167,6 +179,11 @@ class ComparePages:
             half = min(max(half, kept[0]), kept[-1] - 1)
         before, after = _side(self._viewer, first or (0, half)), _side(self._viewer, last or (half + 1, newest))
         return before, after, False
+
+
+def _steps_of(viewer: Viewer) -> list[dict[str, Any]]:
+    with viewer.index() as db:
+        return lines_since(db, 0.0, _MOST_STEPS) if db else viewer.run.newest_steps(_STEP_BYTES)
 
 
 def _changes(before: Means, after: Means) -> Changes:

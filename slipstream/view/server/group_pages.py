@@ -41,7 +41,8 @@ class GroupPages:
             with self._viewer.index() as db:
                 done = progress(db, newest)
             return page(
-                request, "groups.html", self._viewer.name, rows=rows, fields=fields, query=urlencode(fields),
+                request, "groups.html", self._viewer.name, rows=self._viewer.briefs(reader, rows), fields=fields,
+                query=urlencode(fields),
                 deleted=len(found.seqs) - len(rows), done=done, states=STATES, verdicts=VERDICTS, sorts=SORTS,
                 producers=names, newest=newest, most_found=MOST_FOUND if wanted.text else 0, wanted=wanted,
                 num_deleted=reader.num_deleted() if oldest != 1 and newest else 0,
@@ -131,7 +132,8 @@ class HistoryPages:
             rows = reader.rows_of(attempts(db, prompt)) if db else []
             letters = [letter for letter in reader.dead_letters() if letter.prompt_id == prompt][-MOST:]
             return page(
-                request, "prompt.html", self._viewer.name, prompt=prompt, rows=rows, letters=letters, most=MOST,
+                request, "prompt.html", self._viewer.name, prompt=prompt, rows=self._viewer.briefs(reader, rows),
+                letters=letters, most=MOST,
                 shown=self._viewer.shown(reader, rows[-1]) if rows else None,
                 versions=by_version(db, prompt) if db else [], done=progress(db, reader.bounds()[1]),
             )  # fmt: skip

@@ -16,11 +16,12 @@ from protocol.errors import JournalError
 from replay.journal.schema import GroupRow, PolicyRow
 from slipstream.run_reader import EVALUATIONS, Line
 from slipstream.status.render import render
+from slipstream.status.sentences import sentences
 from slipstream.status.warnings import warnings
 from slipstream.view.index.cache import answer
 from slipstream.view.index.steps import ends, line_of, lines_since, newest_lines, times_since
 from slipstream.view.pages import forms
-from slipstream.view.pages.charts import MOST_PRODUCERS, charts, lanes, span_of, staleness_shares
+from slipstream.view.pages.charts import MOST_PRODUCERS, By, as_json, charts, lanes, span_of, staleness_shares
 from slipstream.view.pages.steps import COLUMNS, policy_rows, sorted_steps
 from slipstream.view.server.rendering import fragment, page
 from slipstream.view.server.viewer import Viewer, written_at
@@ -28,7 +29,7 @@ from slipstream.view.server.viewer import Viewer, written_at
 _TIMELINE_BYTES = 2**20  # of one producer, more than two hours
 _EVALUATION_BYTES = 4 * 2**20
 _MOST_STEPS, _MOST_DRAWN, _STALENESS_STEPS = 20_000, 4_000, 200
-_MINUTES, _DEFAULT_MINUTES = (5, 15, 60, 0), 60  # 0: all of it
+_MINUTES, _DEFAULT_MINUTES = (5, 15, 60, 0), {"step": 0, "time": 60}  # 0: all of it
 _STATUS_WIDTH = 110
 
 
@@ -37,49 +38,54 @@ class RunPages:
         self._viewer = viewer
 
     def run(self, request: Request) -> Response:
-        minutes = self._minutes(request)
-        found = self._data(minutes)
+        by, minutes = _by(request), _minutes(request)
+        is_shared = request.query_params.get("share") == "1"
         return page(
-            request, "run.html", self._viewer.name, data=found, minutes=minutes, choices=_MINUTES,
-            live=None if request.query_params.get("share") != "1" else self._live(),
+            request, "run.html", self._viewer.name, data=self._data(minutes, by), minutes=minutes, choices=_MINUTES, by=by,
+            live=self._live() if is_shared else None, worth=self._viewer.worth_reading() if is_shared else None,
         )  # fmt: skip
 
     def live(self, request: Request) -> Response:
         """Show the part that changes from second to second."""
         return fragment("live.html", live=self._live())
 
+    def numbers(self, request: Request) -> Response:
+        return fragment("numbers.html", live=self._live())
+
+    def worth(self, request: Request) -> Response:
+        return fragment("worth.html", worth=self._viewer.worth_reading())
+
     def data(self, request: Request) -> Response:
-        return JSONResponse(self._data(self._minutes(request)))
+        return JSONResponse(self._data(_minutes(request), _by(request)))
 
     def _live(self) -> dict[str, Any]:
         view = self._viewer.status()
         found = warnings(view)
         console = Console(width=_STATUS_WIDTH, no_color=True, record=True, file=io.StringIO())
         console.print(render(view, [], _STATUS_WIDTH))
-        return {"view": view, "warnings": found, "text": console.export_text(styles=False), "at": time.time()}
+        text = console.export_text(styles=False)
+        return {"view": view, "warnings": found, "said": sentences(view, found), "text": text, "at": time.time()}
 
-    def _minutes(self, request: Request) -> int:
-        minutes = forms.whole(request.query_params, "minutes")
-        return _DEFAULT_MINUTES if minutes is None else max(0, min(minutes, 10**6))
-
-    def _data(self, minutes: int) -> list[dict[str, Any]]:
-        """The charts of the last `minutes` of the run, 0 for all of it."""
+    def _data(self, minutes: int, by: By) -> list[dict[str, Any]]:
+        """The charts of the last `minutes` of the run, 0 for all of it. Only those by time have the timeline."""
         run = self._viewer.run
-        producers = self._producers()
+        producers = self._producers() if by == "time" else {}
         with self._viewer.index() as db:
             newest = [] if db else run.newest_steps(_TIMELINE_BYTES)
             span = span_of(ends(db) if db else newest, producers)
             if span is None:
                 return []
             start = max(span[0], span[1] - 60 * minutes) if minutes else span[0]
-            times = times_since(db, start) if db else newest
+            times = (times_since(db, start) if db else newest) if by == "time" else []
             steps = lines_since(db, start, _MOST_DRAWN) if db else newest
-            scoring = _scoring(db, start, span[1]) if db else []
-            ages = staleness_shares(steps, _versions_of_steps(db)) if db else None
-        shown = lanes(times, producers, scoring, start, span[1])
-        found = charts(steps, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES), shown, (start, span[1]))
-        found += [ages] if ages else []
-        return [chart._asdict() | {"curves": [curve._asdict() for curve in chart.curves]} for chart in found]
+            scoring = _scoring(db, start, span[1]) if db and by == "time" else []
+            ages = staleness_shares(steps, _versions_of_steps(db), by) if db else None
+        shown = lanes(times, producers, scoring, start, span[1]) if by == "time" else []
+        evaluations = run.newest_lines(EVALUATIONS, _EVALUATION_BYTES)
+        found = charts(steps, evaluations, shown, (start, span[1]) if by == "time" else None, by)
+        if ages:  # the timeline comes last
+            found.insert(len(found) - sum(chart.lanes for chart in found), ages)
+        return as_json(found)
 
     def _producers(self) -> dict[str, list[Line]]:
         """The ends of the timelines of the producers that wrote last, by their names."""
@@ -126,6 +132,15 @@ class RunPages:
         return page(
             request, "policies.html", self._viewer.name, rows=rows, folders=[run.folder / name for name in folders]
         )
+
+
+def _by(request: Request) -> By:
+    return "time" if forms.choice(request.query_params, "by", ("step", "time")) == "time" else "step"
+
+
+def _minutes(request: Request) -> int:
+    minutes = forms.whole(request.query_params, "minutes")
+    return _DEFAULT_MINUTES[_by(request)] if minutes is None else max(0, min(minutes, 10**6))
 
 
 def _producer_name(file: str, lines: list[Line]) -> str:

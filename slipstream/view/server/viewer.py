@@ -7,12 +7,13 @@ know within `_FRESH_S`.
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 import apsw
 
 from consumer.evaluate.kept_answers import KeptAnswer
+from protocol.errors import JournalError
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import MissingReward
 from replay.groups import InvalidGroupError
@@ -25,6 +26,8 @@ from slipstream.status.watch import Watch
 from slipstream.view.index.builder import Builder
 from slipstream.view.index.cache import opened, place_of
 from slipstream.view.index.decoder import Decoder, find_decoder
+from slipstream.view.index.reading import Worth, worth_reading
+from slipstream.view.pages.brief import NOTHING, Brief, brief
 from slipstream.view.pages.group import GroupPage, group_page
 
 _FRESH_S = 1.5
@@ -92,6 +95,25 @@ class Viewer:
         except (CodecError, InvalidGroupError):
             return None
         return self._beside(content, facts, content.message.missing) if content else None
+
+    def briefs(self, reader: JournalReader, rows: Sequence[GroupRow]) -> list[tuple[GroupRow, Brief]]:
+        """Read the beginnings of these groups; of one that is damaged, or gone meanwhile, there are none."""
+        facts, contents = reader.facts(), ContentReader(reader)
+        decoder, found = self.decoder(facts)[0], []
+        for row in rows:
+            with suppress(JournalError):
+                if (content := contents.read(row)) is not None:
+                    found.append((row, brief(content, facts, decoder)))
+                    continue
+            found.append((row, NOTHING))
+        return found
+
+    def worth_reading(self) -> list[tuple[Worth, GroupRow, Brief]]:
+        """Return the groups to read first; none before there is a journal and an index."""
+        with self.journal_if_any() as reader, self.index() as db:
+            worth = {one.seq: one for one in worth_reading(db)} if reader and db else {}
+            briefs = self.briefs(reader, reader.rows_of(worth)) if reader else []
+        return [(worth[row.seq], row, shown) for row, shown in briefs]
 
     def _beside(self, content: Content, facts: dict[str, str], missing: Sequence[MissingReward]) -> GroupPage:
         return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0, missing=missing)

@@ -12,7 +12,17 @@ from replay.journal.schema import PolicyRow
 from slipstream.journal.content import ContentReader
 from slipstream.run_reader import RunReader
 from slipstream.view.index.decoder import find_decoder
-from slipstream.view.pages.charts import Curve, Segment, binned, charts, coverage, lanes, span_of, staleness_shares
+from slipstream.view.pages.charts import (
+    Curve,
+    Segment,
+    binned,
+    charts,
+    compared,
+    coverage,
+    lanes,
+    span_of,
+    staleness_shares,
+)
 from slipstream.view.pages.forms import FormError
 from slipstream.view.pages.group import Colour, GroupPage, Span, group_page, spans, turns
 from slipstream.view.pages.steps import Swap, policy_rows, sorted_steps
@@ -171,6 +181,28 @@ def test_curves_are_means_of_neighbours_and_scores_stand_at_their_step() -> None
     assert found["Tokens trained per second"].curves == [Curve("tokens/s", [3.0] * 4)]
     assert "Entropy, nats per token" not in found
     assert charts([], [], [], None) == []
+
+
+def test_curves_stand_by_step_or_by_time() -> None:
+    steps = [{"step": n, "t": 100.0 + 7 * n, "reward": n / 4, "policy_version": n - 1} for n in (1, 2, 3)]
+    for by, x in (("step", [1, 2, 3]), ("time", [107.0, 114.0, 121.0])):
+        reward = charts(steps, [{"step": 2, "score": 0.5}], [], None, by)[0]
+        assert (reward.x, reward.by) == (x, by)
+        assert reward.curves[1].values == [None, 0.5, None]
+        ages = staleness_shares(steps, [(2, 1, 3), (3, 1, 1)], by)
+        assert ages is not None
+        assert ages.x == x[1:]
+
+
+def test_two_runs_share_a_chart_of_what_either_knows() -> None:
+    old = [{"step": n, "t": 1.0 * n, "reward": 0.5} for n in (1, 3)]
+    new = [{"step": n, "t": 9.0 * n, "reward": 1.0, "entropy": 0.25} for n in (2, 3)]
+    found = {chart.title: chart for chart in compared({"old": (old, []), "new": (new, [{"step": 2, "score": 0.75}])})}
+    assert found["Reward"].x == [1, 2, 3]
+    assert found["Reward"].curves == [Curve("old", [0.5, None, 0.5]), Curve("new", [None, 1.0, 1.0])]
+    assert [curve.name for curve in found["Entropy, nats per token"].curves] == ["new"]
+    assert found["Held-out score"].curves == [Curve("new", [0.75], "points")]
+    assert compared({"old": ([], []), "new": ([], [])}) == []
 
 
 def test_staleness_is_a_share_of_the_groups_of_each_step() -> None:

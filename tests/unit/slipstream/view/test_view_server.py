@@ -2,6 +2,7 @@
 
 import asyncio
 import html
+import json
 import os
 import re
 import shutil
@@ -54,10 +55,12 @@ def client(written_run: Path, written_index: Path, cache: None) -> TestClient:
 
 
 PAGES = (
-    "/", "/live", "/data", "/steps", "/steps/5", "/groups", "/groups?q=apple&sort=reward&order=ascending", "/policies",
+    "/", "/?by=time&minutes=0", "/live", "/worth", "/numbers", "/data", "/data?by=time",
+    "/steps", "/steps/5", "/groups", "/groups?q=apple&sort=reward&order=ascending", "/policies",
     "/group?id=0-3-0-1-s", "/group?id=0-3-0-1-s&colour=version&raw=1&sort=reward", "/prompts/3", "/prompts/999", "/compare",
     "/compare?a=0:5&b=20:25&prompt=1", "/compare?a=0:5&held=0", "/keys", "/static/view.css",
 )  # fmt: skip
+PARTS = ("/live", "/worth", "/numbers", "/data", "/static")  # of pages
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -138,7 +141,7 @@ def test_the_list_leads_to_groups_and_these_to_their_neighbours(client: TestClie
     assert f"id={plain[1]}" in re.search(r'<a rel="next"[^>]*>', client.get(f"/group?id={plain[0]}").text).group(0)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if not path.startswith(("/live", "/data", "/static"))])
+@pytest.mark.parametrize("path", [path for path in PAGES if not path.startswith(PARTS)])
 def test_a_shared_page_needs_nothing_else(client: TestClient, path: str) -> None:
     answer = client.get(path, params=[*parse_qsl(urlsplit(path).query), ("share", "1")])
     assert answer.headers["content-disposition"].startswith('attachment; filename="run')
@@ -185,8 +188,8 @@ def test_the_charts_of_a_minute_read_the_steps_of_a_minute(
     with closing(apsw.Connection(str(place_of(written_run / "journal.sqlite")))) as db:
         db.execute("UPDATE steps SET t = t + 60 * step")
     monkeypatch.setattr(run_pages, "times_since", times_since)
-    monkeypatch.setattr(run_pages, "_DEFAULT_MINUTES", 1)
-    for path in ("/data?minutes=0", "/data"):
+    monkeypatch.setitem(run_pages._DEFAULT_MINUTES, "time", 1)
+    for path in ("/data?by=time&minutes=0", "/data?by=time", "/data"):
         assert client.get(path).status_code == 200
     [(first, every), (later, some)] = asked
     assert first < later
@@ -196,9 +199,9 @@ def test_the_charts_of_a_minute_read_the_steps_of_a_minute(
 def test_a_run_that_has_ended_says_how(client: TestClient, run: Path) -> None:
     assert "the last step that it told of is 22" in client.get("/live").text
     (run / "trainer.json").write_text('{"finished": true, "steps": 24}')
-    assert "<strong>Finished at step 24</strong>" in client_of(run).get("/live").text
+    assert "The run finished at step 24" in client_of(run).get("/live").text
     (run / "trainer.json").write_text('{"finished": false, "steps": 24}')
-    assert re.search("Stopped at step 24.*--resume</code> goes on", client_of(run).get("/live").text)
+    assert re.search("The run stopped at step 24.*--resume goes on", client_of(run).get("/live").text)
 
 
 def test_a_missing_reward_says_why(client: TestClient) -> None:
@@ -216,6 +219,26 @@ def test_advantages_are_those_that_the_journal_has(client: TestClient) -> None:
     assert "-1.250" not in client.get("/steps/1").text
 
 
+def test_groups_are_listed_with_what_they_say(client: TestClient, run: Path) -> None:
+    text = client.get("/groups").text
+    assert "How many pears are 31 and 2?" in text
+    assert "&lt;script&gt;" in client.get("/groups?prompt=3").text
+    assert "<script>document" not in client.get("/groups?prompt=3").text
+    with closing(apsw.Connection(str(run / "journal.sqlite"))) as db:
+        db.execute("UPDATE bodies SET frame = x'00' WHERE seq = 120")
+    damaged = client_of(run).get("/groups")
+    assert damaged.status_code == 200
+    assert damaged.text.count("How many") == text.count("How many") - 1
+
+
+def test_the_run_page_leads_to_groups_worth_reading(client: TestClient) -> None:
+    found = re.findall(r'<a href="/group\?id=([^"]+)">([^<]+)</a>', client.get("/worth").text)
+    assert [why for _, why in found] == ["Highest spread", "Longest", "Worst"]  # none is solved or stale
+    assert len({lease_id for lease_id, _ in found}) == 3
+    for lease_id, _ in found:
+        assert client.get(f"/group?id={lease_id}").status_code == 200
+
+
 def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
     with closing(Journal(run / "journal.sqlite")) as journal, journal.transaction() as db:
         db.execute("UPDATE groups SET reward = 0 WHERE prompt_id = 1")
@@ -228,7 +251,13 @@ def test_two_runs_are_compared(client: TestClient, written_run: Path, written_in
     assert "Lost: 0 prompts" in text
     assert "have other datasets" in text
     assert text.count('class="completion"') == 6  # of both runs
-    assert "have other datasets" not in both.get("/compare?with=this").text
+    (data,) = re.findall(r'id="data">(.*?)</script>', text)
+    charts = {chart["title"]: chart for chart in json.loads(data)}
+    assert [len(chart["curves"]) for chart in charts.values()] == [2] * len(charts)
+    assert charts["Held-out score"]["x"] == [4, 12]
+    alone = both.get("/compare?with=this").text
+    assert "have other datasets" not in alone
+    assert 'id="charts"' not in alone
 
 
 def test_held_out_answers_of_two_versions_are_compared(client: TestClient, run: Path) -> None:
