@@ -104,10 +104,11 @@ def _follow(launch: "Launch") -> None:
     from slipstream.run_reader import RunReader
     from slipstream.status.watch import Watch
 
+    reader = RunReader(launch.run_dir)
     lines = {name: deque[str](maxlen=_KEPT_LINES) for name in (TRAINER, PRODUCER)}
     console, watch, is_interrupted = (
         Console(highlight=False, soft_wrap=True),
-        Watch(RunReader(launch.run_dir), ()),
+        Watch(reader, ()),
         False,
     )
     with last_line(console) as (show, update):
@@ -128,6 +129,8 @@ def _follow(launch: "Launch") -> None:
                 except KeyboardInterrupt:
                     is_interrupted = True
                     stop()
+        if ended := reader.ended():
+            update(ended.text)
     if is_interrupted:
         raise KeyboardInterrupt
     if code != ExitCode.OK:

@@ -24,4 +24,5 @@ def test_every_cell_of_the_notebook_runs(short_dir: Path) -> None:
     (table,) = [output.data["text/plain"] for output in shown if "answered_by" in str(output.get("data", {}))]
     assert "1.0" in table
     assert "0.0" in table
+    assert "finished at step 3" in [output.data["text/plain"] for output in shown if output.get("data")]
     assert any("right before" in output.get("text", "") for output in shown)

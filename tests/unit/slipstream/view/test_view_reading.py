@@ -69,7 +69,7 @@ def test_equal_rewards_have_no_worst_and_unscored_ones_no_number(written_run: Pa
 
 
 def test_without_a_tokenizer_there_are_ids_and_a_long_text_is_cut(written_run: Path) -> None:
-    found, facts, _ = content(written_run, "2-4-0-1-s")
+    found, facts, _ = content(written_run, "2-3-0-1-s")
     shown = brief(found, facts, None)
     assert shown.prompt.startswith(" ".join(map(str, found.group.prompt_ids[:8].tolist())))
     assert shown.best is not None
