@@ -226,7 +226,7 @@ def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -
         with suppress(StaleElementReferenceException):
             over = driver.find_elements("css selector", "#charts .u-over")[1]
             driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
-            ActionChains(driver).move_to_element(over).click_and_hold().move_by_offset(200, 0).release().perform()
+            ActionChains(driver).move_to_element(over).click_and_hold().move_by_offset(80, 0).release().perform()
         return before if "#zoom=" in driver.current_url else []
 
     driver.get(f"{base}/")
