@@ -86,7 +86,7 @@ def whole(query: Mapping[str, str], name: str) -> int | None:
 
 
 def choice(query: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str | None:
-    """One of these words; None if the URL has none; `FormError` for another."""
+    """Return one of these words; None if the URL has none; `FormError` for another."""
     return _choice(query, name, choices)
 
 
