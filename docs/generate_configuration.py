@@ -55,8 +55,8 @@ rewards:
 All mistakes are reported at once with file and line (exit code 78):
 `run.yaml:12: pipeline.max_stalenes: unknown key ...; did you mean max_staleness?`.
 
-Names carry their unit: `_s` is seconds, `_bytes` bytes, `num_` a count. Paths are relative to the folder in which a daemon
-starts. A key whose default is none may also be given as `null`.
+Names carry their unit: `_s` is seconds, `_bytes` bytes, `num_` a count. Relative paths begin in the folder of the
+file, or in `folder`; those of the command line begin where you are. A key whose default is none may also be given as `null`.
 """
 
 REWARD_OPTIONS = """\

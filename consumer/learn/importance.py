@@ -5,7 +5,7 @@ no token without a sampling log-prob (NaN), no padding and no overflow reaches t
 
 Symbols: b behaviour policy (vLLM, some versions old), p proximal policy (the trainer's when the batch is cut), π current
 policy; log-probs are of the sampled tokens under the temperature that was sampled with. Tensors are (B, T), with a mask
-of the same shape that is 1 for tokens in the loss. docs/algorithms.md compares the presets.
+of the same shape that is 1 for tokens in the loss. docs/corrections.md compares the presets.
 """
 
 import dataclasses

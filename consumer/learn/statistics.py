@@ -2,7 +2,7 @@
 
 Guarantee: counts, sums and extremes are exact, however a step is split and shared; a sample has all values of a step, or about
 `SAMPLE` of them. A value that is NaN is left out. Statistics are finite, and a step in which no token is in the loss has none.
-Nothing here waits for a device but `over_ranks`, which does so once. docs/algorithms.md explains each number.
+Nothing here waits for a device but `over_ranks`, which does so once. docs/corrections.md explains each number.
 """
 
 from collections.abc import Mapping, Sequence

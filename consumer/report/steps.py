@@ -3,7 +3,7 @@
 Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, written when the step ends or, on a full
 disk, when there is room; steps that a crash undid leave none. The file and the older one that it replaced, `steps.1.jsonl`,
 are bounded (`protocol.runtime.json_lines`): together they have the last hundred thousand steps or more. A metric that a step did
-not have keeps its last value; before the first one it is NaN, which no alert takes for 0. docs/algorithms.md explains the ratio
+not have keeps its last value; before the first one it is NaN, which no alert takes for 0. docs/corrections.md explains the ratio
 statistics.
 """
 

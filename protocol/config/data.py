@@ -38,7 +38,7 @@ class ModelSection(Section):
     )
     quantization: Literal["nf4", "int8"] | None = Field(
         None,
-        description="bitsandbytes format of the trainer's frozen linear layers; see docs/operations.md.",
+        description="bitsandbytes format of the trainer's frozen linear layers; see docs/models.md.",
     )
 
 

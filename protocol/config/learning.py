@@ -185,7 +185,7 @@ Preset = Literal[
 class CorrectionSection(Section):
     preset: Preset = Field(
         "token_truncate",
-        description="Importance correction; see docs/algorithms.md.",
+        description="Importance correction; see docs/corrections.md.",
     )
     ratio_min: Annotated[float, Field(ge=0)] | None = Field(None, description="Lower bound. Default: the preset's.")
     ratio_max: PositiveFloat | None = Field(None, description="Upper bound. Default: the preset's.")
