@@ -22,8 +22,9 @@ These follow from other keys:
 """
 
 REFUSED = """\
-These would have no effect or a harmful one, and are refused with the reason, unless they have the value that applies anyway. So
-is every key that starts with `vllm_`, because producers generate:
+Keys that would have no effect or a harmful one are refused with the reason, unless they have the value that applies anyway: those
+of `fsdp`, `deepspeed`, `ddp_*`, `torch_compile`, `dataloader_*` and others. So is every key that starts with `vllm_`,
+because producers generate. These have another place:
 """
 
 REFUSED_VALUES = """\
@@ -42,7 +43,9 @@ def trainer_section() -> Iterator[str]:
 
 
 def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[str]:
-    yield from grouped(("keys", "use instead"), {key: _code(refusal.instead) for key, refusal in keys.items()})
+    """Yield a row for the keys of each other place; those without one are in the text."""
+    moved = {key: _code(refusal.instead) for key, refusal in keys.items() if refusal.instead is not None}
+    yield from grouped(("keys", "use instead"), moved)
 
 
 def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -56,7 +59,5 @@ def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
     yield ""
 
 
-def _code(instead: str | None) -> str:
-    if instead is None:
-        return "nothing"
+def _code(instead: str) -> str:
     return instead if "`" in instead else f"`{instead}`"

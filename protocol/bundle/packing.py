@@ -209,7 +209,7 @@ def pack(config: RunConfig, folder: Path) -> bytes:
     """The bundle, encoded.
 
     Args:
-        folder: where the trainer was started, and names of files and modules begin.
+        folder: of the configuration, in which names of files and modules begin.
     """
     sources = RunSources(folder.resolve())
     shared = gather(config, sources)

@@ -111,9 +111,7 @@ class RunSources:
             return spec
         file = (self.folder / place).resolve()
         if not file.is_relative_to(self.folder):
-            raise BundleError(
-                f"{key}: {file} is not below {self.folder}, where the trainer was started; start it in the run's folder"
-            )
+            raise BundleError(f"{key}: {file} is not below {self.folder}, the configuration's folder; move it there")
         if not file.is_file():
             raise BundleError(f"{key}: {spec}: there is no file {place} in {self.folder}")
         inside = file.relative_to(self.folder).as_posix()

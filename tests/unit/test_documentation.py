@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import pytest
@@ -13,9 +12,7 @@ import yaml
 
 from consumer.app.cli import main as consumer_main
 from producer.app.cli import main as producer_main
-from producer.rollouts.prompts import PromptFormat
 from protocol.config import run as schema
-from protocol.config.functions import load_function
 from protocol.config.loader import load_config
 from slipstream.cli import run as run_slipstream
 from slipstream.cli import slipstream
@@ -71,20 +68,14 @@ def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
     assert set(yaml.safe_load(example)) == {"run_dir", "model", "dataset", "rewards"}
 
 
-def test_the_readmes_run_loads_and_its_reward_scores_answers_to_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = dict(re.findall(r"```(json|yaml|python)\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL))
-    monkeypatch.chdir(tmp_path)
-    for name, text in (("run.yaml", blocks["yaml"]), ("rewards.py", blocks["python"])):
-        (tmp_path / name).write_text(text)
-    config, row = load_config("run.yaml"), json.loads(blocks["json"])
-    assert row.keys() == {config.dataset.prompt_column, "answer"}
-    reward = load_function(str(config.rewards.functions[0].function), "rewards")
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [f" {row['answer']}\n", "another"])
-    said = PromptFormat(tokenizer, 64, {}).decode(row["prompt"], [[1], [1]])
-    columns = {"prompts": [row["prompt"]] * 2, "completion_ids": [[1]] * 2, "answer": [row["answer"]] * 2}
-    assert reward(completions=said, **columns) == [1.0, 0.0]
+def test_the_readmes_run_loads_and_its_reward_is_for_its_row(tmp_path: Path) -> None:
+    """`tests/integration/test_readme.py` runs it."""
+    blocks = dict(re.findall(r"```(json|yaml)\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL))
+    (tmp_path / "run.yaml").write_text(blocks["yaml"])
+    config, row = load_config(str(tmp_path / "run.yaml")), json.loads(blocks["json"])
+    assert config.dataset.path == str(tmp_path / "train.jsonl")
+    options = config.rewards.functions[0].settings
+    assert row.keys() == {config.dataset.prompt_column, options.column}  # type: ignore[union-attr]
 
 
 def anchors(page: Path) -> set[str]:
