@@ -20,8 +20,8 @@ SMALL = [
     "model.path=model", "model.dtype=float32", "trainer.max_steps=2", "engine.max_model_len=256", "engine.max_num_seqs=32",
     "engine.enforce_eager=true", "sampling.max_completion_length=8", "pipeline.groups_per_step=2", "sampling.num_generations=8",
 ]  # fmt: skip
-ANY_DIGIT = "rewards.functions=[{function: 'rewards.py:digits'}]"
-"""In place of its built-in reward, which a random model never gets: without any signal a run ends."""
+ANY_TEXT = "rewards.functions=[{function: numeric_match}, {function: 'rewards.py:various'}]"
+"""Its built-in reward, and one that a random model gets: without any signal a run ends."""
 
 
 def test_the_quick_start(short_dir: Path) -> None:
@@ -30,12 +30,12 @@ def test_the_quick_start(short_dir: Path) -> None:
     lines = [line for language, text in blocks if language == "sh" for line in text.splitlines()]
     assert [line.split()[1] for line in lines] == ["run", "status", "export"]
     task = short_dir / "task"
-    build_model("qwen2", task / "model")
+    build_model("llama", task / "model")
     (task / "run.yaml").write_text(files["yaml"])
     rows = [json.loads(files["json"]) | {"answer": str(number)} for number in range(40)]
     (task / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = (
-        "def digits(completions, **_):\n    return [float(sum(map(ord, c[0]['content'])) % 7) for c in completions]\n"
+        "def various(completions, **_):\n    return [float(sum(map(ord, c[0]['content'])) % 7) for c in completions]\n"
     )
     (task / "rewards.py").write_text(reward)
     environment = os.environ | {
@@ -46,7 +46,7 @@ def test_the_quick_start(short_dir: Path) -> None:
         "HF_DATASETS_CACHE": str(short_dir / "cache"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    settings = " ".join(f'--set "{each}"' for each in [*SMALL, ANY_DIGIT])
+    settings = " ".join(f'--set "{each}"' for each in [*SMALL, ANY_TEXT])
     for line in lines:
         command = re.sub(r"(--\w+-gpus) \d", r"\1 cpu", line)
         command = {"run": f"{command} {settings}", "export": f"{command} --gpu cpu"}.get(line.split()[1], command)
