@@ -46,7 +46,7 @@ def main() -> None:
 
         until(is_whole, "the index")
         driver.get(base)
-        until(lambda: driver.find_elements("css selector", "#live .facts"), "the charts")
+        until(lambda: driver.find_elements("css selector", "#numbers .facts"), "the charts")
         driver.save_screenshot(str(chosen.out / "view-run.png"))
         driver.get(f"{base}{_MIXED}")
         group = driver.find_element("css selector", "table.groups a").text

@@ -41,6 +41,8 @@
     { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, size: AXIS, ...extra },
   ];
 
+  const tick = (value) => value.toLocaleString("en-US", { maximumSignificantDigits: 6 });
+
   // The mean of the neighbours on both sides that the curve has, as many as the part says.
   const smoothed = (values) => {
     const known = values.flatMap((value, index) => (value == null ? [] : [index]));
@@ -69,7 +71,7 @@
       data.push(mean);
     });
     const markers = { stroke: (plot, index) => (plot.series[index].stroke?.(plot, index) ?? "").slice(0, 7) };
-    return { series, data, axes: axes(chart, {}), scales: {}, height: HEIGHT, legend: { markers } };
+    return { series, data, axes: axes(chart, { values: (plot, splits) => splits.map(tick) }), scales: {}, height: HEIGHT, legend: { markers } };
   };
 
   // A lane is a stepped area of its own between `base` and `base + 0.85`.
