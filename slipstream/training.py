@@ -32,7 +32,9 @@ class RunFailedError(SlipstreamError):
         self.exit_code = ExitCode(code) if code in ExitCode.__members__.values() else ExitCode.BUG
         meaning = self.exit_code.meaning if self.exit_code == code else "it was killed"
         shown = [f"{name:<8} | {line}" for name, last in lines.items() for line in last]
-        super().__init__("\n".join([f"the run in {run_dir} ended with exit code {code}: {meaning}", *shown]))
+        super().__init__(
+            "\n".join([f"the run in {run_dir} ended with exit code {code}: {meaning}; its logs are there", *shown])
+        )
 
 
 def load_config(config: Config, overrides: Sequence[str] = ()) -> "RunConfig":

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 from slipstream import Run
+from tests.integration.browser import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]
 
@@ -26,3 +29,26 @@ def test_every_cell_of_the_notebook_runs(short_dir: Path) -> None:
     assert "0.0" in table
     assert "finished at step 3" in [output.data["text/plain"] for output in shown if output.get("data")]
     assert any("right before" in output.get("text", "") for output in shown)
+
+
+def test_interrupting_the_kernel_ends_both_daemons_after_a_checkpoint(short_dir: Path) -> None:
+    first, _, run = [cell.source for cell in nbformat.read(FILE, as_version=4).cells if cell.cell_type == "code"][:3]
+    first = first.replace('60, Path("runs/notebook")', f'100_000, Path("{short_dir}/run")')
+    reward = "def right(completions, **_):\n    return [float(len(text)) for text in completions]"
+    manager, client = start_new_kernel(cwd=str(FILE.parent))
+    try:
+        client.execute_interactive(f"{first}\n{reward}", timeout=200, output_hook=lambda message: None)
+        asked = client.execute(run)
+        steps = short_dir / "run" / "steps.jsonl"
+        until(steps.is_file, "the first step")
+        until(lambda: len(steps.read_text().splitlines()) > 1, "the second step")
+        manager.interrupt_kernel()
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
+            pass
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert psutil.Process(manager.provisioner.process.pid).children(recursive=True) == []
+        assert Run(short_dir / "run").adapter().name.startswith(("adapter", "checkpoint-"))
+        assert Run(short_dir / "run").status()["ended"]["finished"] is False
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
