@@ -9,6 +9,7 @@ import builtins
 import hashlib
 import importlib
 import inspect
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -24,11 +25,12 @@ Reward = str | Callable[..., Any]
 _FIX = "Write it to a file, in a notebook with `%%writefile rewards.py`, and give 'rewards.py:{}'"
 
 
-def place_of(reward: Reward, folder: Path) -> str:
+def place_of(reward: Reward, folder: Path, home: Path) -> str:
     """Return the `file.py:name` or `module:name` of a reward; a string is one already, or names a plugin.
 
     Args:
         folder: for files of functions that cannot be imported; made when it is needed.
+        home: the working directory of the daemons.
     """
     if isinstance(reward, str):
         return reward
@@ -39,8 +41,21 @@ def place_of(reward: Reward, folder: Path) -> str:
     if module is None or reward.__module__ == "__main__" or getattr(module, name, None) is not reward:
         return f"{_written(reward, folder)}:{name}"
     if module.__package__ or not (module.__file__ or "").endswith(".py"):
+        package = reward.__module__.partition(".")[0]
+        if not _is_found(package, home):
+            raise _refusal(
+                name, f"Python does not find `{package}` from {home}; install it, or let PYTHONPATH name its folder"
+            )
         return f"{reward.__module__}:{name}"
     return f"{Path(str(module.__file__)).resolve()}:{name}"
+
+
+def _is_found(package: str, home: Path) -> bool:
+    """Ask another process, which has not what this one may have added to its path."""
+    code = "import sys, importlib.util as u; sys.path[:0] = ['']; sys.exit(not u.find_spec(sys.argv[1]))"
+    return (
+        subprocess.run([sys.executable, "-P", "-c", code, package], cwd=home, stderr=subprocess.DEVNULL).returncode == 0
+    )
 
 
 def _written(function: FunctionType, folder: Path) -> Path:

@@ -87,7 +87,7 @@ def train(
     loaded = load_config(config)
     if rewards:
         folder = Path(loaded.run_dir) / "rewards"
-        functions = [{"function": place_of(reward, folder)} for reward in rewards]
+        functions = [{"function": place_of(reward, folder, Path(loaded.folder))} for reward in rewards]
         loaded = load_config(loaded, [f"rewards.functions={json.dumps(functions)}"])
     with scratch_folder() as scratch:
         file = scratch / "run.yaml"

@@ -114,12 +114,13 @@ class RunPages:
             made = reader.policy_at(step)
             advantages = reader.advantages(batch, step)
             rows = [row for lease_id in batch.lease_ids if (row := reader.row(lease_id)) is not None]
+            briefs = self._viewer.briefs(reader, rows)
         with self._viewer.index() as db:
             line = {"step": step} | (line_of(db, step) if db else {})
         return page(
             request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
             made=made if made and made.step == step else None, line=line,
-            rows=[(row, _staleness(row, began), advantages.get(row.lease_id)) for row in rows],
+            rows=[(row, shown, _staleness(row, began), advantages.get(row.lease_id)) for row, shown in briefs],
         )  # fmt: skip
 
     def policies(self, request: Request) -> Response:

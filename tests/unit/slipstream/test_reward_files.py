@@ -75,29 +75,41 @@ def test_a_function_of_an_importable_file_is_named_by_it(tmp_path: Path, monkeyp
     (tmp_path / "my_rewards_of_this_test.py").write_text("def short(completions, **_):\n    return [1.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("my_rewards_of_this_test")
-    place = place_of(module.short, tmp_path / "rewards")
+    place = place_of(module.short, tmp_path / "rewards", tmp_path)
     assert place == f"{tmp_path / 'my_rewards_of_this_test.py'}:short"
     assert not (tmp_path / "rewards").exists()
     monkeypatch.delitem(sys.modules, module.__name__)
 
 
 def test_names_and_functions_of_packages_stay_names(tmp_path: Path) -> None:
-    assert place_of("exact_match", tmp_path) == "exact_match"
-    assert place_of("rewards.py:mine", tmp_path) == "rewards.py:mine"
-    assert place_of(load_function, tmp_path) == "protocol.config.functions:load_function"
+    assert place_of("exact_match", tmp_path, tmp_path) == "exact_match"
+    assert place_of("rewards.py:mine", tmp_path, tmp_path) == "rewards.py:mine"
+    assert place_of(load_function, tmp_path, tmp_path) == "protocol.config.functions:load_function"
+
+
+def test_a_package_that_only_this_process_finds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "home" / "package_of_this_test"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def short(completions, **_):\n    return [1.0]\n")
+    monkeypatch.syspath_prepend(package.parent)
+    module = importlib.import_module(package.name)
+    assert place_of(module.short, tmp_path / "rewards", package.parent) == f"{package.name}:short"
+    with pytest.raises(ConfigError, match=f"does not find `{package.name}` from {tmp_path}"):
+        place_of(module.short, tmp_path / "rewards", tmp_path)
+    monkeypatch.delitem(sys.modules, module.__name__)
 
 
 @pytest.mark.parametrize(("name", "given"), [("alone", ["abc"]), ("importing", ["1.5", "7"])])
 def test_a_function_of_a_cell_that_needs_only_imports_is_written_as_it_is(
     cell: Any, tmp_path: Path, name: str, given: list[str]
 ) -> None:
-    place = place_of(getattr(cell, name), tmp_path / "run" / "rewards")
+    place = place_of(getattr(cell, name), tmp_path / "run" / "rewards", tmp_path)
     assert load_function(place, "rewards")(completions=given) == getattr(cell, name)(completions=given)
-    assert place_of(getattr(cell, name), tmp_path / "run" / "rewards") == place
+    assert place_of(getattr(cell, name), tmp_path / "run" / "rewards", tmp_path) == place
 
 
 def test_a_coroutine_function_is_written_too(cell: Any, tmp_path: Path) -> None:
-    loaded = load_function(place_of(cell.later, tmp_path / "rewards"), "rewards")
+    loaded = load_function(place_of(cell.later, tmp_path / "rewards", tmp_path), "rewards")
     coroutine = loaded(completions=["a", "b"])
     with pytest.raises(StopIteration) as ended:
         coroutine.send(None)
@@ -106,7 +118,7 @@ def test_a_coroutine_function_is_written_too(cell: Any, tmp_path: Path) -> None:
 
 def test_another_text_is_another_file(cell: Any, tmp_path: Path) -> None:
     """A run that goes on keeps the functions with which it began."""
-    first = place_of(cell.alone, tmp_path / "rewards")
+    first = place_of(cell.alone, tmp_path / "rewards", tmp_path)
     (tmp_path / "cell.py").write_text(CELL.replace("float(len(text)) for", "float(-len(text)) for"))
     spec = importlib.util.spec_from_file_location("__main__", tmp_path / "cell.py")
     assert spec is not None
@@ -114,7 +126,7 @@ def test_another_text_is_another_file(cell: Any, tmp_path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     linecache.checkcache()
-    second = place_of(module.alone, tmp_path / "rewards")
+    second = place_of(module.alone, tmp_path / "rewards", tmp_path)
     assert first != second
     assert load_function(first, "rewards")(completions=["abc"]) == [3.0]
 
@@ -135,7 +147,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_every_other_function_is_refused_with_the_fix(cell: Any, tmp_path: Path, what: str) -> None:
     make, why = REFUSED[what]
     with pytest.raises(ConfigError) as refused:
-        place_of(make(cell), tmp_path / "rewards")
+        place_of(make(cell), tmp_path / "rewards", tmp_path)
     assert why in str(refused.value)
     assert "%%writefile rewards.py" in str(refused.value)
     assert not (tmp_path / "rewards").exists()
@@ -145,4 +157,4 @@ def test_a_function_whose_source_is_not_known_is_refused(tmp_path: Path) -> None
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("def typed(completions, **_):\n    return [1.0]", names)
     with pytest.raises(ConfigError, match="source is not known"):
-        place_of(names["typed"], tmp_path / "rewards")
+        place_of(names["typed"], tmp_path / "rewards", tmp_path)

@@ -214,7 +214,7 @@ def test_a_missing_reward_says_why(client: TestClient) -> None:
 
 def test_advantages_are_those_that_the_journal_has(client: TestClient) -> None:
     text = client.get("/steps/12").text
-    assert "<td>0.250 0.333 0.417 </td>" in text, "of the second group of three completions"
+    assert "advantages 0.250 0.333 0.417 </td>" in text, "of the second group of three completions"
     assert "It began with policy version 11. It made version 12, published" in text
     assert "-1.250" not in client.get("/steps/1").text
 
