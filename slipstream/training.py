@@ -131,7 +131,7 @@ def _follow(launch: "Launch") -> None:
                 except KeyboardInterrupt:
                     is_interrupted = True
                     stop()
-        if ended := reader.ended():
+        if code == ExitCode.OK and (ended := reader.ended()):
             update(ended.text)
     if is_interrupted:
         raise KeyboardInterrupt
