@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import apsw
+from msgspec.structs import replace
 from rich.console import Console
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -62,7 +63,7 @@ class RunPages:
         view = self._viewer.status()
         found = warnings(view)
         console = Console(width=_STATUS_WIDTH, no_color=True, record=True, file=io.StringIO())
-        console.print(render(view, [], _STATUS_WIDTH))
+        console.print(render(replace(view, at=0.0), [], _STATUS_WIDTH))  # the page says when itself
         text = console.export_text(styles=False)
         return {"view": view, "warnings": found, "said": sentences(view, found), "text": text, "at": time.time()}
 
