@@ -195,6 +195,24 @@ def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.T
     return logprobs, entropies
 
 
+def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return (B, T) log-probs and entropies by the LM head that TRL gave the model, for logits that are not ours to make, and the
+    load-balancing loss of experts or None.
+
+    Args:
+        layout: of whole rows, on the device of the model.
+    """
+    labels = torch.full_like(layout.ids, -100).flatten()
+    labels = labels.index_put((layout.before + 1,), layout.targets).view(layout.ids.shape)
+    options = {"attention_mask": layout.mask, "output_router_logits": True} if has_experts else {}
+    found = model(input_ids=layout.ids, labels=labels, fused_lm_head=True, **options)
+    logprobs, entropies = (
+        spread(torch.nn.functional.pad(values, (0, 1)).flatten()[layout.before], layout)
+        for values in (found.log_probs, found.entropy)
+    )
+    return logprobs, entropies, found.aux_loss if has_experts else None
+
+
 def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return (B, T), from a value for each token in the loss; 0 for others."""
     rows, columns = layout.shape

@@ -15,7 +15,7 @@ from consumer.ranks.exchange import Ranks
 from protocol import errors
 from protocol.config.learning import FIRST_TOKENS
 
-_USED_SHARE = 0.8  # of the free memory; the rest is for other shapes and fragmentation
+USED_SHARE = 0.8  # of the free memory; the rest is for other shapes and fragmentation
 _ROUNDED_TO = 1024  # tokens
 _WORTH_MEASURING = FIRST_TOKENS // 2  # in smaller passes what does not grow with the tokens counts too much
 
@@ -99,7 +99,7 @@ def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> i
 def tokens_within(free_bytes: int, taken_bytes: int, taken_tokens: int) -> int:
     """Return the tokens of a pass that `free_bytes` are enough for, when one of `taken_tokens` took `taken_bytes`; a multiple of
     1024."""
-    fitting = int(_USED_SHARE * free_bytes * taken_tokens / max(1, taken_bytes))
+    fitting = int(USED_SHARE * free_bytes * taken_tokens / max(1, taken_bytes))
     return max(_ROUNDED_TO, min(MOST_TOKENS, fitting) // _ROUNDED_TO * _ROUNDED_TO)
 
 

@@ -364,8 +364,9 @@ class StepSplitter:
         while self._num_passes() == num_passes:
             if self.tokens == 1:
                 raise CompletionTooLargeError(
-                    f"the trainer's device has no memory for a single completion with its prompt ({problem}); set "
-                    "trainer.gradient_checkpointing=true, lower sampling.max_completion_length, or take a device with more memory"
+                    f"the trainer's device has no memory for a single completion with its prompt ({problem}); remove "
+                    "trainer.gradient_checkpointing if it is false, lower sampling.max_completion_length, or take a device with "
+                    "more memory"
                 )
             self.tokens //= 2
             self._split()

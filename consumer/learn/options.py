@@ -64,9 +64,16 @@ def build_lora(config: RunConfig) -> LoraConfig:
 
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the `trainer` section with the precision of its device."""
-    precision = {"bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")}
-    return precision | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+    """Return the `trainer` section with the precision of its device, and without checkpoints where memory decides on them."""
+    own = {"bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")}
+    if checkpoints_by_memory(config):
+        own["gradient_checkpointing"] = False
+    return own | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+
+
+def checkpoints_by_memory(config: RunConfig) -> bool:
+    """Tell whether each pass recomputes the layers that its device has no room for, because the file does not say which."""
+    return config.trainer.keys().isdisjoint({"gradient_checkpointing", "gradient_checkpointing_kwargs"})
 
 
 def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:

@@ -31,11 +31,10 @@ from consumer.learn import checkpoints
 from consumer.learn.adapters import AdapterFolder
 from consumer.learn.forward import (
     Head,
-    Layout,
     Tokens,
     logits_of,
+    logprobs_by_trl,
     rows_layout,
-    spread,
     token_logprobs,
     tree_layout,
 )
@@ -62,6 +61,8 @@ from consumer.learn.micro_batches import (
     on_device,
 )
 from consumer.learn.model import is_sharded, load_policy, router_loss_coef
+from consumer.learn.options import checkpoints_by_memory
+from consumer.learn.recomputation import RecomputedLayers
 from consumer.learn.statistics import (
     Summary,
     merged,
@@ -161,6 +162,7 @@ class SlipstreamTrainer(Trainer):
         is_here = self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type
         if is_here and not self.is_sharded:
             self._choose_kernel()
+        self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
         self._reference = ReferencePolicy(model)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
@@ -242,7 +244,7 @@ class SlipstreamTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: list[MicroBatch], num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the loss of the whole step; its gradient is at the parameters afterwards. A step that the device has no memory
-        for is split into smaller passes, and begins anew.
+        for recomputes its layers, then is split into smaller passes, and begins anew.
 
         Raises:
             DeviceError: it cannot be split any smaller.
@@ -266,7 +268,8 @@ class SlipstreamTrainer(Trainer):
             self.model.zero_grad()
             clear_device_cache(garbage_collection=True)
             set_random_state(device, drawn_from)
-            inputs = splitter.halve(problem)
+            if not self._recomputed.recompute_all():
+                inputs = splitter.halve(problem)
         passes_s = time.monotonic() - began
         metrics = self.end_passes()
         if ranks.world > 1:
@@ -282,7 +285,8 @@ class SlipstreamTrainer(Trainer):
         self.last = TrainedStep(plan, math.nan, metrics)
         if ranks.rank == 0:
             self.add_to_log(metrics)
-        splitter.measured(memory.fitting_tokens(max(size.places for size in self._passes)))
+        largest = max(size.places for size in self._passes)
+        splitter.measured(self._recomputed.fitting_tokens() or memory.fitting_tokens(largest))
         return self._step_loss.clone()
 
     def _prepare_inputs(self, inputs: list[MicroBatch]) -> list[MicroBatch]:
@@ -411,24 +415,11 @@ class SlipstreamTrainer(Trainer):
         layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)
         self._passes.append(PassSize(layout.ids.numel(), layout.num_tokens))
         layout = layout.on(self.accelerator.device)
-        with self.accelerator.autocast():
+        with self._recomputed.of_pass(layout.ids.numel()), self.accelerator.autocast():
             if self._logits is not None:
                 head = Head(self._logits, self.args, entropy_trains=self._entropy_bonus.is_on)
                 return Pass(*token_logprobs(self.base, layout, head))
-            return self._pass_by_trl(layout)
-
-    def _pass_by_trl(self, layout: Layout) -> Pass:
-        """Use the LM head that TRL gave the model, for logits that are not ours to make and for experts' load-balancing loss."""
-        labels = torch.full_like(layout.ids, -100).flatten()
-        labels = labels.index_put((layout.before + 1,), layout.targets).view(layout.ids.shape)
-        has_experts = self._router_loss_coef != 0.0
-        options = {"attention_mask": layout.mask, "output_router_logits": True} if has_experts else {}
-        found = self.model(input_ids=layout.ids, labels=labels, fused_lm_head=True, **options)
-        logprobs, entropies = (
-            spread(torch.nn.functional.pad(values, (0, 1)).flatten()[layout.before], layout)
-            for values in (found.log_probs, found.entropy)
-        )
-        return Pass(logprobs, entropies, found.aux_loss if has_experts else None)
+            return Pass(*logprobs_by_trl(self.model, layout, has_experts=self._router_loss_coef != 0.0))
 
     # Logs and checkpoints.
 

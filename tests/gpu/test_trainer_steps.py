@@ -83,6 +83,24 @@ def test_a_step_without_room_is_cut_into_smaller_passes(tmp_path: Path, model: M
     assert trained.last.grad_norm == pytest.approx(whole.last.grad_norm, rel=1e-4, abs=1e-6)
 
 
+def test_layers_are_recomputed_as_the_memory_of_the_card_asks(tmp_path: Path, model: Model, gpu: Gpu) -> None:
+    """With a card that holds a pass, nothing is. With one that does not, some layers are, and the passes of later steps are
+    shorter."""
+    options: dict[str, Any] = {"completions": [ids[:400] for ids in LONG], "sampled": 2, "dtype": "float32", "steps": 2}
+    whole = trainer(tmp_path, model("llama"), by_memory=True, **options)
+    whole.train()
+    assert [layer.gradient_checkpointing for layer in whole.base.model.layers] == [False, False]
+    trained = trainer(tmp_path, model("llama"), by_memory=True, **options)
+    limited(gpu, 8 * MIB)
+    trained.train()
+    assert trained.base.model.layers[0].gradient_checkpointing
+    assert trained._splitter.tokens < FIRST_TOKENS
+    assert trained.last is not None
+    assert whole.last is not None
+    assert trained.last.loss == pytest.approx(whole.last.loss, rel=1e-4, abs=1e-6)
+    assert trained.last.grad_norm == pytest.approx(whole.last.grad_norm, rel=1e-4, abs=1e-6)
+
+
 def test_a_completion_without_room_ends_the_trainer(tmp_path: Path, model: Model, gpu: Gpu) -> None:
     trained = trainer(tmp_path, model("llama"), completions=[ids[:400] for ids in LONG], sampled=2)
     limited(gpu, MIB // 4)

@@ -24,6 +24,7 @@ def trainer(
     sampled: int | None = None,
     model_options: dict[str, Any] | None = None,
     on_gpu: bool = True,
+    by_memory: bool = False,
     **sections: Any,
 ) -> SlipstreamTrainer:
     """A trainer of so many steps, each of two groups with these completions.
@@ -32,6 +33,7 @@ def trainer(
         sampled: so many of the last tokens of a completion are in the loss; None: all. Triton's interpreter takes milliseconds
             for each of them.
         model_options: change the section `model`.
+        by_memory: gradient checkpointing is chosen by the memory of the card.
         sections: change the other sections of the configuration.
     """
     sections["trainer"] = {"max_steps": steps, "save_strategy": "no"} | sections.get("trainer", {})
@@ -40,6 +42,8 @@ def trainer(
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"dtype": dtype, **(model_options or {})})}
     )
+    if by_memory:
+        del config.trainer["gradient_checkpointing"]
 
     in_loss = None
     if sampled is not None:

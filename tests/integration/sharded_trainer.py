@@ -29,15 +29,20 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 CASES["few passes"] = {"loss_type": "dapo"}, FEW_PASSES
 CASES["checkpointing"] = {"gradient_checkpointing": True}, MANY_PASSES
+CASES["checkpointing by memory"] = {"gradient_checkpointing": None}, MANY_PASSES
 
 
 def compare(ranks: ProcessRanks, folder: Path, model: Path, options: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     pipeline = {"shard_base": "layers", "trainer_tokens_per_micro_batch": max_tokens}
     config = run_config(folder, model, trainer=options, correction={"ratio_max": 1.5}, pipeline=pipeline)
+    if options.get("gradient_checkpointing", False) is None:  # as if the file did not have it
+        del config.trainer["gradient_checkpointing"]
     alone = slipstream_trainer(config, model)
     groups = off_policy(alone, some_groups(2))
     loss, gradient, metrics = of_step(alone, groups)
     trainer = slipstream_trainer(config, model, ranks)
+    if trainer.args.gradient_checkpointing:  # transformers does so when it begins to train
+        trainer.model.gradient_checkpointing_enable()
     of_ranks = of_step(trainer, groups)
     parameters = [
         (parameter.to_local() if hasattr(parameter, "to_local") else parameter)
