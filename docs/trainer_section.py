@@ -11,7 +11,7 @@ TRAINER = """\
 [`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) with transformers' `TrainingArguments`, read by
 the trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning:
 {defaults}.
-On a GPU `bf16` is true for a model in bfloat16. Without `gradient_checkpointing` [memory decides](models.md#activations), where TRL
+On a GPU `bf16` is true for a model in bfloat16. Without `gradient_checkpointing` [memory decides](models.md#activations); TRL
 recomputes all layers.
 
 Every key that is in none of these tables works as TRL and transformers document it; often useful are `max_steps`,
