@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,10 +16,12 @@ import pytest
 import yaml
 
 import slipstream
+from protocol.config.functions import load_function
 from protocol.errors import ConfigError, ExitCode
 from slipstream.launch import Launch
 from tests.unit.protocol.config.files import MINIMAL
 
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 UP = "import time, pathlib, sys\npathlib.Path(sys.argv[1], 'up').touch()\nwhile True: time.sleep(0.02)\n"
 POLITE = f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n{UP}"
 WORKS = "import pathlib, sys\npathlib.Path(sys.argv[1], 'metrics').mkdir(exist_ok=True)\n"
@@ -73,6 +77,24 @@ def test_the_daemons_get_the_rewards_and_the_caller_the_run(
     assert [one["function"] for one in asked[0]["rewards"]["functions"]] == ["exact_match"]
     assert run.folder == Path(config["run_dir"])
     assert list(run.steps().columns) == ["step"]
+
+
+@pytest.mark.long
+def test_the_example_of_the_page_runs(
+    config: dict, plans: Callable[[str, str], list[dict]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = '{"step": 1, "reward": 0.5}'
+    asked = plans(f"{WORKS}pathlib.Path(sys.argv[1], 'steps.jsonl').write_text({line!r} + chr(10))", "pass")
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "example.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names = runpy.run_path("example.py", run_name="__main__")
+    assert names["run"].steps()["reward"].tolist() == [0.5]
+    assert asked[0]["trainer"]["max_steps"] == 200
+    (function,) = asked[0]["rewards"]["functions"]
+    assert load_function(function["function"], "rewards")(["1", "2"], ["1", "1"]) == [1.0, 0.0]
 
 
 def test_a_failure_says_what_the_exit_code_means_and_what_the_daemon_said(
