@@ -20,6 +20,11 @@ def fault_of(path: str | None) -> tuple[str, str]:
     return fault, other
 
 
+def _missing(fault: str) -> str:
+    """Return the kind of module that a worker leaves out; "" if none."""
+    return fault.removesuffix(" is missing") if fault.endswith(" is missing") else ""
+
+
 class FaultyLoading(AdapterWorker):
     """Of its faults, those of one worker are of the second."""
 
@@ -41,11 +46,11 @@ class FaultyLoading(AdapterWorker):
     def _read_wrong(self, request: Any, other: str) -> Any:
         from vllm.lora.request import LoRARequest
 
-        if self._fault == "an old adapter under the new name":
+        if self._fault == "another adapter is held":
             request = LoRARequest(request.lora_name, request.lora_int_id, other)
         adapter = self._read_right(request)
-        if self._fault == "one kind of module is missing":
-            adapter.loras = {name: lora for name, lora in adapter.loras.items() if not name.endswith("q_proj")}
+        if kind := _missing(self._fault):
+            adapter.loras = {name: lora for name, lora in adapter.loras.items() if not name.endswith(kind)}
         if self._fault == "alpha is halved":
             for lora in adapter.loras.values():
                 lora.scaling /= 2
@@ -76,13 +81,13 @@ class FaultyMerging(MergeWorker):
     """Of its faults, those of one worker are of the second."""
 
     def merging_prepare(self, path: str | None, checksum: int | None) -> None:
-        self._fault, other = fault_of(path)
+        self._fault, self._other = fault_of(path)
         if self._fault == "a worker is left behind" and self.rank == 1:  # type: ignore[attr-defined]
             return
         if self._fault == "a worker takes another" and self.rank == 1:  # type: ignore[attr-defined]
-            path = other
+            path = self._other
         if self._fault == "an old adapter under the new name":
-            path = other
+            path = self._other
         merged_worker.merge, merged_worker.factors = self._merge, self._factors
         super().merging_prepare(path, checksum)
 
@@ -97,8 +102,13 @@ class FaultyMerging(MergeWorker):
         return RIGHT_MERGE(base, up / 2 if self._fault == "alpha is halved" else up, *others)
 
     def _factors(self, layer: Any, shape: Any, parts: Any) -> Any:
-        if self._fault == "one kind of module is missing":
-            parts = [part for part in parts if part.name != "q_proj"]
+        if kind := _missing(self._fault):
+            parts = [part for part in parts if part.name != kind]
+        if self._fault == "the base is served":
+            parts = []
+        if self._fault == "another adapter is held":
+            others = {(part.layer, part.name): part for part in self._merging._read(Path(self._other), None)}
+            parts = [others[part.layer, part.name] for part in parts]
         up, down = RIGHT_FACTORS(layer, shape, parts)
         is_gate_up = any(part.layer == "model.layers.1.mlp.gate_up_proj" for part in parts)
         if self._fault == "a worker has the other's part" and self.rank == 1 and is_gate_up:  # type: ignore[attr-defined]

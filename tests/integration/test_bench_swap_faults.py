@@ -1,4 +1,4 @@
-"""Swaps of a real engine in bfloat16 are proved by behaviour: the benchmark of faults on a small model."""
+"""Swaps of a real engine in bfloat16 are proved by bits and by behaviour: the benchmark of faults on a small model."""
 
 import json
 from pathlib import Path
@@ -17,4 +17,5 @@ def test_faults_are_refused_and_right_swaps_are_not(tmp_path: Path, mode: str) -
     swap_faults.main(["--model", str(model), "--mode", mode, "--lr", "2e-3", "--versions", "3", "--out", str(out)])
     found = json.loads(out.read_text())
     assert found["false_alarms"] == 0
-    assert {"base", "version before", "another adapter", "alpha 0.5"} <= found["refused"].keys()
+    assert found["by_bits"] == dict.fromkeys(swap_faults.FAULTS, 1)
+    assert {"base", "version before", "another adapter", "alpha 0.5"} <= found["by_behaviour"].keys()

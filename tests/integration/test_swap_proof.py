@@ -28,10 +28,11 @@ NUMBERS = {
             "nothing is loaded",
             "the base is served",
             "alpha is halved",
-            "one kind of module is missing",
+            "q_proj is missing",
             "an old adapter under the new name",
             "two parts are exchanged",
             "a layer stays",
+            "another adapter is held",
         ]
     )
 }
@@ -78,8 +79,8 @@ def adapter(live: LiveEngine, number: int, fault: str = "") -> Adapter:
         ("nothing is loaded", "vLLM says that the adapter is loaded, and none of its slots has it"),
         ("the base is served", f"{HOLDS_OTHER} model.layers.0.mlp.down_proj (lora_A), "),
         ("alpha is halved", f"{HOLDS_OTHER} model.layers.0.mlp.down_proj (lora_B), "),
-        ("one kind of module is missing", f"{HOLDS_OTHER} model.layers.0.self_attn.q_proj (lora_A), "),
-        ("an old adapter under the new name", f"{HOLDS_OTHER} model.layers.0.mlp.down_proj (lora_A), "),
+        ("q_proj is missing", f"{HOLDS_OTHER} model.layers.0.self_attn.q_proj (lora_A), "),
+        ("another adapter is held", f"{HOLDS_OTHER} model.layers.0.mlp.down_proj (lora_A), "),
         ("two parts are exchanged", "model.layers.1.mlp.gate_proj (lora_B), model.layers.1.mlp.up_proj (lora_B);"),
     ],
 )
@@ -120,8 +121,10 @@ async def test_no_adapter_that_is_right_is_refused(live: LiveEngine, tmp_path: P
     [
         ("nothing is loaded", OTHER_WEIGHTS),
         ("a layer stays", OTHER_WEIGHTS),
+        ("the base is served", OTHER_WEIGHTS),
+        ("another adapter is held", OTHER_WEIGHTS),
         ("alpha is halved", OTHER_WEIGHTS),
-        ("one kind of module is missing", "self_attn.qkv_proj, model.layers.1.self_attn.qkv_proj are not the base"),
+        ("q_proj is missing", "self_attn.qkv_proj, model.layers.1.self_attn.qkv_proj are not the base"),
         ("an old adapter under the new name", "are not those that were verified: CRC-32"),
     ],
 )

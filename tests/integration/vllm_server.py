@@ -17,18 +17,36 @@ from tests.unit.protocol.channel_harness import reserve_port
 
 
 class VllmServer:
-    """Of `model`, in float32 on the CPU, for adapters of rank 8."""
+    """Of `model` on the CPU, for adapters of this rank at most."""
 
-    def __init__(self, model: Path, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, model: Path, folder: Path, stack: ExitStack, dtype: str = "float32", max_len: int = 128, rank: int = 8
+    ) -> None:
         self.port = reserve_port(stack)
         stack.callback(self.kill)
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder
         self._arguments = [
-            *("--model", str(model), "--dtype", "float32", "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--max-model-len", "128", "--max-num-seqs", "32", "--enforce-eager", "--num-gpu-blocks-override", "64"),
+            *("--model", str(model), "--dtype", dtype, "--host", "127.0.0.1", "--port", str(self.port)),
+            *(
+                "--max-model-len",
+                str(max_len),
+                "--max-num-seqs",
+                "32",
+                "--enforce-eager",
+                "--num-gpu-blocks-override",
+                "64",
+            ),
             *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),  # one process less
-            *("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"),
+            *(
+                "--enable-lora",
+                "--max-loras",
+                "4",
+                "--max-lora-rank",
+                str(rank),
+                "--logprobs-mode",
+                "processed_logprobs",
+            ),
         ]
         self._starts = 0
         self.start()
