@@ -59,7 +59,7 @@ class _Probes(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: SlipstreamTrainer, config: RunConfig) -> None:
         model = trainer.model
         rows = np.zeros((NUM_ROWS, min(ROW_LENGTH, longest_of(model))), np.int32)
-        every, merged = config.swap.probe_every, config.is_merged_in_16_bits
+        every, merged = config.probe_every, config.is_merged_in_16_bits
         self._probe = PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=merged)
         self._sync_interval = config.pipeline.sync_interval
 

@@ -143,7 +143,7 @@ class Run(TrainerCallback):
         trainer.add_callback(self)
 
     def _probe_of(self, trainer: SlipstreamTrainer) -> PolicyProbe:
-        config, every, model = self.setup.config, self.setup.config.swap.probe_every, trainer.model
+        config, every, model = self.setup.config, self.setup.config.probe_every, trainer.model
         rows = probe_rows(self.setup.prompts, trainer.processing_class, config.seed, longest_of(model))
         if config.model.quantization is None:
             return PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=config.is_merged_in_16_bits)

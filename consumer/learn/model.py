@@ -33,7 +33,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
-from consumer.link.probe import Measurement, PolicyProbe
+from consumer.link.probe import PolicyProbe
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.ranks.presence import is_broken_connection
 from protocol.config.data import ModelSection
@@ -315,10 +315,10 @@ class UnquantizedProbe(PolicyProbe):
 
     trained: PeftModel | None = None
 
-    def measure(self, version: int) -> Measurement | None:
-        if self.every and version % self.every == 0:
+    def _passes(self, *, is_base: bool) -> torch.Tensor:
+        if not is_base:
             set_peft_model_state_dict(self.model, get_peft_model_state_dict(self.trained))
-        return super().measure(version)
+        return super()._passes(is_base=is_base)
 
 
 def unquantized_probe(

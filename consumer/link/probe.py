@@ -75,7 +75,7 @@ class Measurement(NamedTuple):
 
 @dataclass(eq=False)
 class PolicyProbe:
-    """Measures every `every`-th policy of `model`, a PeftModel; none if it is 0.
+    """Measures the first `every` policies of `model`, a PeftModel, and every `every`-th; none if it is 0.
 
     Args:
         rows: token ids, int32 (R, L).
@@ -89,6 +89,7 @@ class PolicyProbe:
     autocast: Callable[[], AbstractContextManager[None]]
     merged: bool = False
     _known: Probe | None = None
+    _first: int = 0  # version
     _has_exact: bool = True
 
     def measure(self, version: int) -> Measurement | None:
@@ -99,8 +100,10 @@ class PolicyProbe:
             with self.model.disable_adapter():
                 base, *exact = self._passes(is_base=True).cpu().numpy().astype("<f4")
             ids = self.rows.astype("<i4").tobytes()
+            self._first = version
             self._known = Probe(ids, self.rows.shape[1], base.tobytes(), *(one.tobytes() for one in exact))
-        return Measurement(self._known, None if version % self.every else self._passes(is_base=False))
+        is_due = version - self._first < self.every or version % self.every == 0
+        return Measurement(self._known, self._passes(is_base=False) if is_due else None)
 
     def _passes(self, *, is_base: bool) -> torch.Tensor:
         """Return log-probs, float32 (1 or 2, N)."""

@@ -25,6 +25,7 @@ from protocol.config.learning import (
 )
 from protocol.config.library_section import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.operation import (
+    PROBE_EVERY,
     TOLERANCES,
     EngineServerSection,
     ObservabilitySection,
@@ -127,6 +128,13 @@ class RunConfig(Section):
         return self.swap.probe_tolerance or default
 
     @property
+    def probe_every(self) -> int:
+        """The number of versions of which one is proved by behaviour; 0: none. A server shows no bits, and adapters of experts
+        are not compared by them."""
+        default = 1 if self.engine_server is not None or self.lora.get("target_parameters") else PROBE_EVERY
+        return default if self.swap.probe_every is None else self.swap.probe_every
+
+    @property
     def probe_slack(self) -> float:
         """The share by which the engine's change of a log-prob may systematically differ from the trainer's."""
         return 0.3 if self.engine.get("quantization") else 0.05
@@ -211,7 +219,7 @@ def _of_rewards(config: RunConfig) -> Problems:
         yield "environment.reward_weight: there is no environment.factory"
     if REWARD_NAME in config.rewards.names and own.own_weight is not None:
         yield f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called"
-    if config.swap.mode == "adapter" and config.swap.probe_every and "lm_head" in (config.lora["target_modules"] or ()):
+    if config.swap.mode == "adapter" and config.probe_every and "lm_head" in (config.lora["target_modules"] or ()):
         yield (
             "lora.target_modules: vLLM cannot score the probe of a swap under an adapter of lm_head; set swap.mode=merged, or "
             "swap.probe_every=0, or leave lm_head out"
@@ -341,9 +349,9 @@ def _of_engine_server(config: RunConfig) -> Problems:
             f"swap.in_flight: {config.swap.on_swap} cuts requests, and a server does not return what a request that is cut has "
             "sampled; use finish"
         )
-    if config.swap.probe_every != 1:
+    if config.probe_every != 1:
         yield (
-            f"swap.probe_every={config.swap.probe_every}: nothing but the probe proves the weights of a server, so every version "
+            f"swap.probe_every={config.probe_every}: nothing but the probe proves the weights of a server, so every version "
             "needs one; set it to 1"
         )
     if config.pipeline.gpu != "own":

@@ -97,7 +97,7 @@ class Run:
         self.run = LiveRun(setup, start, feed, waits, report, storage, self, heartbeat)
         lora = build_lora(self.config)
         self.trainer = SlipstreamTrainer(self.config, self.arguments, lora, model, feed, self.run.commit_checkpoint)
-        every, autocast = self.config.swap.probe_every, self.trainer.accelerator.autocast
+        every, autocast = self.config.probe_every, self.trainer.accelerator.autocast
         self.run.attach(self.trainer, PolicyProbe(PROBE_ROWS, every, self.trainer.model, autocast))
         if found:
             self.trainer._load_from_checkpoint(str(found.folder))
@@ -186,11 +186,11 @@ def test_a_version_every_third_step(tmp_path: Path, one_layer_model: Path) -> No
 
 
 @pytest.mark.long
-def test_every_second_version_carries_a_probe_that_moves_with_the_weights(
+def test_the_first_two_versions_and_every_second_carry_a_probe_that_moves_with_the_weights(
     tmp_path: Path, one_layer_model: Path
 ) -> None:
     run = Run(tmp_path, one_layer_model, swap={"probe_every": 2}, lora={"lora_dropout": 0.5})
-    assert [len(probe.policy) for probe in run.probes] == [28, 0, 28, 0, 28]
+    assert [len(probe.policy) for probe in run.probes] == [28, 28, 28, 0, 28]
     assert all((probe.token_ids, probe.row_length) == (PROBE_ROWS.tobytes(), 8) for probe in run.probes)
     assert {probe.base for probe in run.probes} == {run.probes[0].policy}, "version 0 is the base"
     logprobs = [np.frombuffer(probe.policy, np.float32) for probe in run.probes[::2]]
