@@ -1,9 +1,9 @@
 """`make bench-swap`: a policy from the trainer's call to the producer's engine, by size and way, and what it costs decoding.
 
 Guarantee: a trainer process and a real vLLM engine, with everything between them the product's, over ipc. Within a run of one
-size three ways take turns: through shared memory, in chunks, and pause-and-load (the adapter is saved to disk, vLLM is paused,
-loads and resumes). All the while the same number of requests is in the engine, each token of which is noted when it arrives. A
-gap is the time between two tokens of one request; those of a swap lie between the publication and the first token of the
+size several ways take turns: through shared memory with both proofs, by bits alone, and without a proof (a switch of this
+benchmark alone); in chunks with both; and pause-and-load (the adapter is saved to disk, vLLM is paused, loads and resumes). All the while the same number of requests is in the engine, each token of which is noted when it arrives.
+A gap is the time between two tokens of one request; those of a swap lie between the publication and the first token of the
 new version, ordinary ones in the second before.
 """
 
@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.groups import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
 from benchmarks.swap_trainer import serve
 from producer.app.timeline import Timeline
+from producer.engine.own_arguments import own_arguments
 from producer.engine_contract import Adapter
 from producer.link.events import LinkEvent, PolicyArrived
 from producer.link.session import Link, Mailbox
@@ -45,7 +47,7 @@ from protocol.wire.messages import Hello
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
 """Of an adapter of about so many MB for the model of `_build_model`."""
-WAYS = ("shared memory", "chunks", "pause and load")
+WAYS = ("shared memory", "chunks", "pause and load", "bits alone", "no proof")
 _NUM_STREAMS = 8
 _LENGTH = 128
 _AROUND_S = 1.0
@@ -56,6 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench/swap.json"), help="JSON file to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(RANKS), choices=list(RANKS), help="MB")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--repeat", type=int, default=5, help="swaps of each way (default: %(default)s)")
     parser.add_argument("--mode", choices=("adapter", "merged"), default="adapter", help="swap.mode")
     parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="of the engine and the trainer")
@@ -130,14 +133,17 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
     config = _config(model, scratch, rank, arguments.mode, arguments.device)
     from producer.engine.engine import VllmEngine
 
-    engine = VllmEngine(config, 0)
+    workers = {"adapter": "SwitchedLoading", "merged": "SwitchedMerging"}[arguments.mode]
+    extension = {"worker_extension_cls": f"benchmarks.swap_proof.{workers}"}
+    with patch("producer.engine.configuration.own_arguments", lambda *given: own_arguments(*given) | extension):
+        engine = VllmEngine(config, 0)
     found: list[dict[str, Any]] = []
     try:
         await engine.warm_up()
         timeline = Timeline(scratch / "timeline.jsonl")
         with shared_memory() as memory:
             for round_number in range(arguments.repeat):
-                for way in WAYS[round_number % 2 :] + WAYS[: round_number % 2]:
+                for way in arguments.ways[:: -1 if round_number % 2 else 1]:
                     if way == WAYS[2] and arguments.mode == "merged":
                         continue
                     folder = scratch / f"{round_number}-{way[:4]}"
@@ -186,7 +192,7 @@ class Side:
         context.set_forkserver_preload([serve.__module__])  # its imports take seconds
         side.pipe, theirs = context.Pipe()
         model = engine.capabilities.tokenizer_folder
-        settings = (config.max_lora_rank, way == WAYS[0], device)
+        settings = (config.max_lora_rank, way in (WAYS[0], *WAYS[3:]), device)
         side.child = context.Process(target=serve, args=(theirs, endpoints, model, folder, *settings))
         side.child.start()
         side.folder, side.engine, side.way = folder, engine, way
@@ -238,11 +244,16 @@ class Side:
         }
 
     async def _publish(self) -> dict[str, float]:
-        told = asyncio.create_task(asyncio.to_thread(_ask, self.pipe, "publish"))
+        if self.way == WAYS[4]:
+            await self.engine._core.call_workers("prove_by_bits", False)
+        command = "publish" if self.way in WAYS[:2] else "publish without probe"
+        told = asyncio.create_task(asyncio.to_thread(_ask, self.pipe, command))
         arrived, downloaded = await self.receiver.arrivals.get()
         started = time.monotonic()
         assert await self.registry.publish(downloaded), "the version is refused"
         done = time.monotonic()
+        if self.way == WAYS[4]:
+            await self.engine._core.call_workers("prove_by_bits", True)
         times = await told
         return {
             "began": times["began"],

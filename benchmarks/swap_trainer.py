@@ -53,10 +53,10 @@ class Trainer(Acceptor):
                 if "lora_" in name:
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
-    def publish_measured(self) -> dict[str, float]:
+    def publish_measured(self, *, probes: bool = True) -> dict[str, float]:
         """When the main thread began, and what it and the publisher's thread took."""
         began = time.monotonic()
-        measured = self._probe.measure(self._version)
+        measured = self._probe.measure(self._version) if probes else None
         probed = time.monotonic()
         snapshot = self._snapshots.take(measured)
         taken = time.monotonic()
@@ -81,7 +81,8 @@ def serve(
     shares: bool,
     device: str,
 ) -> None:
-    """Answers `publish` with its times, `save` with those of writing an adapter to disk as PEFT does, until `stop`."""
+    """Answers `publish` and `publish without probe` with its times, another command but `stop` with those of writing an adapter to
+    that folder as PEFT does."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, DTYPES[device])).to(device)
@@ -94,8 +95,8 @@ def serve(
             pipe.send("ready")
             while (command := pipe.recv()) != "stop":
                 trainer.train()
-                if command == "publish":
-                    pipe.send(trainer.publish_measured())
+                if command.startswith("publish"):
+                    pipe.send(trainer.publish_measured(probes=command == "publish"))
                 else:
                     began = time.monotonic()
                     model.save_pretrained(command)

@@ -88,10 +88,11 @@ class PolicyWeights(Protocol):
 
     survival: dict[str, float]
 
-    async def load(self, adapter: Adapter) -> None:
+    async def load(self, adapter: Adapter) -> dict[str, float] | None:
         """Read a policy into the engine, while requests run, and compare what each worker then holds with the published files,
-        bit by bit. A server in another process has no bits to read: its policies are proved by the probe alone. Raises
-        AdapterRefusedError if the policy cannot be read, or is not held; nothing has changed then."""
+        bit by bit. A server in another process has no bits to read: its policies are proved by the probe alone. Return the
+        seconds of each phase, where there are several. Raises AdapterRefusedError if the policy cannot be read, or is not held;
+        nothing has changed then."""
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
         """Compute the log-probs of this row, as much of it as fits, with a loaded policy, or with the base (None). Raises

@@ -14,6 +14,7 @@ weights computed before it began.
 
 import asyncio
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -149,17 +150,22 @@ class MergedWeights:
     async def start(self) -> None:
         await self.core.call_workers("merging_start")
 
-    async def load(self, adapter: Adapter) -> None:
+    async def load(self, adapter: Adapter) -> dict[str, float]:
         """Make the engine's weights those of this policy. They wait for verification."""
-        path = str(adapter.path)
+        path, times = str(adapter.path), [time.monotonic()]
         await prepare(self.core, "merging", path, adapter.checksum, path=path)
+        times.append(time.monotonic())
         self._settled.clear()
         await self._flip(adapter)
+        times.append(time.monotonic())
         try:
             await self._prove(path)
         except AdapterRefusedError:
             await self.discard(adapter)
             raise
+        times.append(time.monotonic())
+        phases = zip(("merge", "flip", "bits"), itertools.pairwise(times), strict=True)
+        return {name: ended - began for name, (began, ended) in phases}
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
         if adapter is None and self._present is not None:

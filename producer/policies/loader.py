@@ -39,12 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A policy that the engine has, verified, and how long that took."""
+    """A policy that the engine has, verified, and how long that took, with the phases of the load that the engine tells."""
 
     adapter: Adapter
     load_s: float
     verify_s: float
     verdict: Verdict | None = None  # None: it was not proved by behaviour
+    phases_s: dict[str, float] = {}  # noqa: RUF012 - of a NamedTuple
 
 
 @dataclass
@@ -75,7 +76,7 @@ class PolicyLoader:
             adapter = Adapter(policy.version, name, number, path, checksum)
             if downloaded.probe is not None:
                 await self._measure_base(downloaded.probe)
-            await self.weights.load(adapter)
+            phases_s = await self.weights.load(adapter) or {}
         except (BlobError, AdapterRefusedError, OSError, MemoryError) as error:
             shutil.rmtree(path, ignore_errors=True)
             may_pass = isinstance(error, AdapterFailedError | DamagedBlobError | OSError | MemoryError)
@@ -93,7 +94,7 @@ class PolicyLoader:
         if verdict is not None and verdict.refusal:
             await self.discard(adapter)
             raise AdapterRefusedError(verdict.refusal)
-        return Loaded(adapter, loaded - started, time.monotonic() - loaded, verdict)
+        return Loaded(adapter, loaded - started, time.monotonic() - loaded, verdict, phases_s)
 
     async def measure(self, adapter: Adapter) -> list[Scored] | None:
         """Return what the engine computes under this policy, which it has, of the tokens that were probed last; None where there

@@ -56,6 +56,7 @@ class SwapReport:
         self.metrics.swap_s.observe(swap_s)
         self.metrics.load_s.observe(loaded.load_s)
         numbers = {"load_ms": loaded.load_s * 1000, "probe_ms": loaded.verify_s * 1000, "bytes": len(downloaded.blob)}
+        numbers |= {f"{phase}_ms": seconds * 1000 for phase, seconds in loaded.phases_s.items()}
         rounded = {name: round(value, 3) for name, value in numbers.items()}
         if loaded.verdict is not None:
             self.counters.verdict = loaded.verdict

@@ -40,8 +40,11 @@ class Weights(NoWeights):
 class Engine(EngineWithoutWeights):
     def __init__(self, config: Any, num_gpus: int) -> None:
         super().__init__(config)
-        self._core = SimpleNamespace(llm=Llm())
+        self._core = SimpleNamespace(llm=Llm(), call_workers=self._call_workers)
         self.weights: Weights = Weights()
+
+    async def _call_workers(self, method: str, on: bool) -> None:
+        assert method == "prove_by_bits"
 
     def shutdown(self) -> None:
         assert self.weights.loaded == []
