@@ -2,9 +2,10 @@
 
 Guarantee: a trainer process and a real vLLM engine, with everything between them the product's, over ipc. Within a run of one
 size several ways take turns: through shared memory with both proofs, by bits alone, and without a proof (a switch of this
-benchmark alone); in chunks with both; and pause-and-load (the adapter is saved to disk, vLLM is paused, loads and resumes). All the while the same number of requests is in the engine, each token of which is noted when it arrives.
-A gap is the time between two tokens of one request; those of a swap lie between the publication and the first token of the
-new version, ordinary ones in the second before.
+benchmark alone); in chunks with both; and pause-and-load (the adapter is saved to disk, vLLM is paused, loads and resumes). All
+the while the same number of requests is in the engine, each token of which is noted when it arrives. A gap is the time between
+two tokens of one request; those of a swap lie between the publication and the first token of the new version, ordinary ones in
+the second before.
 """
 
 import argparse

@@ -81,8 +81,8 @@ def serve(
     shares: bool,
     device: str,
 ) -> None:
-    """Answers `publish` and `publish without probe` with its times, another command but `stop` with those of writing an adapter to
-    that folder as PEFT does."""
+    """Answers `publish` and `publish without probe` with its times, another command but `stop` with those of writing an adapter
+    to that folder as PEFT does."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, DTYPES[device])).to(device)
