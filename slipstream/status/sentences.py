@@ -22,8 +22,7 @@ def _progress(view: View) -> str:
     if view.ended:
         return f"The run {view.ended.text}, {clock(view.ended.at)}."
     if not view.answers or trainer is None or trainer.step is None:
-        last = f", and the last step that it told of is {max(view.rewards)}" if view.rewards else ""
-        return f"No trainer of this run answers{last}." if not view.answers else f"The trainer has no step yet{last}."
+        return f"The last step that it told of is {max(view.rewards):,}." if view.rewards else "There is no step yet."
     of = f" of {trainer.max_steps:,}" if trainer.max_steps else ""
     left = f", with about {duration(trainer.eta_s)} left" if trainer.eta_s else ""
     return f"The run is at step {trainer.step:,}{of}{left}."

@@ -78,7 +78,7 @@ def _of_daemons(view: View, trainer: TrainerView) -> Iterator[Warned]:
     if view.ended and not view.ended.finished:
         yield Warned("nothing_answers", f"the run was {view.ended.text}", "rl-trainer --resume goes on")
     elif not view.answers and not view.ended:
-        cure = "start rl-trainer and rl-producer, or name their addresses with --url"
+        cure = "start it, with --resume where it has begun; slipstream status --url asks daemons of other hosts"
         yield Warned("nothing_answers", "no daemon of this run answers", cure)
     gone = [(f"the trainer at {trainer.address}", trainer.error, "rl-trainer --resume goes on")]
     cure = "start it again; its prompts go out again by themselves"

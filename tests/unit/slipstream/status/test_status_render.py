@@ -86,7 +86,7 @@ def test_whose_turn_it_is_on_one_gpu(side: str, text: str) -> None:
 
 
 def test_a_view_of_nothing_says_what_to_do() -> None:
-    assert "no daemon of this run answers: start rl-trainer" in " ".join(lines(seen(rewards={1: 0.5}), 80))
+    assert "no daemon of this run answers: start it" in " ".join(lines(seen(rewards={1: 0.5}), 80))
     assert "nothing to complain about" in "\n".join(lines(seen({"step": 1, "max_steps": 9}), 80))
 
 

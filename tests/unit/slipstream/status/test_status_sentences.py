@@ -26,7 +26,7 @@ def test_a_reward_that_falls_or_stays() -> None:
 
 def test_before_there_is_anything_to_say() -> None:
     progress, learning, _ = said(trainer={"address": "127.0.0.1:1"})
-    assert "no step yet" in progress
+    assert progress == "There is no step yet."
     assert learning == "There is no reward yet."
     assert "too few steps" in said(rewards={1: 0.5})[1]
 

@@ -197,7 +197,7 @@ def test_the_charts_of_a_minute_read_the_steps_of_a_minute(
 
 
 def test_a_run_that_has_ended_says_how(client: TestClient, run: Path) -> None:
-    assert "the last step that it told of is 22" in client.get("/live").text
+    assert "The last step that it told of is 22" in client.get("/live").text
     (run / "trainer.json").write_text('{"finished": true, "steps": 24}')
     assert "The run finished at step 24" in client_of(run).get("/live").text
     (run / "trainer.json").write_text('{"finished": false, "steps": 24}')
