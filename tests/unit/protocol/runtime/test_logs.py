@@ -179,3 +179,23 @@ def test_a_log_that_is_kept_has_records_and_notes_of_this_process_alone(tmp_path
         "T INFO step 2/2",
         "T INFO error: run.yaml:1: a key (exit code CONFIG)",
     ]
+
+
+def test_a_log_that_is_kept_has_at_most_two_files(tmp_path: Path) -> None:
+    program = f"""
+        import logging, pathlib
+        from protocol.command_line import leave
+        from protocol.runtime import logs
+
+        logs._MAX_KEPT_BYTES = 1000
+        logs.configure("rl-trainer")
+        logs.keep(pathlib.Path({str(tmp_path / "trainer.log")!r}))
+        for number in range(200):
+            logging.getLogger("consumer.test").info("line %d", number)
+        leave(0)
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=60, check=True)
+    first, second = sorted(tmp_path.iterdir())
+    assert {first.name, second.name} == {"trainer.1.log", "trainer.log"}
+    assert all(file.stat().st_size <= 1100 for file in (first, second))
+    assert second.read_text().endswith("line 199\n")
