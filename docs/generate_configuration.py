@@ -1,10 +1,11 @@
-"""Writes docs/configuration.md from the schema in protocol/config/run.py.
+"""Writes docs/configuration.md and the JSON schema of the package from the schema in protocol/config/run.py.
 
 Guarantee: every key, type, bound, default and reserved name in the page comes from the code; `--check` exits with 1 when
-the page is out of date. Run it as `python docs/generate_configuration.py` or `python -m docs.generate_configuration`.
+one of them is out of date. Run it as `python docs/generate_configuration.py` or `python -m docs.generate_configuration`.
 """
 
 import argparse
+import json
 import re
 import sys
 import textwrap
@@ -28,6 +29,8 @@ from protocol.config.rewards import (
     RewardModel,
     RewardService,
 )
+from protocol.config.schema import FILE as SCHEMA
+from protocol.config.schema import json_schema
 from protocol.config.section import is_section, type_in_words
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -51,6 +54,9 @@ rewards:
   functions:
     - function: rewards.py:exact_match
 ```
+
+`slipstream init` writes such a file with comments, a reward and rows to begin with. Its first line names the JSON schema, with
+which editors complete keys and mark mistakes; the package has it as `protocol/config/run.schema.json`.
 
 All mistakes are reported at once with file and line (exit code 78):
 `run.yaml:12: pipeline.max_stalenes: unknown key ...; did you mean max_staleness?`.
@@ -140,9 +146,9 @@ rl-trainer --config run.yaml --set 'rewards.functions=[{function: "rewards.py:ex
 
 ## Checking a file
 
-`--check` validates within half a second, prints the file with all of Slipstream's defaults, and the derived values as comments,
-and exits. The output is a valid configuration of the same run. `--check full` also validates the sections of libraries: in the
-producer with vLLM, in the trainer with PEFT and TRL. Defaults of libraries are not printed.
+`--check` validates within half a second, prints the file with all of Slipstream's defaults, and exits. Derived values, and TRL's
+defaults of the table above, are comments. The output is a valid configuration of the same run. `--check full` also validates the
+sections of libraries: in the producer with vLLM, in the trainer with PEFT and TRL. Other defaults of libraries are not printed.
 """
 
 DERIVED = """\
@@ -302,14 +308,17 @@ def page() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=textwrap.shorten(__doc__ or "", 60))
-    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if the page is out of date")
-    wanted, current = page(), PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if not parser.parse_args().check:
-        PAGE.write_text(wanted, encoding="utf-8")
-    elif wanted != current:
-        sys.stderr.write("docs/configuration.md is out of date: run `python docs/generate_configuration.py`\n")
-        return 1
-    return 0
+    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if a file is out of date")
+    only_compares, current = parser.parse_args().check, True
+    files = {PAGE: page(), SCHEMA: json.dumps(json_schema(), indent=1) + "\n"}
+    for file, wanted in files.items():
+        if not only_compares:
+            file.write_text(wanted, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != wanted:
+            name = file.relative_to(ROOT)
+            sys.stderr.write(f"{name} is out of date: run `python docs/generate_configuration.py`\n")
+            current = False
+    return 0 if current else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The `trainer` section of docs/configuration.md, from the table in protocol/config/trainer_keys.py."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from docs.markdown import grouped, reserved, row
 from protocol.config import trainer_keys
@@ -9,12 +10,13 @@ TRAINER = """\
 ### `trainer`
 
 [`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) with transformers' `TrainingArguments`, read by
-the trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning:
-{defaults}.
-On a GPU `bf16` is true for a model in bfloat16. Without `gradient_checkpointing` [memory decides](models.md#activations); TRL
-recomputes all layers.
+the trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning. On a GPU `bf16` is true for a model in
+bfloat16. Without `gradient_checkpointing` [memory decides](models.md#activations); TRL recomputes all layers. Other defaults that
+decide what a run learns and costs:
+"""
 
-Every key that is in none of these tables works as TRL and transformers document it; often useful are `max_steps`,
+OTHERS = """\
+Every key that is in none of the next tables works as TRL and transformers document it; often useful are `max_steps`,
 `loss_type`, `beta` and `num_iterations`.
 """
 
@@ -35,12 +37,25 @@ Of keys that work, these values are refused:
 
 def trainer_section() -> Iterator[str]:
     """Yield the lines of the section."""
-    defaults = ", ".join(f"`{key}: {value}`" for key, value in trainer_keys.DEFAULTS.items())
-    yield TRAINER.format(defaults=defaults)
+    yield from [TRAINER, *defaults(), OTHERS]
     model_options = {f"model_init_kwargs.{key}": owner for key, owner in trainer_keys.MODEL_INIT_RESERVED.items()}
     yield from [RESERVED, *reserved(trainer_keys.RESERVED | model_options)]
     yield from [REFUSED, *refused_unless_default(trainer_keys.REFUSED)]
     yield from [REFUSED_VALUES, *refused_values(trainer_keys.REFUSED_VALUES)]
+
+
+def defaults() -> Iterator[str]:
+    """Yield a row for each key, with TRL's default beside ours."""
+    yield row("key", "Slipstream", "TRL")
+    yield "|---|---|---|"
+    for key, theirs in trainer_keys.TRL_DEFAULTS.items():
+        shown = [f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in (_ours(key), theirs)]
+        yield row(f"`{key}`", *shown)
+    yield ""
+
+
+def _ours(key: str) -> Any:
+    return trainer_keys.DEFAULTS.get(key, trainer_keys.TRL_DEFAULTS[key])
 
 
 def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[str]:

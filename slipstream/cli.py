@@ -25,6 +25,7 @@ from slipstream.options import Command, Function, Group, config_options, program
 from slipstream.tables import write_json
 
 _COMMANDS = {
+    "init": "slipstream.init:init",
     "run": "slipstream.run:run",
     "status": "slipstream.status.cli:status",
     "view": "slipstream.view.cli:view",

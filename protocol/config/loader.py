@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from protocol.config.places import make_absolute
 from protocol.config.run import RunConfig
 from protocol.config.section import expected, is_compound, is_section, nearest
+from protocol.config.trainer_keys import TRL_DEFAULTS
 from protocol.errors import ConfigError
 from protocol.runtime.files import ignore_disk_full, staged
 from protocol.runtime.scratch import private
@@ -72,7 +73,9 @@ def dump_config(config: RunConfig) -> str:
         "engine max_lora_rank": config.max_lora_rank,
     }
     body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
-    libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL.\n"
+    libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL. Of TRL's:\n"
+    left_out = {key: value for key, value in TRL_DEFAULTS.items() if key not in config.trainer}
+    libraries += "".join(f"# trainer.{key}: {value}\n" for key, value in left_out.items())
     return body + libraries + "".join(f"# {name}: {value}\n" for name, value in derived.items())
 
 

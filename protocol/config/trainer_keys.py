@@ -16,6 +16,26 @@ DEFAULTS: dict[str, Any] = {
 }
 """Of ours, where the file leaves a key out: TRL's are those of full fine-tuning, and its checkpoints 500 steps apart."""
 
+TRL_DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "num_train_epochs": 3.0,
+    "logging_steps": 10,
+    "report_to": "none",
+    "save_steps": 500,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "optim": "adamw_torch_fused",
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "loss_type": "dapo",
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "num_iterations": 1,
+    "scale_rewards": "group",
+    "mask_truncated_completions": False,
+}
+"""TRL's of the keys that decide what a run learns and costs."""
+
 WORKS: dict[str, tuple[str, ...]] = {
     "Length of the run": ("num_train_epochs", "max_steps"),
     "Optimizer": (

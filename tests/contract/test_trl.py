@@ -290,6 +290,9 @@ def test_every_key_of_trl_was_looked_at() -> None:
     assert placed - LATER_KEYS <= {name for name in defaults if not name.startswith("vllm_")} <= placed
     refused = trainer_keys.REFUSED.items()
     assert {key: refusal.default for key, refusal in refused} == {key: defaults[key] for key, _ in refused}
+    shown = trainer_keys.TRL_DEFAULTS
+    assert shown == {key: defaults[key] for key in shown}
+    assert trainer_keys.DEFAULTS.keys() <= shown.keys() <= working
 
 
 def test_values_that_are_refused_are_values_of_transformers() -> None:

@@ -57,6 +57,12 @@ def test_what_trainer_leaves_out_keeps_our_default_and_is_shown(run_yaml: Path) 
     assert shown["trainer"]["save_steps"] == 50
 
 
+def test_what_the_file_leaves_to_trl_is_shown_with_trls_value(run_yaml: Path) -> None:
+    lines = dump_config(load(run_yaml, MINIMAL + "trainer: {beta: 0.01}\n")).splitlines()
+    assert "# trainer.max_grad_norm: 1.0" in lines
+    assert not any(line.startswith(("# trainer.beta", "# trainer.learning_rate")) for line in lines)
+
+
 def test_bounds_that_may_just_be_met(run_yaml: Path) -> None:
     overrides = ["replay.min_size=8", "replay.max_size=8"]
     load(run_yaml, overrides=[*overrides, "reroll.reward=exact", "advantage.overlong_buffer_tokens=256"])
