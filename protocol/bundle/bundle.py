@@ -183,5 +183,5 @@ def _is_there(module: str) -> bool:
 def _explain(one: Requirement) -> str:
     what = f"{one.needed_by} imports {one.module}, which is not installed here"
     if not one.version:
-        return f"{what}, nor on the trainer's host; install it here, or start the trainer in the folder that has it"
+        return f"{what}, nor on the trainer's host; install it here, or put it into the folder of the run's YAML file"
     return f"{what}; the trainer's host has {one.package} {one.version}: pip install '{one.package}=={one.version}'"
