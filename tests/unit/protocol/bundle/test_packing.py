@@ -144,10 +144,10 @@ def test_what_a_host_lacks_is_named_with_the_trainer_s_version() -> None:
     assert missing(needed) == [
         "rewards.py imports nobody_has_this, which is not installed here; the trainer's host has nobody-has 1.2: "
         "pip install 'nobody-has==1.2'",
-        "lib/b.py imports nor_this, which is not installed here, nor on the trainer's host; install it here, or start the "
-        "trainer in the folder that has it",
-        "c.py imports , which is not installed here, nor on the trainer's host; install it here, or start the "
-        "trainer in the folder that has it",
+        "lib/b.py imports nor_this, which is not installed here, nor on the trainer's host; install it here, or put it "
+        "into the folder of the run's YAML file",
+        "c.py imports , which is not installed here, nor on the trainer's host; install it here, or put it "
+        "into the folder of the run's YAML file",
     ]
 
 
