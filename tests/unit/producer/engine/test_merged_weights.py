@@ -77,7 +77,9 @@ class Group:
 
 async def swapped(weights: MergedWeights, version: int) -> MergedWeights:
     policy = adapter(version)
-    await weights.load(policy)
+    phases = await weights.load(policy)
+    assert list(phases) == ["merge", "flip", "bits"]
+    assert min(phases.values()) >= 0
     weights.activate(policy)
     return weights
 

@@ -39,6 +39,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.weights = self
         self.survival: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
         self.loaded: dict[int, Adapter] = {}
         self.names: list[str] = []
         self.adopted: list[int] = []
@@ -62,7 +63,7 @@ class FakeEngine:
             raise AdapterRefusedError("too long")
         return Scored([score] * (len(row) - 1))
 
-    async def load(self, adapter: Adapter) -> None:
+    async def load(self, adapter: Adapter) -> dict[str, float]:
         self.loading += 1
         await self.slow.wait()
         self.loading -= 1
@@ -75,6 +76,7 @@ class FakeEngine:
         assert adapter.name not in self.names
         self.loaded[adapter.id] = adapter
         self.names.append(adapter.name)
+        return self.phases
 
     def activate(self, adapter: Adapter) -> None:
         assert adapter.id in self.loaded
@@ -160,6 +162,9 @@ async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
     events = setup.timeline
     assert [event["version"] for event in events] == list(range(10))
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
+    setup.engine.phases = {"merge": 0.5, "flip": 0.25}
+    assert await setup.publish(10)
+    assert (setup.timeline[-1]["merge_ms"], setup.timeline[-1]["flip_ms"]) == (500.0, 250.0)
 
 
 @working
