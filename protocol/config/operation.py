@@ -131,8 +131,8 @@ On the CPU it was 0.07 in bfloat16 for a model of 30 layers."""
 
 
 PROBE_EVERY = 8
-"""The default of `swap.probe_every` where bits prove every version. On two busy cores a swap of 40 MB took 1.4 s by bits alone and
-6.1 s with the probe, which at every eighth swap adds 0.6 s on average."""
+"""The default of `swap.probe_every` where bits prove every version. On two busy cores a swap of 40 MB took 1.4 s by bits alone
+and 6.1 s with the probe, which at every eighth swap adds 0.6 s on average."""
 
 
 class SwapSection(Section):
