@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib import pyplot as plt
-
 from protocol.runtime import json_lines as rotated_lines
 from replay.journal.reader import JournalReader
 from slipstream.journal.content import ContentReader
@@ -191,14 +188,16 @@ def _verdicts(report: dict[str, Any]) -> list[str]:
     return [f"- {line}" for line in lines]
 
 
-mpl.use("Agg")
-
 _GENERATION, _TRAINING, _TRL = "#1f6fb4", "#e07b39", "#777777"
 _SHOWN_STEPS = 6
 
 
 def draw(arms: dict[str, Arm], numbers: dict[str, dict[str, Any]], warm_up: int, file: Path) -> None:
     """Left: as many seconds of (a) and of (b) as six steps of (b) take. Right: wall time per step of every arm."""
+    import matplotlib as mpl  # half a second
+    from matplotlib import pyplot as plt
+
+    mpl.use("Agg")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(3, 1), layout="constrained")
     shown = [("(a) pair", arms["pair"]), ("(b) lockstep", arms["lockstep"])]
     span_s = _SHOWN_STEPS * numbers["lockstep"]["wall_s"]

@@ -11,6 +11,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -53,10 +54,10 @@ def _refuse_our_names(place: str, error: Exception | None = None) -> None:
     taken = {name for name in PACKAGES if Path(f"{name}.py").is_file()}
     loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]] if taken else []
     failed = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if taken and error else []
-    here, files = Path.cwd(), {Path(name) for name in [*loaded, *failed] if name}
-    folders = {folder for folder in {file.parent for file in files} if folder.resolve().is_relative_to(here)}
-    for file in files:
-        if file.parent in folders and file.is_file() and not any(file.is_relative_to(_ROOT / one) for one in PACKAGES):
+    here, files = Path.cwd(), {name for name in [*loaded, *failed] if name}
+    folders = {one for one in {os.path.dirname(name) for name in files} if Path(one).resolve().is_relative_to(here)}
+    for file in [Path(name) for name in files if os.path.dirname(name) in folders]:
+        if file.is_file() and not any(file.is_relative_to(_ROOT / one) for one in PACKAGES):
             for name in taken.intersection(_imported_by(file)):
                 raise ConfigError(
                     f"{place}: {file} imports `{name}`, which is a package of Slipstream and not {here / name}.py; "

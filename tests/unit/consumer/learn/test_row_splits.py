@@ -109,7 +109,7 @@ def test_every_row_is_on_one_rank_and_equal_sizes_give_equal_shares(sizes: Sizes
 
 
 @pytest.mark.parametrize(("prompt", "most"), [(None, 1.05), (0, 1.05), (100, 1.05), (800, 1.15)])
-@pytest.mark.parametrize("sigma", [0.6, 1.0])
+@pytest.mark.parametrize("sigma", [pytest.param(0.6, marks=pytest.mark.long), 1.0])
 def test_the_busiest_of_eight_ranks_has_little_more_than_the_mean(
     sigma: float, prompt: int | None, most: float
 ) -> None:

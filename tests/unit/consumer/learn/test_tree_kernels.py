@@ -124,14 +124,14 @@ def test_other_numbers(dtype: torch.dtype) -> None:
 
 
 @given(rows=rows_of_trees())
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_the_mask_of_flex_attention(window: int | None, rows: list[Row]) -> None:
+def test_the_masks_of_flex_attention(rows: list[Row]) -> None:
     tree = tree_of(rows)
     kernel = FlexKernel(tree, frozenset({WINDOW}))
-    mask = kernel.with_tensors(kernel.tensors)._masks[window]
-    assert mask.shape == (1, 1, len(tree.ids), len(tree.ids))
-    found = create_mask(mask.mask_mod, 1, 1, len(tree.ids), len(tree.ids), device="cpu")
-    assert torch.equal(found[0, 0], attended(tree, window))
+    masks = kernel.with_tensors(kernel.tensors)._masks
+    for window in (None, WINDOW):
+        assert masks[window].shape == (1, 1, len(tree.ids), len(tree.ids))
+        found = create_mask(masks[window].mask_mod, 1, 1, len(tree.ids), len(tree.ids), device="cpu")
+        assert torch.equal(found[0, 0], attended(tree, window))
 
 
 @pytest.mark.parametrize("window", [None, 40, 300])

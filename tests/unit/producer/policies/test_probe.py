@@ -69,7 +69,7 @@ def versions(chance: np.random.Generator, noise: Any, moved: float) -> tuple[Mea
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-@pytest.mark.parametrize("moved", [1e-4, 0.01, 0.1, 1.0])
+@pytest.mark.parametrize("moved", [1e-4, *(pytest.param(each, marks=pytest.mark.long) for each in (0.01, 0.1)), 1.0])
 def test_right_swaps_are_never_refused(noise: Any, moved: float) -> None:
     chance = np.random.default_rng(1)
     for _ in range(400):

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from replay.journal.retention import RESERVE_BYTES, DiskGuard
+from replay.journal.writer import Journal
+from tests.unit.replay.builders import entry
 
 
 @pytest.fixture
@@ -60,6 +62,19 @@ def test_the_reserve_takes_real_room_and_comes_back_when_there_is_room(tmp_path:
     disk.used, disk.free = 100, 800
     guard.check()
     assert reserve.stat().st_size == RESERVE_BYTES
+
+
+def test_two_commits_of_32_groups_of_50_kb_fit_into_the_reserve(journal: Journal, tmp_path: Path) -> None:
+    def taken() -> int:
+        return sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
+
+    before = taken()
+    for first in (0, 32):
+        journal.append([entry(prompt, frame=bytes(50_000)) for prompt in range(first, first + 32)])
+    needed = taken() - before
+    DiskGuard(tmp_path, 1.0)
+    reserve = (tmp_path / "journal.reserve").stat()
+    assert 2 * 32 * 50_000 < needed < min(reserve.st_size, reserve.st_blocks * 512)
 
 
 def test_no_room_for_the_reserve_leaves_no_part_of_it(
