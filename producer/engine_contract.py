@@ -102,7 +102,7 @@ class PolicyWeights(Protocol):
         """Allow requests on this policy."""
 
     async def discard(self, adapter: Adapter) -> None:
-        """Unloads a policy. One that was not activated is undone, as if it had never been loaded."""
+        """Unload a policy. One that was not activated is undone, as if it had never been loaded."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +134,15 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
     ) -> list[Completion]:
-        """Samples a group until every completion has ended, or `cut` is set. Raises LeaseFailure if the engine refuses this
+        """Sample a group until every completion has ended, or `cut` is set. Raises LeaseFailure if the engine refuses this
         request."""
 
     async def sleep(self) -> None:
-        """Gives up the memory of its GPU, but keeps its policies. Only while nothing is asked of it; then nothing may be asked
-        before `wake` has returned. Raises EngineError if it cannot."""
+        """Give up the memory of its GPU, but keep its policies. Call it only while no request is open; the next may come
+        when `wake` has returned. Raises EngineError if it cannot."""
 
     async def wake(self) -> None:
-        """Takes the memory again. Raises EngineError if there is none."""
+        """Take the memory again. Raises EngineError if there is none."""
 
     def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
         """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
@@ -160,7 +160,7 @@ class Engine(Protocol):
         """Raise EngineError if the engine is dead, also while it has no requests."""
 
     def shutdown(self) -> None:
-        """Ends the engine. What is asked of it from then on is an `EngineError`."""
+        """End the engine. What is asked of it from then on is an `EngineError`."""
 
 
 @dataclass(frozen=True)

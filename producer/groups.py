@@ -37,7 +37,7 @@ class Record:
         return cls(list(prompt_ids), np.zeros(len(prompt_ids), "<f4"), np.full(len(prompt_ids), -1, "<i4"))
 
     def show(self, token_ids: list[int]) -> None:
-        """Adds what the policy did not sample."""
+        """Add what the policy did not sample."""
         self._add(Record.of(token_ids))
 
     def sampled(self, completion: Completion) -> None:

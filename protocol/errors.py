@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
         "no daemon (slipstream status --once), trainer (rl-producer --connect) or Ray (slipstream cluster) answers",
     )
     ENGINE = 69, "the generation engine died or cannot serve what was asked"
-    BUG = 70, "an exception nobody expected; the traceback is printed"
+    BUG = 70, "an unexpected exception; the traceback is printed"
     DEVICE = 71, "a GPU index that does not exist, or a GPU has too little memory"
     NOT_FINITE = 72, "loss or gradient was NaN or infinite; the step was not taken, its batch is in RUN_DIR/inspect"
     ENDPOINT_IN_USE = 73, "another process is bound to the endpoint"

@@ -79,7 +79,7 @@ class Permutation:
 
 
 def _mixed(value: int) -> int:
-    """64 bits, each of which depends on all of those of the value (the finalizer of SplitMix64)."""
+    """64 bits; each depends on all bits of the value (the finalizer of SplitMix64)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
     return value ^ (value >> 31)
@@ -191,8 +191,8 @@ class PromptLedger:
         return True
 
     def find(self, lease: LeaseId, *, of_this_run: bool = True) -> Key | None:
-        """The prompt that a group with this lease would answer; None if it is answered or given up. Raises UnknownLeaseError if
-        no trainer of this run can have given it; if not `of_this_run`, only this process can."""
+        """The prompt that a group with this lease would answer; None if it is answered or a dead letter.
+        Raise UnknownLeaseError if no trainer of this run can have given the lease; if not `of_this_run`, only this process can."""
         key = lease.key
         # A crash may have set the cursor back by an epoch.
         is_possible = (

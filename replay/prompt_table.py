@@ -29,7 +29,7 @@ _DATA = ("prompt_too_long", "bad_prompt", "reward_failed", "environment_failed")
 _HOPELESS = ("prompt_too_long", "bad_prompt")
 _MAX_BACKOFF_S = 60.0
 FAILURE_WINDOW = 64
-"""Finished prompts over which the share of those that were given up is judged."""
+"""The number of finished prompts over which the share of dead letters is judged."""
 
 
 def failure_class(reason: str) -> FailureClass:
@@ -54,18 +54,18 @@ class RetryBudget:
 
 
 class FailureWatch:
-    """The last finished prompts, of which the share `max_share` may have been given up."""
+    """The last finished prompts. At most the share `max_share` of them may be dead letters."""
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
         self._finished: deque[str | None] = deque(maxlen=FAILURE_WINDOW)
 
     def note(self, given_up: str | None = None) -> None:
-        """A prompt has its group, or was given up, and why."""
+        """Note that a prompt has its group, or the reason why it is a dead letter."""
         self._finished.append(given_up)
 
     def check(self) -> None:
-        """Raise DataFailuresError if too many were given up."""
+        """Raise DataFailuresError if too many are dead letters."""
         reasons = [reason for reason in self._finished if reason is not None]
         if len(self._finished) == FAILURE_WINDOW and len(reasons) > self._max_share * FAILURE_WINDOW:
             raise DataFailuresError(

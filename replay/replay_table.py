@@ -28,7 +28,7 @@ class ReplayCredit:
     also the first one of a group. The rest may be spent on replays, and at most one batch of it is kept from batch to batch.
     More would let a long run of replays overtake groups that are still being generated, while leases rely on their order.
 
-    Example: batches of 4, a rate of 1, at most 3 replays in a batch. 20 groups were delivered, of which 7 have signal. The first
+    Example: batches of 4, a rate of 1, at most 3 replays in a batch. 20 groups were delivered, and 7 have signal. The first
     batch takes 4 of these, and the second begins with the other 3:
 
         credit = ReplayCredit(size=4, rate=1.0, max_replayed=3)

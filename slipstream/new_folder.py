@@ -21,7 +21,7 @@ def new_folder(to: Path) -> Iterator[Path]:
         if to.exists():
             raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
         with ExitStack() as locks:
-            _lock(partial_of(to), to, locks)  # of one that a killed command left, nobody has the lock
+            _lock(partial_of(to), to, locks)  # no process has the lock of one that a killed command left
             partial = locks.enter_context(staged(to))
             partial.mkdir(parents=True)
             _lock(partial, to, locks)

@@ -1,7 +1,7 @@
 """Both daemons of a run as children of one process.
 
 Guarantee: the daemons are the commands that services run, and none of them outlives this process (`protocol.runtime.keeper`). A
-producer that ends is started again where a new start can help. Its output waits for nobody: a long line is shown in parts.
+producer that ends is started again where a new start can help. Its output waits for no reader: a long line is shown in parts.
 """
 
 import asyncio

@@ -144,7 +144,7 @@ def _cut(columns: dict[str, Any], name: str, where: str) -> tuple[Any, Any]:
     messages = columns.get(name)
     if messages is None or not is_conversational(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise DatasetError(
-            f"{where}: sft.messages_column: {name!r} must be a list of messages of which the last is the assistant's, got "
+            f"{where}: sft.messages_column: {name!r} must be a list of messages that ends with the assistant's, got "
             f"{messages!r:.80}"
         )
     return messages[:-1], messages[-1:]

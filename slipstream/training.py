@@ -141,7 +141,7 @@ def _follow(launch: "Launch") -> None:
 
 @contextmanager
 def _beside(pair: "Pair") -> "Iterator[tuple[Callable[[float], int | None], Callable[[], object]]]":
-    """Run a pair on a thread with a loop of its own. Give two functions: one waits so many seconds for the exit code, the
+    """Run a pair on a thread with a loop of its own. Give two functions: one waits at most that long for the exit code, the
     other asks the pair to stop."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor

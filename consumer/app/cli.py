@@ -70,7 +70,7 @@ def main() -> NoReturn:
     arguments_parser.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="where the others find host 0, on a network that nobody else can reach",
+        help="where the others find host 0, on a network that only the hosts of this run reach",
     )
     arguments_parser.set_defaults(gpu=_DEFAULT_GPU)
     arguments = arguments_parser.parse_args()

@@ -33,13 +33,13 @@ from protocol.runtime import logs
 
 
 def check_libraries(config: RunConfig) -> None:
-    """Validates the `trainer` and `lora` sections by TRL and PEFT, without loading a model."""
+    """Validate the `trainer` and `lora` sections by TRL and PEFT, without loading a model."""
     build_lora(config)
     build_arguments(config, on_gpu=False, num_prompts=1)
 
 
 def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path | None = None) -> ExitCode:
-    """Trains until done or told to stop.
+    """Train until done or told to stop.
 
     Args:
         resume: go on from what run_dir holds.

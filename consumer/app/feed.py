@@ -46,7 +46,7 @@ class BatchFeed:
     turns: GpuTurns | None = None
     wait_s: float = 0.0  # spent on the last batch
     last: TrainingBatch | None = None
-    _waits_since: float | None = None  # None: nobody waits
+    _waits_since: float | None = None  # None: nothing waits
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
@@ -96,7 +96,7 @@ class BatchFeed:
         return None
 
     def _has_turn(self) -> bool:
-        """Hands the GPU over while there is no batch, and takes it, which may last, when there is one."""
+        """Hand the GPU over while there is no batch, and take it, which may last, when there is one."""
         if self.turns is None:
             return True
         if not self.buffer.has_batch(0.0 if self.turns.is_ours else _POLL_S, partial=self._takes_partial):

@@ -84,7 +84,7 @@ class _OwnRandomness(TrainerCallback):  # type: ignore[misc]
 
 
 def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
-    """Trains as long as rank 0 says."""
+    """Train as long as rank 0 says."""
     begin = ranks.share(None)
     if not isinstance(begin, Begin):
         raise PlanError("rank 0 plans a step before it has begun")
@@ -107,7 +107,7 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
 
 
 def receive_files(ranks: Ranks, sizes: dict[str, int], folder: Path) -> None:
-    """Writes the checkpoint that rank 0 hands over to `folder`."""
+    """Write the checkpoint that rank 0 hands over to `folder`."""
     for name, size in sizes.items():
         with (folder / name).open("wb") as stream:
             while stream.tell() < size:

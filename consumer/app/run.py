@@ -194,7 +194,7 @@ class Run(TrainerCallback):
         return self.evaluation.results.stop_reason if self.evaluation else None
 
     def publish(self, step: int) -> None:
-        """Publishes the weights that step `step` starts from."""
+        """Publish the weights that step `step` starts from."""
         version = self.setup.budget.version_at(step)
         snapshot = self._snapshots.take(self._probe.measure(version))
         self.submit(step, version, snapshot)

@@ -61,7 +61,7 @@ class Setup:
     shape: GroupShape
     budget: StalenessBudget
     rewards: RewardRecipe
-    checkpoint_limit: int | None  # so many of the newest stay; None: all
+    checkpoint_limit: int | None  # the newest that stay; None: all
 
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":

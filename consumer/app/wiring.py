@@ -69,7 +69,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
         gpus: of the trainer, by their indexes.
 
     Raises:
-        ConfigError: run_dir holds another run, or one that nobody said to go on with.
+        ConfigError: run_dir holds another run, or one that was not named by --resume.
     """
     config, settings = setup.config, setup.config.pipeline
     journal = opened.enter_context(closing(Journal(config.journal_file, commit_seconds(watch.registry).observe)))

@@ -52,7 +52,7 @@ class EvaluationControl:
             self.due.put(DueVersion(policy.info, step, bytes(policy.data), policy.probe))
 
     def collect(self, log: Callable[[Mapping[str, float]], None]) -> None:
-        """Records what has finished, and sends its numbers to the trackers by `log`. On a full disk the next call does."""
+        """Record what has finished, and send its numbers to the trackers by `log`. On a full disk the next call does."""
         while not self.leases.finished.empty():
             if not self._record(self.leases.finished.get_nowait(), log):
                 return

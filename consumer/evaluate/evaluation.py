@@ -1,7 +1,7 @@
 """An evaluation of one policy version: which held-out prompts are leased, and the scores of their answers.
 
-Guarantee: every prompt is answered once or given up once, and the first answer of the evaluated version wins. A prompt that was
-given up, or of which too few completions were scored, has no score; it is counted and is no part of the mean.
+Guarantee: every prompt is answered once or failed once, and the first answer of the evaluated version wins. A prompt that
+failed, or has too few scored completions, has no score; it is counted, and the mean leaves it out.
 
 An evaluation knows nothing of training. It shares `PromptTable` with the ledger, and its lease ids are of another form.
 """
@@ -55,7 +55,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt that is done. None and empty where it was given up."""
+    """A prompt that is done. None and empty where it failed."""
 
     score: float | None = None
     rewards: tuple[float, ...] = ()  # mean by function, NaN where none is scored

@@ -22,8 +22,8 @@ _FILE = re.compile(r"(?P<half>\.)?version-(?P<version>\d{1,19})-step-(?P<step>\d
 
 
 class KeptAnswer(msgspec.Struct, frozen=True):
-    """A prompt of the held-out dataset. `frame` is the encoded group, empty where the prompt was given up or `MAX_BYTES` left
-    no room; a prompt of which too few completions were scored has no score."""
+    """A prompt of the held-out dataset. `frame` is the encoded group, empty where the prompt failed or `MAX_BYTES` left
+    no room; a prompt with too few scored completions has no score."""
 
     prompt_id: int
     score: float | None

@@ -30,12 +30,12 @@ from protocol.wire.messages import PolicyInfo, Probe
 _RESULT = "evaluation.json"
 _MAX_BYTES = 16 * 2**20  # of one file; a line has some 400 bytes
 _DUE_FILE = re.compile(r"(\.)?version-(\d{1,19})-step-(\d{1,19})\.adapter(?(1)\.partial)")
-_REMEMBERED = 1024  # versions, of which only the newest can be asked about
+_REMEMBERED = 1024  # versions; requests name only the newest
 
 
 class EvaluationResults:
-    """The results of a run, which belong to the main thread. An evaluation of which more than `max_unscored_share` of the prompts
-    has no score is reported and nothing else. Lines of steps after `first_step` are of no step that was taken."""
+    """The results of a run, which belong to the main thread. An evaluation in which more than `max_unscored_share` of the prompts
+    have no score is reported and nothing else. Lines after `first_step` belong to steps that were undone."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class EvaluationQueue:
             return list(self._due)
 
     def put(self, due: DueVersion) -> None:
-        """Raises OSError if it could not be written."""
+        """Raise OSError if it could not be written."""
         version = due.policy.version
         file = self._folder / f"version-{version}-step-{due.step}.adapter"
         with staged(file) as partial:

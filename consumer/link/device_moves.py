@@ -1,7 +1,7 @@
 """The trainer's weights and optimizer on their way between its device and host memory.
 
-Guarantee: every tensor has the very same bits afterwards, and stays the same object, so that optimizer, PEFT and whoever else
-holds it need not know; tensors that share memory still do. Frozen weights are copied in one direction only, because what the host
+Guarantee: every tensor has the very same bits afterwards, and stays the same object, so that optimizer, PEFT and all others that
+hold it need not know; tensors that share memory still do. Frozen weights are copied in one direction only, because what the host
 has of them stays right. A move is whole, or raises what the device raised and nothing has moved.
 """
 

@@ -51,7 +51,7 @@ class SessionTerms:
     host: str = ""  # where it runs
     region: str = ""
     bundle: OfferedBundle = NO_BUNDLE
-    turns: GpuTurns | None = None  # on the GPU; None: nobody shares it
+    turns: GpuTurns | None = None  # on the GPU; None: it is not shared
     refusals: RefusalWatch = field(default_factory=RefusalWatch)
 
 
@@ -97,7 +97,7 @@ class Fleet:
             self.channel.send(peer, Reject(found))
             return
         shares_gpu = terms.turns is not None and terms.turns.shares(hello)
-        if terms.turns is not None:  # before its last session ends, or nobody would seem to be on the GPU in between
+        if terms.turns is not None:  # before its last session ends, or the GPU would seem free in between
             (terms.turns.join if shares_gpu else terms.turns.leave)(hello.producer)
         if (other := self._peers.get(hello.producer)) is not None:
             self._end(other)

@@ -180,7 +180,9 @@ class GpuTurns:
         with self._changed:
             self._arbiter.join(producer, self.clock())
             if self._arbiter.phase == "trainer":
-                logger.warning("producer %s joined in the trainer's turn on the GPU, and is told to leave it", producer)
+                logger.warning(
+                    "producer %s joined in the trainer's turn on the GPU; its engine is asked to sleep", producer
+                )
 
     def leave(self, producer: str) -> None:
         with self._changed:
@@ -211,7 +213,7 @@ class GpuTurns:
             return self._arbiter.phase == "trainer"
 
     def take(self, waits: WaitPolicy) -> None:
-        """Raises DeviceError if the GPU does not become free, and what `waits.check` raises."""
+        """Raise DeviceError if the GPU does not become free, and what `waits.check` raises."""
         if self.is_ours:
             return
         assert self._moves is not None
@@ -290,9 +292,9 @@ class GpuTurns:
         waited = self.clock() - since
         if waited >= self.handover_s:
             raise DeviceError(
-                f"the trainer's model needs {gib(needed)} of the GPU, of which {gib(free)} are free although "
-                f"it has been the trainer's turn for {waited:.0f} s (pipeline.gpu_handover_s); {self._describe_users()}. End who "
-                "should not be there and go on with --resume"
+                f"the trainer's model needs {gib(needed)} of the GPU, and {gib(free)} are free although "
+                f"it has been the trainer's turn for {waited:.0f} s (pipeline.gpu_handover_s); {self._describe_users()}. End the "
+                "processes that should not be there, and go on with --resume"
             )
         time.sleep(_POLL_S)
         return None

@@ -86,7 +86,7 @@ class Publisher:
                 self._changed.notify_all()
 
     def _next_is_there(self) -> bool:
-        """Waits for work; False when there is none and none will come."""
+        """Wait for work; False when there is none and none will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._unfinished or self._closing)
             return bool(self._unfinished)

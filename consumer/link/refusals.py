@@ -1,10 +1,10 @@
 """The judgement whether a producer is left that can serve what the trainer publishes.
 
-Guarantee: a run ends with `PolicyRefusedError`, which says who refuses what and why, when every connected producer refuses the
-newest policies for good, `swap.max_refused` of them in a row or so many that no group of what is served may be trained any
+Guarantee: a run ends with `PolicyRefusedError`, which names the producers and reasons, when every connected producer refuses the
+newest policies for good, `swap.max_refused` of them in a row, or until no group of the served policies may be trained any
 more. A producer that refuses what another one has served is at fault itself and proves nothing about the policy. The run waits
 while there is one that serves, tries, or failed for a reason that may pass; and for a moment in which others may come back,
-unless nobody has served before.
+unless no producer has served before.
 """
 
 import time

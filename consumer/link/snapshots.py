@@ -34,7 +34,7 @@ class AdapterSnapshot:
 
     @property
     def data(self) -> memoryview:
-        """Waits until everything is there."""
+        """Wait until everything is there."""
         if self.copied is not None:
             self.copied.synchronize()
         return memoryview(self.blob.numpy())
@@ -68,7 +68,7 @@ class AdapterSnapshots:
         self._free: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()
 
     def take(self, probe: Measurement | None = None) -> AdapterSnapshot:
-        """Copies the weights of now; the probe of the present policy travels with them."""
+        """Copy the weights of now; the probe of the present policy travels with them."""
         try:
             blob, places = self._free.popleft()
         except IndexError:

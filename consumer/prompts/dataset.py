@@ -67,7 +67,7 @@ class PromptDataset:
         return len(self._mixture)
 
     def __getitem__(self, prompt_id: int) -> Prompt:
-        """Raises DatasetError if the row has no usable prompt."""
+        """Raise DatasetError if the row has no usable prompt."""
         source, row = self._mixture[prompt_id]
         return self._sources[source][row]
 
@@ -99,7 +99,7 @@ class Placeholders:
 
 
 def open_prompts(config: RunConfig, model_folder: Path, check: Callable[[], None]) -> PromptDataset | Placeholders:
-    """Raises as PromptDataset."""
+    """Raise what PromptDataset raises."""
     if config.environment.atropos:
         return Placeholders()
     trusted = config.model.trust_remote_code

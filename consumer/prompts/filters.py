@@ -33,7 +33,7 @@ class TokenLimit:
     """The longest prompt."""
 
     def __init__(self, section: DatasetSection, model_folder: Path | None, trust_remote_code: bool) -> None:
-        assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
+        assert model_folder is not None, "max_prompt_tokens needs the folder of the model"
         self._folder = model_folder
         self._trust_remote_code = trust_remote_code
         self._template = section.chat_template_kwargs
@@ -68,7 +68,7 @@ class UsableRows:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Raises DatasetError if the row has no usable prompt."""
+        """Raise DatasetError if the row has no usable prompt."""
         number = int(self._numbers[index])
         if self._judged is None or self.reader.transform is None:
             prompt = self.reader.read(self.reader.rows[number], number)

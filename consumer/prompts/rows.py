@@ -142,7 +142,7 @@ _DIGEST_ROWS = 10_000  # at a time
 
 
 def load_rows(source: SourceSection, key: str) -> Dataset:
-    """Reads the source named `key` in the configuration file. Raises DatasetError if there is no such dataset or split, or it
+    """Read the source named `key` in the configuration file. Raises DatasetError if there is no such dataset or split, or it
     has no rows."""
     path = Path(source.path)
     suffix = path.suffix if path.suffix in _BUILDERS else None

@@ -7,7 +7,7 @@ from protocol.wire.model_folder import cannot_load
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Loads it with options of `AutoTokenizer.from_pretrained`. Raises ConfigError if transformers cannot."""
+    """Load it with options of `AutoTokenizer.from_pretrained`. Raises ConfigError if transformers cannot."""
     from transformers import AutoTokenizer
 
     try:

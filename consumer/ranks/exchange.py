@@ -113,7 +113,7 @@ class Ranks(Protocol):
         ...
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces each by its sum over all ranks. Their shapes, dtypes and devices are the same everywhere."""
+        """Replace each by its sum over all ranks. Their shapes, dtypes and devices are the same everywhere."""
         ...
 
     def share(self, plan: Plan | None) -> Plan:
@@ -224,7 +224,7 @@ def begin(ranks: Ranks, num_prompts: int, vocab_size: int, step: int, checkpoint
 
 CHECK_EVERY = 16  # optimizer steps
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a number of so many bytes
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 _EXACT = 2**52 - 1  # what a float64, in which numbers travel, holds exactly
 
 

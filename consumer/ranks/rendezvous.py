@@ -88,7 +88,7 @@ def connect(host: str, port: int) -> dist.Store:
     """A connection of its own; those of one store object wait for one another.
 
     Raises:
-        RuntimeError: nobody answers there.
+        RuntimeError: no host answers there.
     """
     store = dist.TCPStore(host, port, is_master=False, timeout=_CONNECT)
     store.set_timeout(_FOREVER)
@@ -170,7 +170,7 @@ def join(store: dist.Store, nodes: Nodes, num_ranks: int, facts: dict[str, str],
 
 
 def until_heard(store: dist.Store, nodes: Sequence[int], within_s: float = 5.0) -> None:
-    """Waits a little, until these nodes have read what was said last. With this process the store ends."""
+    """Wait a little, until these nodes have read what was said last. With this process the store ends."""
     deadline = time.monotonic() + within_s
     while not store.check([f"{GONE}/{node}" for node in nodes]) and time.monotonic() < deadline:
         time.sleep(0.05)

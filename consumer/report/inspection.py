@@ -28,7 +28,7 @@ _NAME, _STEP = re.compile(r"step-\d+"), "step.json"
 
 
 def keep(run_dir: Path, step: int, batch: TrainingBatch, found: dict[str, Any]) -> Path:
-    """Writes the folder of optimizer step `step` (from 1), in place of one from an earlier try, and returns it."""
+    """Write the folder of optimizer step `step` (from 1), in place of one from an earlier try, and return it."""
     folder = run_dir / "inspect" / f"step-{step}"
     values = {"step": step} | found | {"groups": [_row(group) for group in batch.groups]}
     arrays = {
@@ -63,7 +63,7 @@ def _row(group: RolloutGroup) -> dict[str, Any]:
 def not_finite(
     named: Iterable[tuple[str, torch.nn.Parameter]], what: Callable[[torch.nn.Parameter], torch.Tensor | None]
 ) -> list[str]:
-    """Names the parameters, the first few, whose tensor is not finite everywhere. `what` takes the tensor; None where there is
+    """Name the parameters, the first few, whose tensor is not finite everywhere. `what` takes the tensor; None where there is
     none."""
     found = []
     for name, parameter in named:

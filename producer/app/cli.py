@@ -3,7 +3,7 @@
 Guarantee: heavy libraries are imported after the configuration was accepted. Where vLLM spawns its engine core instead of
 forking it, multiprocessing imports this module first, so that the core is tied to the daemon's life from the start. A producer
 that got its configuration from a trainer which has another one now starts again with that: the same command in the same process,
-after everything was ended as for a stop, so that whoever watches the process need not notice.
+after everything was ended as for a stop, so a supervisor does not notice.
 """
 
 import argparse

@@ -31,7 +31,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
-    """Runs until the trainer has finished or a signal comes. Raises SlipstreamError for whatever a user can act on.
+    """Run until the trainer has finished or a signal comes. Raises SlipstreamError for whatever a user can act on.
 
     Args:
         bundle: the digest of the one that `config` is from, if the trainer gave it.

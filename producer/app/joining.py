@@ -50,7 +50,7 @@ class BundleFetch:
 
     Raises:
         SystemExit: it was, with code 0.
-        NoAnswerError: nobody answered in that time.
+        NoAnswerError: no trainer answered in that time.
         BundleError: the trainer has no bundle for this producer, or sent another than it named.
         IncompatiblePeerError: the trainer's release has no bundles.
     """
@@ -137,7 +137,7 @@ def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tupl
     joining the run.
 
     Args:
-        arguments: of which `connect`, `keys`, `model`, `wait` and `overrides` are read.
+        arguments: `connect`, `keys`, `model`, `wait` and `overrides` are read.
         must_stop: looked at while the trainer is waited for.
     """
     model = [] if arguments.model is None else [f"model.path={_quoted(_model_folder(arguments.model))}"]

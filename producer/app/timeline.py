@@ -34,7 +34,7 @@ class Timeline:
         self._error: OSError | None = None
 
     def record(self, event: str, **fields: Any) -> None:
-        """Raises OSError where a line before could not be written, and the disk was not full."""
+        """Raise OSError where a line before could not be written, and the disk was not full."""
         line = f"{encode_line({'t': time.time(), 'event': event, **fields})}\n".encode()
         with self._changed:
             if self._error is not None:
@@ -46,7 +46,7 @@ class Timeline:
                 threading.Thread(target=self._write, name="timeline", daemon=True).start()
 
     def flush(self, limit_s: float = 5.0) -> None:
-        """Returns when all lines are written, or that takes too long."""
+        """Return when all lines are written, or that takes too long."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_writing, limit_s)
 

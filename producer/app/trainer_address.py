@@ -40,7 +40,7 @@ class TrainerAddress:
         return offered
 
     def check_owner(self) -> None:
-        """Raises ConfigError if another user may have answered at a socket file, which is gone in that case or not its own."""
+        """Raise ConfigError if another user may have answered at a socket file, which is gone in that case or not its own."""
         if self.keys is not None or not self.endpoint.startswith("ipc://"):
             return
         path = Path(self.endpoint.removeprefix("ipc://"))
@@ -96,7 +96,7 @@ def _private(endpoint: str) -> str:
     existing = [folder for folder in (place, *place.parents) if folder.exists()]
     for folder in existing:
         found = folder.lstat()
-        # In a sticky folder nobody renames or removes what is not theirs, but anybody adds what is missing.
+        # In a sticky folder no user renames or removes the files of others, but everybody adds what is missing.
         is_open = found.st_mode & _SHARED and not (folder != existing[0] and found.st_mode & stat.S_ISVTX)
         if is_open or not _is_ours(found):
             fix = f"make {folder} writable for this user alone (chmod go-w), or name a socket in a folder of its own"
@@ -116,6 +116,6 @@ def _described(found: os.stat_result) -> str:
 
 def _untrusted(endpoint: str, why: str) -> ConfigError:
     return ConfigError(
-        f"--connect {endpoint}: this producer would run the code of whoever listens there, and {why}. Without keys "
+        f"--connect {endpoint}: this producer would run the code of the process that listens there, and {why}. Without keys "
         "(docs/security.md) the socket has to be this user's, in a folder that no other user can write to"
     )

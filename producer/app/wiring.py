@@ -78,7 +78,7 @@ class Tasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Starts a task whose exception ends the daemon."""
+        """Start a task whose exception ends the daemon."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._finish)
@@ -90,12 +90,12 @@ class Tasks:
             return
         if error is not None:
             self.outcome.set_exception(error)
-            self.outcome.exception()  # otherwise asyncio complains where nobody asks for it
+            self.outcome.exception()  # otherwise asyncio logs that it was never retrieved
         else:
             self.outcome.set_result(None)
 
     async def cancel(self, limit_s: float) -> None:
-        """Ends all tasks. One that hangs is left alone after this time."""
+        """End all tasks. One that hangs is left alone after this time."""
         for task in self._running:
             task.cancel()
         if self._running:
@@ -215,7 +215,7 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
 
 
 async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
-    """Raises StalledError if it does not answer."""
+    """Raise StalledError if it does not answer."""
     started, limit_s = time.monotonic(), base.config.pipeline.stall_timeout_s
     engine = await _build_engine(base, stack)
     try:

@@ -99,7 +99,7 @@ class HttpClient:
 
 
 class PolicyEndpoint:
-    """The endpoint at `base_url`, which ends in `/v1`, for `num_threads` requests at once, of which one waits for tasks."""
+    """The endpoint at `base_url`, which ends in `/v1`, for `num_threads` requests at once. One of them waits for tasks."""
 
     def __init__(self, base_url: str, key: str, num_threads: int) -> None:
         self._base_url = base_url

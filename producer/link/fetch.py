@@ -98,7 +98,7 @@ class Fetcher:
                 download.put("reconnected")
 
     def _begin(self, purpose: Purpose, policy: PolicyInfo) -> str | None:
-        """Returns why the policy cannot be downloaded, or None."""
+        """Return why the policy cannot be downloaded, or None."""
         for digest, download in list(self._downloads.items()):
             if download.purposes.pop(purpose, None) is not None and not download.purposes and digest != policy.digest:
                 download.cancel()

@@ -1,7 +1,7 @@
 """The policies that the producers of one host share, as files in memory, by digest.
 
 Guarantee: of the processes of one host that want a policy one at a time downloads it. When that process dies another one may, at
-once, because the kernel drops its lock. A file appears whole, after its sha256 was seen to match; whoever reads it verifies it
+once, because the kernel drops its lock. A file appears whole, after its sha256 was seen to match; each reader verifies it
 again. There are at most `_KEPT` policies, and a few bytes for each that is being downloaded. Where the memory is full, or where
 there is none, each process downloads for itself.
 """
@@ -101,7 +101,7 @@ class HostCache:
         return claim
 
     def forget_old(self) -> None:
-        """Removes all but the newest, and what processes that were killed left of those."""
+        """Remove all but the newest, and what processes that were killed left of those."""
         assert self.folder is not None
         names = os.listdir(self.folder)
         stored: list[tuple[int, str]] = []
@@ -113,7 +113,7 @@ class HostCache:
         for digest in {name.removeprefix(".")[:64] for name in names} - kept:
             path = self.folder / f"{digest}.lock"
             lock = _locked(path)
-            if lock is not None:  # nobody downloads it
+            if lock is not None:  # no process downloads it
                 try:
                     for left in (digest, f".{digest}.partial", path.name):
                         (self.folder / left).unlink(missing_ok=True)
@@ -180,7 +180,7 @@ class Claim:
 
 
 def _mapped(path: Path, num_bytes: int) -> memoryview:
-    """The memory of a new file, all of which is reserved: to write to it cannot fail."""
+    """The memory of a new file. All of it is reserved, so writing to it cannot fail."""
     path.unlink(missing_ok=True)  # left by a process that was killed
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -62,7 +62,7 @@ class Outbox:
         return sorted(self._working) + list(self._kept)
 
     def begin(self, lease_id: str) -> bool:
-        """Notes a lease; False if it is already held."""
+        """Note a lease; False if it is already held."""
         if lease_id in self._working or lease_id in self._kept:
             return False
         self._working.add(lease_id)
@@ -93,11 +93,11 @@ class Outbox:
             kept.sent_at, kept.num_sent = now, kept.num_sent + 1
 
     def settle(self, lease_id: str) -> bool:
-        """Forgets an answer; False if there is none."""
+        """Forget an answer; False if there is none."""
         return self._kept.pop(lease_id, None) is not None
 
     def abandon(self, lease_id: str) -> bool:
-        """Forgets a lease that is worked on; False if there is none."""
+        """Forget a lease that is worked on; False if there is none."""
         known = lease_id in self._working
         self._working.discard(lease_id)
         return known
@@ -108,7 +108,7 @@ class Outbox:
             kept.sent_at, kept.num_sent = -math.inf, 0
 
     def void(self) -> int:
-        """Forgets every lease, because the run that gave them is another one; returns how many."""
+        """Forget every lease, because the run that gave them is another one, and return how many."""
         count = self.num_held
         self._working.clear()
         self._kept.clear()

@@ -83,7 +83,7 @@ class Connection:
     _reminded_at: float = 0.0
 
     def await_trainer(self, now: float, reason: str = "") -> None:
-        """Says that the trainer is waited for, with the reason if it was there before."""
+        """Say that the trainer is waited for, with the reason if it was there before."""
         self.connected = False
         self._waiting_since = self._reminded_at = now
         waiting = f"waiting for {'it' if reason else 'the trainer'} at {self.endpoint}"
@@ -142,7 +142,7 @@ class Mailbox:
             yield self._items.get_nowait()
 
     def close(self) -> None:
-        """Closes the channel, too."""
+        """Close the channel, too."""
         with self._closing:
             self._closed = True
             self.channel.close()
@@ -152,7 +152,7 @@ _TICK_S = 0.1
 
 
 class Link(threading.Thread):
-    """Start it once; `stop` may be called from any thread. `hello` is what the trainer is told about this producer, `sources`
+    """Start it once; `stop` may be called from any thread. `hello` describes this producer to the trainer, `sources`
     have policies beside the trainer; `emit` takes the events; `beat` is called in every round."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Link(threading.Thread):
         return Delivery(self.connected, heard_ago_s, box.num_held, box.num_groups, box.num_bytes, box.full)
 
     def stop(self, flush_s: float) -> None:
-        """Ends the thread after at most `flush_s` spent on delivering what is finished."""
+        """End the thread after at most `flush_s` spent on delivering what is finished."""
         self._stop_by = time.monotonic() + flush_s
         self._mailbox.wake()
 
@@ -324,7 +324,7 @@ class Link(threading.Thread):
         self._say("bad_frame", f"a frame from the trainer was refused: {frame.reason}")
 
     def _receive(self, message: TrainerMessage) -> bool:
-        """Returns True when the trainer has finished."""
+        """Return True when the trainer has finished."""
         match message:
             case Welcome():
                 self._begin_session(message)

@@ -30,7 +30,7 @@ TOLERATED = 1.0  # preemptions per completion: about where throughput was best (
 
 
 class AdmissionControl:
-    """The limit alone, as a function of what it is told. `preemptions` are those before the first group."""
+    """The limit alone, as a function of the loads that it gets. `preemptions` are those before the first group."""
 
     def __init__(self, ceiling: int, group_size: int, preemptions: int = 0) -> None:
         self._ceiling = ceiling
@@ -45,7 +45,7 @@ class AdmissionControl:
         return int(self._limit)
 
     def look(self, inside: int, load: EngineLoad) -> bool:
-        """Lowers the limit if the engine has too much, with so many groups inside. Returns whether it has."""
+        """Lower the limit if the engine has too much with `inside` groups. Returns whether it has."""
         self._excess += load.preemptions - self._preemptions
         self._preemptions = load.preemptions
         if self._excess <= self._tolerated * inside:
@@ -170,7 +170,7 @@ class EngineAccess:
             self._is_open.set()
 
     async def wait_for(self, floor: int) -> None:
-        """Returns when the current version is `floor` or newer, and nothing is paused."""
+        """Return when the current version is `floor` or newer, and nothing is paused."""
         await self.registry.wait_for(floor)
         while not (self._is_open.is_set() and self.in_flight.gate.is_open):
             await self._is_open.wait()
@@ -199,7 +199,7 @@ class EngineAccess:
 
     @asynccontextmanager
     async def _while_usable(self) -> AsyncIterator[Callable[[], None]]:
-        """Yields what ends the context with the LeaseFailure `returned`."""
+        """Yield what ends the context with the LeaseFailure `returned`."""
         scope, loop = asyncio.timeout(None), asyncio.get_running_loop()
 
         def end() -> None:

@@ -33,7 +33,7 @@ class ChatFormat(PromptFormat):
     parser: ToolParser | None
 
     def check(self) -> None:
-        """Raises ConfigError if the template has no place for tools or their results."""
+        """Raise ConfigError if the template has no place for tools or their results."""
         if not self.tools:
             return
         name = self.tools[0]["function"]["name"]

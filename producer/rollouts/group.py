@@ -37,7 +37,7 @@ class GroupBuilder:
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
-        """Raises LeaseFailure if the rollouts cannot be scored, or do not fit together."""
+        """Raise LeaseFailure if the rollouts cannot be scored, or do not fit together."""
         if lease.evaluates is not None and rollouts.versions - {lease.evaluates.version}:
             raise LeaseFailure(
                 "no_policy", f"v{lease.evaluates.version} is evaluated, and newer weights came in between"

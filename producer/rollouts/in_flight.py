@@ -97,7 +97,7 @@ class InFlight:
         kept: Adapter | None = None,
         outdated: OnOutdated | None = None,
     ) -> list[Completion]:
-        """Samples one group, on the adapter `kept`, which the caller pins, or (None) from the current one on, but only after
+        """Sample one group, on the adapter `kept`, which the caller pins, or (None) from the current one on, but only after
         `AdapterRegistry.wait_for`; `outdated` as in `AdapterRegistry.pin`. Where the engine's own weights change meanwhile,
         tokens say so. Raises LeaseFailure where the engine refuses a request."""
         stays = kept is not None or self.on_swap == "finish"

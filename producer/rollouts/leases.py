@@ -28,7 +28,7 @@ class RolloutSource(Protocol):
     reward_names: tuple[str, ...]
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
-        """Raises LeaseFailure if there are none, EngineError if the engine is dead."""
+        """Raise LeaseFailure if there are none, EngineError if the engine is dead."""
         ...
 
 
@@ -54,7 +54,7 @@ class Generation:
         work.task = self.spawn(self._fulfil(work))
 
     def abandon(self, lease_id: str) -> None:
-        """Stops work on a lease without an answer."""
+        """Stop work on a lease without an answer."""
         work = self._works.pop(lease_id, None)
         if work is not None and work.task is not None:
             work.task.cancel()
@@ -70,13 +70,13 @@ class Generation:
             self._hand_back(lease_id)
 
     def hand_back_ungenerated(self) -> None:
-        """Returns the leases whose completions are not there yet."""
+        """Return the leases whose completions are not there yet."""
         for lease_id, work in list(self._works.items()):
             if work.stage != "scoring":
                 self._hand_back(lease_id)
 
     def hand_back_above(self, newest: int) -> None:
-        """Returns the leases that wait for a policy newer than `newest`, which may never come."""
+        """Return the leases that wait for a policy newer than `newest`, which may never come."""
         for lease_id, work in list(self._works.items()):
             if work.stage == "waiting" and work.lease.policy_floor > newest:
                 self._hand_back(lease_id)

@@ -25,7 +25,7 @@ _Made = TypeVar("_Made")
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, without_torch: bool = False) -> Any:
-    """Raises ConfigError where transformers cannot, or not without running files of the model's own. This process can have it
+    """Raise ConfigError where transformers cannot, or not without running files of the model's own. This process can have it
     done `without_torch`, if nothing in it needs models of transformers later."""
     if without_torch and not trust_remote_code and "torch" not in sys.modules:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
@@ -87,7 +87,7 @@ class PromptFormat:
         return ids
 
     def check_room(self, num_tokens: int, max_completion_length: int, what: str) -> None:
-        """Raises LeaseFailure where so many tokens leave no room for the completion."""
+        """Raise LeaseFailure where `num_tokens` leave no room for the completion."""
         room = self.max_model_len - max_completion_length
         if num_tokens > room:
             raise LeaseFailure(

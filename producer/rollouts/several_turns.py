@@ -3,7 +3,7 @@ them, or a limit, ends it.
 
 Guarantee: the policy goes on from the very tokens that it sampled (`producer.rollouts.chat`); no record is longer than
 `sampling.max_completion_length` after its episode's first prompt; an episode whose environment fails, or that takes longer than
-it may, keeps what was sampled and says why it failed. One of which nothing was sampled is played again, a few times; then its
+it may, keeps its tokens and the reason for its failure. An episode without a sampled token is played again, a few times; then its
 group fails.
 """
 
@@ -118,7 +118,7 @@ class PlayedRollouts:
     async def _turn(
         self, sampling: Sampling, sample: Sample, episode: Episode, messages: list[dict[str, Any]], num_calls: int
     ) -> tuple[str, list[Any]]:
-        """Samples one turn and adds its message. Returns the token that ended it, and the calls that are to be answered."""
+        """Sample one turn and add its message. Returns the token that ended it, and the calls that are to be answered."""
         record = episode.records[-1]
         room = sampling.max_completion_length + episode.prompt_length - len(record.token_ids)
         limit = min(room, self.section.max_turn_tokens or room)
@@ -149,7 +149,7 @@ class PlayedRollouts:
         return tool_message(call.name, content, number)
 
     async def _continue(self, episode: Episode, following: Continuation, max_completion_length: int) -> bool:
-        """Adds what the policy is shown next; False if that leaves it no room for a token."""
+        """Add what the policy is shown next; False if that leaves it no room for a token."""
         limit = episode.prompt_length + max_completion_length
         record = episode.records[-1]
         if following.token_ids is None:

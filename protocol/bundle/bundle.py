@@ -86,7 +86,7 @@ def digest_of(data: bytes) -> str:
 def check_size(num_bytes: int) -> None:
     if num_bytes > LARGEST_BUNDLE_BYTES:
         raise BundleError(
-            f"the run's bundle has {num_bytes} bytes, of which {LARGEST_BUNDLE_BYTES} are allowed: it is for configuration and "
+            f"the run's bundle has {num_bytes} bytes, and {LARGEST_BUNDLE_BYTES} are allowed: it is for configuration and "
             "Python files; put data where every host finds it, or install large code as a package"
         )
 

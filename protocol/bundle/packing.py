@@ -124,7 +124,7 @@ def _secrets(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _secret_keys(value: Any, place: str, *, is_secret: bool = False) -> Iterator[str]:
-    """`is_secret`: whether the key of this value says so."""
+    """Yield the keys whose values are secrets. `is_secret`: whether the key of this value is one."""
     match value:
         case dict():
             for key, inner in value.items():

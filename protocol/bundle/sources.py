@@ -66,7 +66,7 @@ def _in_statement(statement: ast.AST, package: str, needed: bool) -> Iterator[Im
 
 
 def _upwards(package: str, level: int) -> str:
-    """The package that so many dots name."""
+    """The package that `level` dots of a relative import mean."""
     if level == 0:
         return ""
     parts = package.split(".")

@@ -79,7 +79,7 @@ class KeyRing(Protocol):
 
 @dataclass
 class GrantedKeys:
-    """A `KeyRing` that somebody else keeps: by public key, its owner. Nobody may connect at first."""
+    """A `KeyRing` that another object fills: by public key, its owner. It is empty at first."""
 
     names: Mapping[bytes, str] = field(default_factory=dict)
     revision: int = 0

@@ -114,7 +114,7 @@ _OPTIONS = {
 
 
 def curve_client(secret: SecretKey, server: bytes) -> dict[int, Any]:
-    """The options of a socket that connects as the owner of `secret` to nobody but the owner of the public key `server`."""
+    """The options of a socket that connects as the owner of `secret`, and only to the owner of the public key `server`."""
     return {
         zmq.CURVE_SERVERKEY: server,
         zmq.CURVE_PUBLICKEY: secret.public(),

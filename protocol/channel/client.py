@@ -37,7 +37,7 @@ _UNEXPLAINED = 3  # failures in a row; a trainer that is being stopped may cause
 
 class ZmqClient(ZmqChannel):
     """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet, or `ConfigError` for an
-    endpoint that nobody can connect to. Without `keys` it connects to a trainer without keys."""
+    endpoint to which no socket can connect. Without `keys` it connects to a trainer without keys."""
 
     def __init__(
         self,

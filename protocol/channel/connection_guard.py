@@ -65,7 +65,7 @@ class WatchedConnection:
         return struct.unpack_from("=Q", info, _BYTES_ACKED)[0], struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
 
     def exceeds(self, most: int, num_messages: int, received: int) -> bool:
-        """Tell whether it has sent more than `most` bytes since it completed a message, of which it has `num_messages` by now."""
+        """Tell whether it has sent more than `most` bytes since it completed a message. It has completed `num_messages`."""
         if num_messages != self.deliveries:
             self.deliveries, self.mark, self.over_since, self.was_reported = num_messages, received, None, False
             return False
@@ -106,7 +106,7 @@ def duplicate(descriptor: int) -> socket.socket | None:
     except OSError:  # no socket
         os.close(copy)
         return None
-    with contextlib.suppress(OSError):  # a socket of nobody, or of one who left
+    with contextlib.suppress(OSError):  # a socket without a peer, or of one that left
         if found.type == socket.SOCK_STREAM and found.getpeername() is not None:
             return found
     found.close()

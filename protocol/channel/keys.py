@@ -1,6 +1,6 @@
 """The keys by which trainer and producers know each other, as files.
 
-Guarantee: a secret is read only from a file that nobody else can read. It is written once, never over another one, and appears
+Guarantee: a secret is read only from a file that no other user can read. It is written once, never over another one, and appears
 in no text that this process makes. Every refusal names the file and the fix.
 
     keys/trainer.secret          the trainer's host only, 0600

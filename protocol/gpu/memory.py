@@ -153,7 +153,7 @@ def optimizer_bytes(name: str) -> int:
 
 
 def pass_bytes(model: ModelShape, tokens: int, dtype_bytes: int, *, recomputes: bool, drops: bool = False) -> int:
-    """The most that a forward and backward pass over so many tokens takes beside the weights: what autograd keeps of the layers,
+    """The most that a forward and backward pass over `tokens` tokens takes beside the weights: what autograd keeps of the layers,
     hidden states before and after the last norm with a gradient in float32, and two tiles of logits.
 
     Args:
@@ -226,7 +226,7 @@ class Shares:
 
     total: int
     trainer: int
-    utilization: float  # of `total`: what vLLM is told
+    utilization: float  # of `total`: vLLM's gpu_memory_utilization
     is_chosen: bool  # by the user
     needs: TrainerNeeds
     engine: EngineNeeds
@@ -259,7 +259,7 @@ def shares_of(config: RunConfig, total: int, needs: TrainerNeeds, engine: Engine
         return _around(_number(chosen), total, room, needs, engine)
     if needs.least + engine.least > room:
         raise ConfigError(
-            f"pipeline.gpu: shared: the GPU has {gib(total)}, of which {gib(max(0, room))} are left beside CUDA, and both need "
+            f"pipeline.gpu: shared: the GPU has {gib(total)}. CUDA leaves {gib(max(0, room))}, and both need "
             f"{gib(needs.least + engine.least)} at least: {_least(needs)}; the engine {gib(engine.least)} (weights "
             f"{gib(engine.weights)}, LoRA slots {gib(engine.adapters)}, KV cache of one group {gib(engine.cache)}). Take "
             f"{_SMALLER}"

@@ -162,7 +162,7 @@ def users(gpus: Sequence[int]) -> dict[int, int]:
     return found
 
 
-_PIPES = "/tmp/nvidia-mps"  # noqa: S108  where the control daemon puts them unless it is told otherwise
+_PIPES = "/tmp/nvidia-mps"  # noqa: S108  the default of the control daemon
 _THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 

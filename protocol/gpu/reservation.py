@@ -52,7 +52,7 @@ class GpuRegistry:
         """Exclude the other daemons on the GPU until the context ends.
 
         Args:
-            must_stop: ends the waiting if it says so; then it is entered all the same. It may raise.
+            must_stop: True ends the waiting; then it is entered all the same. It may raise.
             say: is called once if there is something to wait for.
 
         Raises:

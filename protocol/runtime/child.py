@@ -48,7 +48,7 @@ class WorkerOutput:
         self._num_left_out = 0
         self._flushing: asyncio.TimerHandle | None = None
         os.set_blocking(descriptor, False)
-        with contextlib.suppress(OSError):  # a user has only so many large pipes
+        with contextlib.suppress(OSError):  # the number of large pipes of a user is limited
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._reading: asyncio.TimerHandle | None = None
         self._listen()
@@ -235,7 +235,7 @@ class ChildProcess:
         try:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if size > MAX_FRAME_BYTES:
-                raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
+                raise ChildEndedError(f"it answered with {size} bytes, and at most {MAX_FRAME_BYTES} are allowed")
             return self._codec.decode(await reader.readexactly(size), type=kind)  # type: ignore[no-any-return]
         except UNREADABLE as error:
             raise ChildEndedError(f"it answered with something else: {error}") from None

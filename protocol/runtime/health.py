@@ -19,7 +19,7 @@ _MAX_EXTENSION_S = 7 * 24 * 3600.0
 
 
 class Notifier:
-    """`address` is a path, or a name in the abstract namespace with a leading NUL byte; None if nobody listens. The manager
+    """`address` is a path, or a name in the abstract namespace with a leading NUL byte; None without a manager. The manager
     kills a daemon that is silent for longer than `watchdog_interval_s`; with None it does not watch."""
 
     def __init__(self, address: str | None, watchdog_interval_s: float | None = None) -> None:

@@ -1,6 +1,6 @@
 """The parent of a process that runs code of the user's: it leaves nothing behind of what that starts.
 
-Guarantee: once the kept process has ended, or SIGTERM has come, or whoever started the keeper has died, SIGKILL included, every
+Guarantee: once the kept process has ended, or SIGTERM has come, or the parent of the keeper has died, SIGKILL included, every
 process below the keeper is killed and reaped, whatever its session, group or parent; then the keeper ends as the kept process
 did, with its exit status or by its signal. Until then, orphans become the keeper's children (PR_SET_CHILD_SUBREAPER), so that
 its descendants are all there is. Only SIGKILL or SIGSTOP for the keeper itself, which code of the same user may send, takes

@@ -20,7 +20,7 @@ from prometheus_client.samples import Sample
 
 from protocol.runtime.health import Health
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for every counter, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for every counter
 
 Number = Callable[[], float]
 Numbers = Callable[[], Mapping[str, float] | Mapping[tuple[str, str], float]]  # by label value, or values

@@ -96,7 +96,7 @@ def _open(folder: Path) -> int:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that nobody else may read, for `open`."""
+    """Open a file that no other user may read, for `open`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 

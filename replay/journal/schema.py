@@ -121,7 +121,7 @@ def intact_frame(journal: Path, lease_id: str, found: list[Any]) -> bytes:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A prompt that was given up for one epoch."""
+    """A prompt that gets no more leases in one epoch."""
 
     epoch: int
     prompt_id: int

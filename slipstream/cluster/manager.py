@@ -110,7 +110,7 @@ class Manager:
         self._set(msgspec.structs.replace(self._plan, producers=producers), "as asked")
 
     def adopt(self, plan: Plan) -> None:
-        """Goes on with another plan of the same run; what has ended is started again, what runs goes on as it is."""
+        """Go on with another plan of the same run; what has ended is started again, what runs goes on as it is."""
         for daemon in self.report.daemons:
             if daemon.is_over:
                 self._daemons.remove(daemon.name)

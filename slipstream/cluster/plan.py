@@ -211,7 +211,7 @@ def prepare(folder: Path) -> None:
 
 
 def new_key(folder: Path, producer: str) -> dict[str, bytes]:
-    """Authorizes a new key, in place of the producer's last one. Returns the files that the producer needs, by name."""
+    """Authorize a new key, in place of the producer's last one. Returns the files that the producer needs, by name."""
     revoke(folder, producer)
     with scratch_folder() as place:
         public = generate(place, producer)

@@ -4,7 +4,7 @@ Guarantee: the number stays within its bounds, moves by one, and does not oscill
 for rollouts and no producer is idle, and taken away only if those that stay would still have time to spare. A condition has to
 hold for one window of measuring; after a change nothing happens for two, twice as long for every time that the direction turned.
 
-Why it does not: with n equal producers of which each is busy for a share b, n - 1 would be busy for b * n / (n - 1). One is
+Why it does not: with n equal producers, each busy for a share b, n - 1 would be busy for b * n / (n - 1). One is
 taken away if that is at most `BUSY_ENOUGH`, so the trainer will not wait for those that stay, and none is added for that.
 """
 

@@ -133,7 +133,7 @@ def verify() -> ExitCode:
 @run_option()
 @json_option
 def quarantine(as_json: bool) -> None:
-    """List the groups, frames and prompts that were given up, with reasons."""
+    """List quarantined groups and frames, and dead letters, with reasons."""
     from slipstream.journal.views import quarantine
 
     with _opened() as reader:

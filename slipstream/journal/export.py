@@ -28,7 +28,7 @@ _ROW_GROUP_BYTES = 64 * 2**20
 
 
 def export(reader: JournalReader, wanted: GroupFilter, newest: int, to: Path) -> None:
-    """Write the newest so many groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written, or is a
+    """Write the newest `newest` groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written, or is a
     file that the run itself writes."""
     if is_name_of_a_run(to.name) and to.resolve().parent == reader.path.resolve().parent:
         raise JournalError(f"--to {to}: the run itself writes a file of this name; choose another name")

@@ -70,7 +70,7 @@ def _record(
     group = content.group
     cut = ", cut off at the limit" if group.truncated[record] else ""
     sampled = group.is_sampled[tokens]
-    others = "" if sampled.all() else f" of which {sampled.sum()} were sampled"
+    others = "" if sampled.all() else f", {sampled.sum()} of them sampled"
     index = int(group.completion_of[record])
     siblings = np.flatnonzero(group.completion_of == index)
     part = f", record {record - siblings[0] + 1} of {len(siblings)}" if len(siblings) > 1 else ""

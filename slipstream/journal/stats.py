@@ -37,7 +37,7 @@ def stats(reader: JournalReader, *, as_json: bool) -> None:
     write_line(f"dead letters  {sum(found['dead_letters'].values())}{letters and ': '}{letters}")
     write_line(f"quarantine    {quarantined} groups, {found['frames_quarantined']} frames")
     replays, age = found["replays"], found["replays"]["mean_age_versions"]
-    shown_age = "" if age is None else f", {age:.1f} versions old in the mean"
+    shown_age = "" if age is None else f", {age:.1f} versions old on average"
     write_line(f"replays       {replays['uses']} uses of {replays['groups']} groups{shown_age}")
     if found["verdicts"]:
         write_line(f"verdicts      {', '.join(f'{name} {count}' for name, count in found['verdicts'].items())}")

@@ -65,7 +65,7 @@ def quarantine(reader: JournalReader, *, as_json: bool) -> None:
         for letter in reader.dead_letters()
     )  # fmt: skip
     _section(
-        "prompts that were given up (dead letters)",
+        "dead letters (prompts without more leases)",
         ("when", "epoch", "prompt", "reroll", "attempts", "class", "reason", "detail"),
         letters,
     )

@@ -19,7 +19,7 @@ from slipstream.status.daemons import Answer
 
 
 class TrainerView(Struct, frozen=True, kw_only=True):
-    """The trainer. A field has the name that the status document gives it, or names it."""
+    """The trainer. A field has its name in the status document, or gives that name."""
 
     address: str | None = None
     daemon: str | None = None

@@ -116,9 +116,7 @@ def test_memory_that_somebody_keeps_ends_the_trainer_and_says_who(monkeypatch: p
     monkeypatch.setattr("protocol.gpu.nvml.users", lambda gpus: {4711: 79 * GIB})
     scene = Scene()
     scene.moves.free = 1 * GIB
-    with pytest.raises(
-        DeviceError, match=r"needs 3.0 GiB of the GPU, of which 1.0 GiB are free .*process 4711 79.0 GiB"
-    ):
+    with pytest.raises(DeviceError, match=r"needs 3.0 GiB of the GPU, and 1.0 GiB are free .*process 4711 79.0 GiB"):
         scene.turns.take(scene.waits)
     assert scene.moves.moved == ["stays", "goes"]
     assert not scene.turns.is_ours

@@ -93,7 +93,7 @@ def test_a_trainer_that_names_an_endpoint_without_keys_is_refused(stack: ExitSta
     ("changes", "reason"),
     [
         ({"digest": "0" * 64}, "another digest than the trainer named"),
-        ({"num_bytes": LARGEST_BUNDLE_BYTES + 1}, f"of which {LARGEST_BUNDLE_BYTES} are allowed"),
+        ({"num_bytes": LARGEST_BUNDLE_BYTES + 1}, f"{LARGEST_BUNDLE_BYTES} are allowed"),
     ],
 )
 def test_what_is_not_what_was_named_or_too_large_is_not_used(

@@ -157,7 +157,7 @@ def test_bytes_files_and_texts_have_bounds(monkeypatch: pytest.MonkeyPatch) -> N
     large = Bundle([BundledFile(CONFIG_FILE, b"x" * 100)])
     for refuses in (lambda: decode(unchecked(large)), lambda: encode(large)):
         with pytest.raises(
-            BundleError, match=r"has 1\d\d bytes, of which 100 are allowed: .* install large code as a package"
+            BundleError, match=r"has 1\d\d bytes, and 100 are allowed: .* install large code as a package"
         ):
             refuses()
 

@@ -157,5 +157,5 @@ def test_a_file_that_is_larger_than_a_bundle_is_not_read_whole(tmp_path: Path, m
     run = write(tmp_path, rewards="x = 1\n" * 100)
     monkeypatch.setattr("protocol.bundle.bundle.LARGEST_BUNDLE_BYTES", 64)
     monkeypatch.setattr(sources, "LARGEST_BUNDLE_BYTES", 64)
-    with pytest.raises(BundleError, match="has 65 bytes, of which 64 are allowed"):
+    with pytest.raises(BundleError, match="has 65 bytes, and 64 are allowed"):
         run.add_function("rewards.py:f", KEY)

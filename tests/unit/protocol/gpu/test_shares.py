@@ -50,7 +50,7 @@ def test_in_words() -> None:
     [
         (
             {"engine": 80, "least": 17},
-            "GPU has 100.0 GiB.* 95.5 GiB are left .* both need 97.0 GiB .*quantization: nf4.*pipeline.gpu: turns",
+            "GPU has 100.0 GiB.* 95.5 GiB, .* both need 97.0 GiB .*quantization: nf4.*pipeline.gpu: turns",
         ),
         ({"chosen": 0.9}, "0.9 of 100.0 GiB leaves 5.5 GiB .* needs 10.0 GiB .* lower it to at most 0.85"),
         ({"chosen": 0.9, "least": 97}, "needs 97.0 GiB .* take .*quantization: nf4"),

@@ -100,8 +100,8 @@ def test_show_an_episode_of_two_records_with_results_of_tools(journal: Journal, 
     journal.append([entry(11, frame=frame, num_tokens=6)])
     lines = command.lines("show", "0-11-0-1-s", "--tokens")
     assert [line for line in lines if line.startswith("completion")] == [
-        "completion 1 of 2, record 1 of 2, 2 tokens of which 1 were sampled",
-        "completion 1 of 2, record 2 of 2, 3 tokens of which 2 were sampled, cut off at the limit",
+        "completion 1 of 2, record 1 of 2, 2 tokens, 1 of them sampled",
+        "completion 1 of 2, record 2 of 2, 3 tokens, 2 of them sampled, cut off at the limit",
         "completion 2 of 2, 1 tokens",
     ]
     assert "log-probs: mean -0.500, lowest -0.750, sum -1.000" in lines

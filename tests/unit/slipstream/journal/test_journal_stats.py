@@ -106,4 +106,4 @@ def test_groups_that_were_replayed(journal: Journal, command: Command) -> None:
     claim(journal, 5, 5, 11, again=(2, 4))  # under version 3, by 0 and 1
     (found,) = command.json("stats")
     assert found["replays"] == {"uses": 4, "groups": 3, "mean_age_versions": (2 + 2 + 3 + 2) / 4}
-    assert "replays       4 uses of 3 groups, 2.2 versions old in the mean" in command.lines("stats")
+    assert "replays       4 uses of 3 groups, 2.2 versions old on average" in command.lines("stats")

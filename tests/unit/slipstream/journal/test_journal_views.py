@@ -76,7 +76,7 @@ def test_quarantine(journal: Journal, command: Command) -> None:
     assert command.lines("quarantine") == [
         "groups in whose step the trainer died too often: none", "",
         "frames that were refused: none", "",
-        "prompts that were given up (dead letters): none", "",
+        "dead letters (prompts without more leases): none", "",
     ]  # fmt: skip
     journal.drop(ids([6, 7]), "quarantined")
     journal.quarantine_frames([("checksum mismatch", b"SL\x01\x00" + b"x" * 2044)])
@@ -92,7 +92,7 @@ def test_quarantine(journal: Journal, command: Command) -> None:
         "received                size  first bytes                       reason",
         "2.0 KiB  534c0100787878787878787878787878  checksum mismatch",
         "",
-        "prompts that were given up (dead letters):",
+        "dead letters (prompts without more leases):",
         "when                 epoch  prompt  reroll  attempts  class  reason         detail",
         "    2      12       0         3  data   reward_failed  correct: it\\nraised",
         "",
