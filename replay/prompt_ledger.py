@@ -192,7 +192,7 @@ class PromptLedger:
 
     def find(self, lease: LeaseId, *, of_this_run: bool = True) -> Key | None:
         """The prompt that a group with this lease would answer; None if it is answered or a dead letter.
-        Raise UnknownLeaseError if no trainer of this run can have given the lease; if not `of_this_run`, only this process can."""
+        Raise UnknownLeaseError if no trainer of this run can have given it; if not `of_this_run`, only this process can."""
         key = lease.key
         # A crash may have set the cursor back by an epoch.
         is_possible = (
