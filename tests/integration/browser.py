@@ -63,9 +63,9 @@ def viewed(run: Path, cache: Path) -> Iterator[tuple[str, "subprocess.Popen[str]
             assert process.wait(_PATIENCE_S) == 0
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+def until(condition: Callable[[], Any], what: str, patience_s: float = _PATIENCE_S) -> Any:
     """What the condition returns, as soon as it is true."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         if found := condition():
             return found

@@ -40,7 +40,7 @@ def test_interrupting_the_kernel_ends_both_daemons_after_a_checkpoint(short_dir:
         client.execute_interactive(f"{first}\n{reward}", timeout=200, output_hook=lambda message: None)
         asked = client.execute(run)
         steps = short_dir / "run" / "steps.jsonl"
-        until(steps.is_file, "the first step")
+        until(steps.is_file, "the first step", 300)  # libraries and engine start first
         until(lambda: len(steps.read_text().splitlines()) > 1, "the second step")
         manager.interrupt_kernel()
         while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
