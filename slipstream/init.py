@@ -1,6 +1,6 @@
 """`slipstream init`: the files of a first run.
 
-Guarantee: it asks nothing and replaces nothing. The files pass `--check`, and the run that they describe learns.
+Guarantee: it asks nothing and replaces nothing. The files pass `--check`, and the run that they describe works.
 """
 
 import random

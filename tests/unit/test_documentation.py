@@ -24,6 +24,15 @@ _ROOT = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in _ROOT)]
 
 
+@pytest.mark.long
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    assert {path.stem for path in (REPOSITORY / "docs").glob("*.md")} <= {page.name for page in site.iterdir()}
+
+
 @pytest.mark.parametrize("module", ["generate_configuration"])
 def test_what_is_generated_is_current(module: str) -> None:
     """As a module; below one of them is run as a script."""
