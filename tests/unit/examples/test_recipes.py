@@ -1,0 +1,25 @@
+"""Each example has a page, and each command of these pages starts a run that the loader accepts."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from protocol.config.loader import load_config
+from slipstream.run import run
+
+REPOSITORY = Path(__file__).parents[3]
+PAGES = sorted((REPOSITORY / "examples").glob("*/README.md"))
+COMMANDS = sorted({command for page in PAGES for command in re.findall(r"`slipstream run ([^`]+)`", page.read_text())})
+
+
+def test_each_example_has_a_page() -> None:
+    assert {page.parent for page in PAGES} == {file.parent for file in (REPOSITORY / "examples").glob("*/run.yaml")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    options = run.make_context("run", shlex.split(command)).params
+    load_config(options["config"], list(options["overrides"]))
