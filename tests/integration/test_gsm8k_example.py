@@ -11,6 +11,7 @@ import yaml
 from examples.gsm8k.make_rows import rows
 from examples.gsm8k.task import to_prompt
 from protocol.config.functions import make_plugin
+from protocol.runtime.json_lines import read
 from tests.integration.examples import run_example, word_model
 
 
@@ -60,6 +61,11 @@ def test_the_pair_runs_it(short_dir: Path) -> None:
             "model.path": word_model(short_dir / "model", words),
             "dataset.path": short_dir / "gsm8k.jsonl",
             "dataset.name": "null",
+            "evaluation.dataset.path": short_dir / "gsm8k.jsonl",
+            "evaluation.dataset.name": "null",
+            "evaluation.dataset.split": "train",
+            "evaluation.every_versions": 2,
+            "evaluation.max_prompts": 4,
             "sampling.max_completion_length": 6,
             "trainer.max_steps": 4,
         },
@@ -69,3 +75,5 @@ def test_the_pair_runs_it(short_dir: Path) -> None:
     for name in ("right_answer", "boxed_once"):
         means = [step[f"rewards/{name}/mean"] for step in steps if f"rewards/{name}/mean" in step]
         assert 0 < sum(means) / len(means) < 1, (name, means)
+    evaluations = read(short_dir / "run" / "evaluations.jsonl")
+    assert [(line["version"], line["num_prompts"]) for line in evaluations] == [(0, 4), (2, 4), (4, 4)]
