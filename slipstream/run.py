@@ -71,5 +71,5 @@ async def _show_progress(watch: "Watch", update: Callable[[str], None], every_s:
 
     while True:
         await asyncio.sleep(every_s)
-        with suppress(OSError):  # the run's folder comes and goes with whoever owns it
+        with suppress(OSError):  # the run's folder may be removed at any time
             update(progress(await asyncio.to_thread(watch.look)))

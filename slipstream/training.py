@@ -126,7 +126,7 @@ def _follow(launch: "Launch") -> None:
                 try:
                     if (code := wait(pause_s(console))) is not None:
                         break
-                    with suppress(OSError):  # the run's folder comes and goes with whoever owns it
+                    with suppress(OSError):  # the run's folder may be removed at any time
                         update(progress(watch.look()))
                 except KeyboardInterrupt:
                     is_interrupted = True

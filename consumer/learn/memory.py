@@ -89,7 +89,7 @@ def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> i
 
     Args:
         free: on the GPU.
-        reserved: that torch has taken from it, whoever uses it.
+        reserved: that torch has taken from it, used or not.
         allocated: of that, in use.
         limit: of what torch may reserve (`pipeline.gpu: shared`).
     """

@@ -20,7 +20,7 @@ COLUMNS = 8
 _HALF_STEP = 2.0**-24  # of float32, relative
 
 Survival = dict[str, tuple[float, float]]
-"""By the last part of the module's name, the two sums of which S is the quotient:
+"""By the last part of the module's name, the two sums whose quotient is S:
 
     S = sum((round(W + D) - W) * D) / sum(D * D)
 

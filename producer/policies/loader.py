@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
 
 @dataclass
 class PolicyLoader:
-    """`folder_for` says where an adapter of so many bytes is unpacked; the folder is ours alone."""
+    """`folder_for` returns the folder for an adapter of that many bytes; no other process uses it."""
 
     weights: PolicyWeights
     folder_for: Callable[[int], Path]

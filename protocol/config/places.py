@@ -83,7 +83,7 @@ def make_absolute(values: dict[str, Any], file: str, overridden: set[str]) -> No
 
 @contextmanager
 def working_in(folder: str) -> Iterator[None]:
-    """Work in the folder of a configuration; `ConfigError` if nobody can."""
+    """Work in the folder of a configuration; `ConfigError` if it cannot be entered."""
     before = os.getcwd()
     try:
         os.chdir(folder)

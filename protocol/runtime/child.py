@@ -83,7 +83,7 @@ class WorkerOutput:
             self._reading = self._loop.call_later(_PAUSE_S, self._listen)
 
     def _take(self) -> bool:
-        """Read once. Returns whether anybody can still write."""
+        """Read once. Returns whether the pipe is still open."""
         try:
             part = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:

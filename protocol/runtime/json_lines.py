@@ -1,4 +1,4 @@
-"""JSON that is always valid, and files of JSON with one object per line, of which a full one replaces the older file beside it.
+"""JSON that is always valid, and files of JSON with one object per line. A full file replaces the older one beside it.
 
 Guarantee: a line is one line of ASCII and valid JSON whatever its values are, also text that UTF-8 cannot encode. A number that
 is not finite is null. Lines that one call appends stay together, and are written whole or not at all. Each of the two files of

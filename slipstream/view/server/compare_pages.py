@@ -102,7 +102,7 @@ class Side(NamedTuple):
     done: Progress
     dataset: str | None
     held_out_dataset: str | None
-    kept: list[int]  # versions of which answers are kept
+    kept: list[int]  # versions whose answers are kept
     held_out: int | None  # the newest of them in the range
     answers: list[KeptAnswer]  # its
 
