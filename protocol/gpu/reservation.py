@@ -231,7 +231,7 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: GpuRegistry) -> G
     for place, number in _other_users(config):
         if number is not None and given_gpu(number).index == gpu.index:
             raise ConfigError(
-                f"{place} is on GPU {gpu.index}, and trainer and producer use all of that (pipeline.gpu: shared); leave its "
+                f"{place} is on GPU {gpu.index}, too. Trainer and producer use all of it (pipeline.gpu: shared): leave its "
                 "`gpu` out, or name another one"
             )
     model = config.model
