@@ -147,7 +147,7 @@ def load_rows(source: SourceSection, key: str) -> Dataset:
     path = Path(source.path)
     suffix = path.suffix if path.suffix in _BUILDERS else None
     if suffix and not path.is_file():
-        raise DatasetError(f"{key}.path: there is no file {source.path} (looked from {Path.cwd()})")
+        raise DatasetError(f"{key}.path: there is no file {path.absolute()}")
     if path.is_file() and not suffix:
         raise DatasetError(f"{key}.path: {source.path} must end in one of {', '.join(_BUILDERS)}")
     if path.is_file() and path.stat().st_size == 0:

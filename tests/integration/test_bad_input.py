@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,11 @@ pytestmark = pytest.mark.integration
             78,
             "trainer: refused by trl.GRPOConfig: sinus is not a valid",
         ),
-        (["--set", "dataset.path=absent.jsonl"], 65, "dataset.path: there is no file absent.jsonl (looked from "),
+        (
+            ["--set", "dataset.path=absent.jsonl"],
+            65,
+            f"dataset.path: there is no file {Path('absent.jsonl').absolute()}",
+        ),
         (["--set", "model.path=/absent/model"], 78, "model.path: /absent/model does not exist"),
         (
             ["--set", "lora.target_modules=[qkv]"],

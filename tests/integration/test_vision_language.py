@@ -74,6 +74,7 @@ def test_a_pair_trains_the_text_model(short_dir: Path, daemons: list[Daemon]) ->
     """Every version was proved before it was served, and each group has the log-probs of the checkpoint that it names."""
     rows = [{"prompt": f"{number}+1="} for number in range(40)]
     sections = {"trainer": {"max_steps": 4, "save_steps": 1}, "swap": {"probe_every": 1}}
+    sections["pipeline"] = {"max_staleness": 0}  # otherwise the run may end before its last version is live
     config = str(write_run(short_dir, "qwen2", rows, REWARD, **sections))
     shutil.rmtree(short_dir / "model")
     build_vision_model("qwen2_5_vl", short_dir / "model")
