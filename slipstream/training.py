@@ -108,11 +108,8 @@ def _follow(launch: "Launch") -> None:
 
     reader = RunReader(launch.run_dir)
     lines = {name: deque[str](maxlen=_KEPT_LINES) for name in (TRAINER, PRODUCER)}
-    console, watch, is_interrupted = (
-        Console(highlight=False, soft_wrap=True),
-        Watch(reader, ()),
-        False,
-    )
+    console, watch = Console(highlight=False, soft_wrap=True), Watch(reader, ())
+    is_interrupted = False
     with last_line(console) as (show, update):
 
         def keep(name: str, line: str) -> None:
