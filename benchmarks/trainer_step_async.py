@@ -1,13 +1,15 @@
 """TRL's asynchronous trainer as a side of `benchmarks/trainer_step.py`, from the samples in its queue to the gradient.
 
 Guarantee: trie packing, batcher, collator, loss and passes are TRL's; the batch and its advantages are those of the other sides.
-Three things that TRL has for CUDA alone are replaced on a CPU (`on_cpu`), and nothing else:
+On CUDA the FlashAttention is that of the package flash-attn, which ours takes too, where TRL would fetch one from Hugging Face's
+hub. Three things that TRL has for CUDA alone are replaced on a CPU (`on_cpu`), and nothing else:
 
 - FlashAttention 3 of Hugging Face's hub, by torch's SDPA over segments of similar lengths, padded together;
 - the name of the device, which its metric of used FLOPs asks for, by none;
 - the LM head then scores labelled positions alone, as on CUDA, which is in TRL's favour.
 """
 
+import importlib
 import os
 import queue
 from collections.abc import Callable, Iterator
@@ -50,7 +52,9 @@ def trl_async(
     groups: list[RolloutGroup], folder: Path, config: RunConfig, *, on_gpu: bool
 ) -> tuple[Any, Callable[[], torch.Tensor]]:
     """The trainer, and its step over these groups."""
-    if not on_gpu:
+    if on_gpu:
+        packing._flash_attn = lambda: importlib.import_module("flash_attn")
+    else:
         on_cpu()
     tokens = int(config.pipeline.trainer_tokens_per_micro_batch)
     samples = [sample for number, group in enumerate(groups) for sample in samples_of(number, group)]
@@ -85,7 +89,7 @@ def trl_async(
             for row in rows():
                 _set_own_logprobs(trainer, row[0], collate([row]))
             known = True
-        total = torch.zeros(())
+        total = torch.zeros((), device=trainer.accelerator.device)
         for row in rows():
             inputs = collate([row])
             # TRL takes the mean of each pass, and then of the passes; the other sides that of all tokens of the step.
@@ -117,11 +121,12 @@ def samples_of(number: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
 @torch.no_grad()
 def _set_own_logprobs(trainer: Any, row: packing.TreeRow, inputs: dict[str, torch.Tensor]) -> None:
     """Make the samples on-policy, as they are on the other sides."""
+    inputs = trainer._prepare_inputs(inputs)
     tree = {name: value[0] for name, value in inputs.items() if name.startswith(("tree_kv", "tree_cu"))}
     longest = dict(zip(("tree_max_seqlen_q", "tree_max_seqlen_k"), inputs["tree_max_seqlens"][0].tolist(), strict=True))
     ids = {name: inputs[name] for name in ("input_ids", "position_ids", "shift_labels")}
     found = trainer.model(fused_lm_head=True, **ids, **tree, **longest).log_probs.flatten()
-    own, of_sample = found[inputs["token_index"][0]].numpy(), inputs["segment_id"][0].numpy()
+    own, of_sample = (each.cpu().numpy() for each in (found[inputs["token_index"][0]], inputs["segment_id"][0]))
     for number, sample in enumerate(row.samples):
         sample["old_log_probs"][sample["completion_mask"] == 1] = own[of_sample == number]
 

@@ -1,9 +1,10 @@
-"""A training step of ours beside TRL's on the same batch: `benchmarks.trainer_step`."""
+"""A training step of ours beside TRL's on the same batch: `benchmarks.trainer_step`. With FlashAttention beside its asynchronous
+trainer, too, which needs it."""
 
 from typing import Any
 
 from benchmarks.gpu_check.place import Findings, Place, need_package
-from benchmarks.trainer_step import SIDES, SIZES, measure, unequal_losses
+from benchmarks.trainer_step import PEERS, SIZES, measure, unequal_losses
 
 _SMALL = {
     "model": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -18,10 +19,12 @@ def size_of(place: Place, attention: str | None) -> dict[str, Any]:
 
 
 def run(place: Place, attention: str | None = None) -> Findings:
+    peers: tuple[str, ...] = ("trl",)
     if attention == "flash_attention_2":
         yield {"what": "flash-attn", "version": need_package("flash-attn")}
-    report = measure(size_of(place, attention), repetitions=2 if place.on_cpu else 5, threads=1)
-    for side in SIDES:
+        peers = PEERS
+    report = measure(size_of(place, attention), 2 if place.on_cpu else 5, 1, ("ours", *peers))
+    for side in ("ours", *peers):
         yield {
             "what": side,
             "tokens_per_s": report["tokens_per_s"][side],
@@ -30,7 +33,8 @@ def run(place: Place, attention: str | None = None) -> Findings:
             "loss": report["losses"][side],
             "gradient_norm": report["gradient_norms"][side],
         }
-    low, middle, high = report["speedups"]["trl"]
-    yield {"what": "ours / trl", "speedup": middle, "lower_quartile": low, "upper_quartile": high}
+    for peer in peers:
+        low, middle, high = report["speedups"][peer]
+        yield {"what": f"ours / {peer}", "speedup": middle, "lower_quartile": low, "upper_quartile": high}
     if problem := unequal_losses(report):
         raise RuntimeError(problem)
