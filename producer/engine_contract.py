@@ -105,6 +105,12 @@ class PolicyWeights(Protocol):
         """Unload a policy. One that was not activated is undone, as if it had never been loaded."""
 
 
+def most_groups(max_num_seqs: int, group_size: int) -> int:
+    """Return how many groups keep an engine of so many places full: one more than fits, so that places freed by short completions
+    are filled at once."""
+    return max_num_seqs // group_size + 1
+
+
 @dataclass(frozen=True)
 class EngineCapabilities:
     """Facts and abilities of an engine, which do not change while it lives. An engine that `holds_versions` has several policies

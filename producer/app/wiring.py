@@ -21,7 +21,7 @@ from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import EndpointPlugin
 from producer.endpoint.serving import Serving, base_url, listening, read_keys
-from producer.engine_contract import Engine
+from producer.engine_contract import Engine, most_groups
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.pool import EnvironmentPool
@@ -314,8 +314,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
         without_torch=config.engine_server is not None,
     )
     rewards.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
-    # One group more than fits, so that places freed by short completions are filled at once.
-    max_groups = can.max_num_seqs // config.sampling.num_generations + 1
+    max_groups = most_groups(can.max_num_seqs, config.sampling.num_generations)
     admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
     limit = config.transport.max_message_bytes
     mailbox = Mailbox(ZmqClient(name, config.control_endpoint, config.blob_endpoint, limit, base.launch.keys))

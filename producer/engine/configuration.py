@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from producer.engine.own_arguments import num_parts, own_arguments
+from producer.engine_contract import most_groups
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -71,6 +72,15 @@ def leave_a_core(vllm_config: Any) -> None:
     other many times a step, so a thread that shares its core holds up all."""
     if vllm_config.parallel_config.distributed_executor_backend == ON_CPU["distributed_executor_backend"]:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+
+
+def take_places(vllm_config: Any, group_size: int) -> int:
+    """Return vLLM's limit of sequences in a batch, and raise it: to all groups that the producer sends at once and a place for a
+    probe, which would otherwise wait until a completion ends."""
+    scheduler = vllm_config.scheduler_config
+    asked = int(scheduler.max_num_seqs)
+    scheduler.max_num_seqs = most_groups(asked, group_size) * group_size + 1
+    return asked
 
 
 def _check_adapter_dtype(config: RunConfig) -> None:

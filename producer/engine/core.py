@@ -20,6 +20,8 @@ from producer.engine_contract import NUM_SAMPLED, Adapter, AdapterFailedError, A
 from protocol.errors import EngineError
 from protocol.runtime.scratch import scratch_folder
 
+_FIRST = -1  # priority of a probe: before all other requests
+
 
 class EngineCore:
     """A vLLM `AsyncLLM`. The constructor blocks, and raises EngineError if the engine does not start. `stat_loggers` are
@@ -46,11 +48,17 @@ class EngineCore:
         return self._running
 
     async def sample(
-        self, request_id: str, prompt: Any, params: SamplingParams, lora: LoRARequest | None, cut: asyncio.Event
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        lora: LoRARequest | None,
+        cut: asyncio.Event,
+        priority: int = 0,
     ) -> Any:
         """Generate as `AsyncLLM.generate` does, which hides the id that aborts all n completions. Return early, with the tokens
         sampled so far, when `cut` is set."""
-        request = await self.llm.add_request(request_id, prompt, params, lora_request=lora)
+        request = await self.llm.add_request(request_id, prompt, params, lora_request=lora, priority=priority)
         output, cutting = asyncio.ensure_future(request.get()), asyncio.ensure_future(cut.wait())
         try:
             await asyncio.wait({output, cutting}, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +113,7 @@ class EngineCore:
         )
         request_id = f"probe-{next(self._probe_ids)}"
         try:
-            return await self.sample(request_id, prompt_of(token_ids, salt), params, lora, asyncio.Event())
+            return await self.sample(request_id, prompt_of(token_ids, salt), params, lora, asyncio.Event(), _FIRST)
         except Exception as error:
             self.raise_if_dead(error)
             raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error

@@ -31,6 +31,7 @@ def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, A
         "seed": config.seed,
         "tensor_parallel_size": tensor_parallel_size(config, num_gpus),
         "logprobs_mode": LOGPROBS_MODE,
+        "scheduling_policy": "priority",
         **({"enable_sleep_mode": True} if config.pipeline.gpu == "turns" else {}),
         **(_MERGED if config.swap.mode == "merged" else _loras(config, folder)),
     }

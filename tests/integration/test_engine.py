@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from vllm.v1.engine.output_processor import RequestState
 
 from producer.engine.adapter_worker import CpuLora
-from producer.engine_contract import AdapterRefusedError, Completion
+from producer.engine_contract import AdapterRefusedError, Completion, most_groups
 from producer.groups import LeaseFailure
 from producer.metrics import Counters
 from producer.policies.loader import DownloadedPolicy
@@ -422,6 +422,27 @@ def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins
                 other.engine.check_alive()
 
         other.run(body())
+
+
+def test_a_policy_is_verified_while_the_engine_is_full_of_long_completions(live):
+    """On a GPU a probe waited 15 s for 256 completions of equal length."""
+    can, asked = live.engine.capabilities, Sampling(4, 200, 1.0, ignore_eos=True)
+    adapter = live.adapter(1, 1)
+
+    async def body():
+        await live.engine.weights.load(adapter)
+        groups = [
+            asyncio.create_task(live.engine.generate(PROMPT, asked, adapter))
+            for _ in range(most_groups(can.max_num_seqs, live.config.sampling.num_generations))
+        ]
+        while live.engine.current_load().running < can.max_num_seqs:  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.01)
+        await live.engine.weights.verify(adapter, PROMPT)
+        assert not any(group.done() for group in groups)
+        await asyncio.gather(*groups)
+        await live.engine.weights.discard(adapter)
+
+    live.run(body())
 
 
 def test_the_facts_for_the_handshake_and_what_the_engine_leaves_to_others(live):
