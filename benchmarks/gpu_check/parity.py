@@ -44,7 +44,7 @@ def run(place: Place, mode: str, dtype: str = "") -> Findings:
     folder = base(place)
     config = RunConfig.model_validate(sections(place, place.folder / "run", mode, dtype, 0.4))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[: 2 if place.on_cpu else 16]
+    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[: 2 if place.on_cpu else 4]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
     sampled = asyncio.run(_sample(config, folder / "adapter", prompts, Sampling(4, 16 if place.on_cpu else 128, 1.0)))
     of = {
