@@ -5,9 +5,11 @@ Guarantee: what TRL would only notice in the middle of a step, or never, is refu
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
 
 from peft import LoraConfig
 from trl import GRPOConfig
@@ -30,7 +32,22 @@ CHOICES = {
 """Options that TRL only looks at in the middle of a step."""
 
 
-def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
+class RunArguments(GRPOConfig):  # type: ignore[misc]
+    """The arguments that TRL takes. Trackers show beside them what the sections `SHOWN` of the file say."""
+
+    shown: Mapping[str, Any] = MappingProxyType({})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what transformers sends to trackers."""
+        told: dict[str, Any] = super().to_dict()
+        return told | dict(self.shown)
+
+
+SHOWN = ("model", "sampling", "pipeline", "replay", "correction", "lora", "swap")
+"""Sections that trackers show. Others may hold secrets, such as those of an environment."""
+
+
+def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> RunArguments:
     """Make the run's GRPOConfig: the `trainer` section plus what follows from the others.
 
     Raises:
@@ -38,12 +55,15 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRP
     """
     chosen, reserved = chosen_values(config, on_gpu=on_gpu), reserved_values(config, on_gpu=on_gpu)
     with former_names():
-        arguments = build("trainer", GRPOConfig, chosen, **reserved)
+        arguments: Any = build("trainer", GRPOConfig, chosen, **reserved)
+    arguments.__class__ = RunArguments  # only now: errors name the class of TRL
+    sections = config.model_dump(mode="json", include=set(SHOWN))
+    arguments.shown = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     if arguments.max_steps <= 0:
         num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
         arguments.max_steps = max(1, num_batches) * arguments.num_iterations
     check_arguments(arguments, config)
-    return arguments
+    return cast("RunArguments", arguments)
 
 
 @contextmanager
@@ -65,7 +85,8 @@ def build_lora(config: RunConfig) -> LoraConfig:
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Return the `trainer` section with the precision of its device, and without checkpoints where memory decides on them."""
-    own = {"bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")}
+    in_16_bits = on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")
+    own: dict[str, Any] = {"bf16": in_16_bits, "run_name": Path(config.run_dir).absolute().name}
     if checkpoints_by_memory(config):
         own["gradient_checkpointing"] = False
     return own | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}

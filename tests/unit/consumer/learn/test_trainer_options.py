@@ -97,3 +97,16 @@ def test_what_is_logged_and_when(tmp_path: Path, one_layer_model: Path) -> None:
     assert any("train_mem_cpu_alloc_delta" in entry for entry in logged)
     trained(tmp_path, one_layer_model, log_completions=True)
     assert len(list((tmp_path / "checkpoints" / "completions").glob("*.parquet"))) == 2
+
+
+def test_trackers_get_the_name_of_the_run_and_what_its_file_says_beside_the_options_of_trl(tmp_path: Path) -> None:
+    """transformers sends them `to_dict()`. Sections that may hold secrets are not in it."""
+    sections = {"pipeline": {"max_staleness": 3}, "engine": {"max_model_len": 64}}
+    arguments = build_arguments(run_config(tmp_path / "sums", **sections), on_gpu=False, num_prompts=10)
+    assert arguments.run_name == "sums"
+    told = arguments.to_dict()
+    assert told["pipeline.max_staleness"] == 3
+    assert told["learning_rate"] == 1e-3
+    assert not [key for key in told if key.startswith(("engine", "serve", "environment", "transport"))]
+    named = run_config(tmp_path / "sums", trainer={"run_name": "third try"})
+    assert build_arguments(named, on_gpu=False, num_prompts=10).run_name == "third try"
