@@ -140,7 +140,7 @@ class OpenAIServer:
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
         await asyncio.sleep(self._pace.draw(self._random))
         sampled = call.of(call.id, 0, _tokens_of(request))
-        if request.streams:
+        if request.fields.get("stream"):
             return call.add(call.id, self._events(sampled, call))
         self._sample_more(sampled, call, self._random.randint(1, self._longest))
         sampled.finish_reason = "stop"

@@ -1,8 +1,8 @@
 """A PEFT adapter on disk, as `save_pretrained`, `slipstream sft` and every checkpoint write it, and as a run may start from it.
 
 Guarantee: an adapter that was read is a LoRA in safetensors, finite, and changes the model that it is put on. It becomes the
-policy tensor for tensor, or the run does not start and the message names the setting, module or tensor that does not agree with
-the `lora` section.
+policy tensor for tensor. Otherwise the run does not start, and the message names the setting, module or tensor that disagrees
+with the `lora` section.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from protocol.errors import ConfigError
 TENSORS_FILE = "adapter_model.safetensors"
 _PART = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?$")
 _AGREE = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out")
-_FREE = ("init_lora_weights",)  # of how it was made, not of what it is
+_FREE = ("init_lora_weights",)  # of the way in which it was made; the adapter itself does not depend on it
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Checkpoints: TRL's own folders plus the pipeline state.
 
 Guarantee: a checkpoint is written under `checkpoints/.partial`, brought to the disk, and then appears under its own name
-in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down. An old one is renamed into
-`checkpoints/.deleted` before its files go. What a crash left in these two folders goes when the next process starts; a folder
-that no run of Slipstream committed is refused, never deleted or replaced.
+in one rename. The checkpoint that `latest` returns is whole and can be resumed from, whenever the machine went down. An old one
+is renamed into `checkpoints/.deleted` before its files go. The next process removes the leftovers of a crash from these two
+folders. A folder that no run of Slipstream committed is refused, never deleted or replaced.
 """
 
 import json

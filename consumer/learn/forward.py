@@ -3,12 +3,12 @@
 Guarantee: the same numbers as TRL's pass over left-padded prompts and right-padded completions, to float32 rounding, by one of
 two layouts:
 
-    a tree     what rows have in common at their beginnings once, the rest behind it, without padding (`consumer.learn.tree`)
-    rows       for models that trees do not fit: every prompt stands before its completion without a gap, so that all padding is
-               at the end, where causal attention never looks: no attention mask, and no more columns than the longest row has
+    a tree     common beginnings of rows once, the rest behind them, without padding (`consumer.learn.tree`)
+    rows       for models that trees do not fit: every prompt stands before its completion without a gap. All padding is at the
+               end, where causal attention never looks: no attention mask, and no more columns than the longest row has
 
-Only tokens in the loss go through the LM head. No query is without a key that it may attend to, and padding repeats the last
-token of its row, so padding is as finite as the row. A layout is made on the CPU; a pass on a GPU waits for no number of it.
+Only tokens in the loss go through the LM head. Every query has a key that it may attend to. Padding repeats the last token of
+its row, so it is as finite as the row. A layout is made on the CPU; a pass on a GPU waits for no number of it.
 """
 
 import contextlib
@@ -106,8 +106,8 @@ class Logits(NamedTuple):
 
 
 def logits_of(model: Any) -> Logits | None:
-    """Return how the logits of this model for text follow from its LM head's output for the hidden states of its text model, as
-    TRL reads configurations; None where they do not."""
+    """Return how logits follow from the output of the LM head for the hidden states of the text model; None where they do not.
+    Configurations are read as TRL reads them."""
     config = model.config.get_text_config()
     if type(text_model(model).config) is not type(config) or type(model.get_output_embeddings()) is not torch.nn.Linear:
         return None
@@ -196,8 +196,8 @@ def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.T
 
 
 def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Return (B, T) log-probs and entropies by the LM head that TRL gave the model, for logits that are not ours to make, and the
-    load-balancing loss of experts or None.
+    """Return (B, T) log-probs and entropies by the LM head that TRL gave the model, and the load-balancing loss of experts or
+    None. This is for models whose logits `Head` cannot make.
 
     Args:
         layout: of whole rows, on the device of the model.
@@ -233,8 +233,8 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
     """Log-probs and entropies (N,) of `targets` (N,), given hidden states (N, H) and weights (V, H), in float32 or wider.
 
     Logits exist for one tile of tokens at a time, in the forward pass only. The gradient of a token's log-prob (and entropy) with
-    respect to its hidden state does not depend on the loss, so it is made while the tile is there, and the backward pass merely
-    scales it. TRL's kernel projects each tile a second time there, which makes three matrix products of two.
+    respect to its hidden state does not depend on the loss. So it is made while the tile is there, and the backward pass scales
+    it. TRL's kernel projects each tile a second time there: three matrix products in place of two.
 
     With logits z = (W h + bias) / temperature, p = softmax(z) and H = -Σ p log p:
 

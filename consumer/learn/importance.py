@@ -48,7 +48,7 @@ PRESETS = {
     "geometric_mask": Correction("geometric", "mask", 0.9, 1.1),  # Geo-Mask: Li, Liu 2025; arXiv:2512.23075
     "icepop": Correction("token", "mask", 0.5, 5.0),  # arXiv:2510.18855
 }
-"""What `correction.preset` names, with default bounds."""
+"""The values of `correction.preset`, with default bounds."""
 
 
 def resolve(section: CorrectionSection) -> Correction:
@@ -159,8 +159,8 @@ def level_ratio(log_ratio: torch.Tensor, scored: torch.Tensor, level: str) -> to
 def veto(log_ratio: torch.Tensor, token_veto: float | None) -> torch.Tensor:
     """Return bool (B,): completions with a token of ratio p / b below `token_veto` (Liu, Li et al. 2025).
 
-    A token that the trainer thinks all but impossible shows that the completion was not sampled from this policy, and
-    that what follows that token cannot be trusted either.
+    A token that the trainer thinks all but impossible shows that the completion was not sampled from this policy. The tokens
+    behind it cannot be trusted either.
     """
     if token_veto is None:
         return torch.zeros(len(log_ratio), dtype=torch.bool, device=log_ratio.device)

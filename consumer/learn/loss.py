@@ -1,9 +1,9 @@
 """The loss of an optimizer step, micro-batch by micro-batch, its metrics, and the reference policy.
 
-Guarantee: however a step is split, the losses of its micro-batches, and so their gradients, add up to those of TRL 1.16.0 when
-all of its rows are one micro-batch, for every loss type and option; what a batch that is not full lacks is worth as much as rows
-without advantage. Two things differ from TRL. The bias-corrected KL term carries p / b beside π / p, because its tokens came from
-b, so that its gradient is that of the reverse KL; and the experts' load-balancing loss is a mean over the tokens of the step.
+Guarantee: however a step is split, the losses of its micro-batches add up to TRL 1.16.0's loss of all rows in one micro-batch.
+So do the gradients, for every loss type and option. Missing rows of a batch that is not full count as rows without advantage.
+Two things differ from TRL. The bias-corrected KL term carries p / b beside π / p, because its tokens came from b: its gradient is
+that of the reverse KL. The experts' load-balancing loss is a mean over the tokens of the step.
 
 Symbols as in `consumer.learn.importance`; log-probs are (B, T). Options and metrics have the names of `trl.GRPOConfig` and TRL.
 """
@@ -28,7 +28,7 @@ _ENTROPY_FILE = "entropy_ctrl_state.json"  # as TRL calls it
 _LOG_MIN, _LOG_MAX = math.log(1e-8), 20.0  # of VESPO's ratios
 
 Seen = dict[str, torch.Tensor]
-"""What metrics are made of, by their names: (B, T), or one of each row, (B,) or (B, 1), or one of all, (1,)."""
+"""The values that metrics are made of, by their names: (B, T), or one of each row, (B,) or (B, 1), or one of all, (1,)."""
 
 
 class NotFiniteStep(Exception):  # noqa: N818  the loop decides what follows

@@ -1,7 +1,7 @@
 """The device during a step: its memory, and the random numbers that it draws.
 
-Guarantee: where the device of one rank has no memory for a pass, all ranks end it at the same place, so that they can try it
-again together. A step that is tried again draws the same random numbers.
+Guarantee: where the device of one rank has no memory for a pass, all ranks end it at the same place. So they can try it again
+together. A step that is tried again draws the same random numbers.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from protocol.config.learning import FIRST_TOKENS
 
 USED_SHARE = 0.8  # of the free memory; the rest is for other shapes and fragmentation
 _ROUNDED_TO = 1024  # tokens
-_WORTH_MEASURING = FIRST_TOKENS // 2  # in smaller passes what does not grow with the tokens counts too much
+_WORTH_MEASURING = FIRST_TOKENS // 2  # in smaller passes the part that does not grow with the tokens counts too much
 
 
 class OutOfMemory(Exception):  # noqa: N818  the trainer decides what follows

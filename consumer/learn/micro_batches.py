@@ -1,10 +1,10 @@
 """Makes the micro-batches of an optimizer step from rollout groups: advantages, tensors, passes.
 
-Guarantee: a step is split into micro-batches of bounded size, by the tokens that go through the model; every micro-batch is
-padded to its own longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled
+Guarantee: a step is split into micro-batches of bounded size, by the tokens that go through the model. Every micro-batch is
+padded to its own longest prompt and completion and to nothing else. Its log-probs stand beside the tokens they were sampled
 with. Tokens that the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out.
-What a group was padded to before, and any importance ratio it had, is kept nowhere, so a group can be trained again in any
-company. Every advantage is finite; it is 0 where nothing is known (no reward, or none to compare with).
+No padding and no importance ratio of a group is kept, so a group can be trained again in any company. Every advantage is finite;
+it is 0 where nothing is known (no reward, or none to compare with).
 
 All ranks split a step alike. Under `pipeline.trainer_tokens_per_micro_batch: auto` a step that the journal knows is split as it
 was, so that its sums come out bit for bit; any other step within the limit that the run has come to. The log-probs of fixed
@@ -68,7 +68,7 @@ class Places(NamedTuple):
 
 
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> MicroBatch:
-    """Return the tensors on this device. Those elsewhere are copied in one transfer, which the host does not wait for."""
+    """Return the tensors on this device. The others are copied in one transfer, and the host does not wait for it."""
     away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != device.type}
     if not away:
         return dict(tensors)
@@ -117,7 +117,7 @@ class BatchRecipe:
     rewards: RewardRecipe
     num_generations: int
     max_tokens: int  # of a micro-batch
-    tree: bool  # what rows have in common at their beginnings goes through the model once; if not, rows are padded
+    tree: bool  # common beginnings of rows go through the model once; if not, rows are padded
     only_advantages: bool  # without advantage a row has no gradient
     keeps_all_rows: bool  # each has one, because the experts' load-balancing loss is a mean over all tokens
     pad_token_id: int
@@ -137,8 +137,8 @@ class BatchRecipe:
 
         Each has `row` (B,), by which rows are found again in another cut of the batch, `prompt_ids`, `prompt_mask` (left-padded),
         `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch`
-        (tokens in the loss, of the whole step); and, where there are tokens that the policy did not sample, TRL's `tool_mask`,
-        which is 0 for them.
+        (tokens in the loss, of the whole step). Where there are tokens that the policy did not sample, it has TRL's `tool_mask`,
+        0 for them.
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
@@ -340,7 +340,7 @@ class StepSplitter:
         return self.micro_batches
 
     def forget(self) -> None:
-        """Drop the tensors of the last batch, whoever holds its micro-batches."""
+        """Drop the tensors of the last batch, also from micro-batches that others hold."""
         for batch in self.micro_batches:
             batch.clear()
         self.micro_batches.clear()

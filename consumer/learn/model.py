@@ -1,7 +1,7 @@
 """The model that learns: it is loaded, quantized, given its adapter, and placed.
 
-Guarantee: a base is loaded as a whole: to the GPU of a trainer with one rank, or to host memory, from where several ranks share
-it and a trainer fetches it in its turn. A base that does not fit is refused with its size, and no part of it is offloaded.
+Guarantee: a base is loaded as a whole, to the GPU of a trainer with one rank, or to host memory. From there several ranks share
+it, and a trainer fetches it in its turn. A base that does not fit is refused with its size, and no part of it is offloaded.
 Neither a device without memory nor a lost rank is taken for a wrong configuration. LoRA weights are float32 whatever the base is.
 
 Vision-language checkpoints: an adapter has the names that its modules have in the whole checkpoint, so transformers, PEFT and
@@ -9,7 +9,7 @@ vLLM take it as it is. Nothing that sees images is adapted, or stays in memory.
 
 A base that ranks share (FSDP2, https://arxiv.org/abs/2304.11277) is spread over them layer by layer. A pass sees whole layers,
 with the very numbers of the model files; adapter, embeddings and LM head are whole on every rank. A pass through such a model
-gathers each layer from all ranks, so all of them make as many passes, forward and backward, in the same order.
+gathers each layer from all ranks. So all ranks make as many passes, forward and backward, in the same order.
 """
 
 import contextlib
@@ -219,7 +219,7 @@ def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device
     mesh = ranks.mesh
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=trained | _of_other_types(layer))
-    # What lies around the layers stays whole. As the root of all of them it lets one layer be gathered while another computes.
+    # The modules around the layers stay whole. As the root of all of them it lets one layer be gathered while another computes.
     fully_shard(text_model(model), mesh=mesh, ignored_params=set(model.parameters()))
     if ranks.rank == 0:
         logger.info("the base lies on %d ranks: each keeps a part of its %d layers", ranks.world, len(layers))
@@ -239,7 +239,7 @@ def _is_too_large(model: Any, ranks: Ranks, device: torch.device) -> bool:
 
 def _of_other_types(layer: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the few frozen parameters, such as those of norms, of another type than most of the layer: they stay whole, because
-    what is gathered together must be of one type. (bitsandbytes 0.50: a spread NF4 base computes rightly once and wrongly from
+    a gathered layer must be of one type. (bitsandbytes 0.50: a spread NF4 base computes rightly once and wrongly from
     the second pass on, one of int8 raises.)"""
     frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
     sizes: Counter[torch.dtype] = Counter()

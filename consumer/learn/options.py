@@ -1,6 +1,6 @@
 """The arguments of TRL and PEFT, made from the configuration and checked.
 
-Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
+Guarantee: options that TRL would only notice in the middle of a step, or never, are refused when the trainer starts.
 """
 
 import logging
@@ -33,7 +33,7 @@ CHOICES = {
 
 
 class RunArguments(GRPOConfig):  # type: ignore[misc]
-    """The arguments that TRL takes. Trackers show beside them what the sections `SHOWN` of the file say."""
+    """The arguments that TRL takes. Trackers show beside them the sections `SHOWN` of the file."""
 
     shown: Mapping[str, Any] = MappingProxyType({})
 
@@ -48,10 +48,10 @@ SHOWN = ("model", "sampling", "pipeline", "replay", "correction", "lora", "swap"
 
 
 def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> RunArguments:
-    """Make the run's GRPOConfig: the `trainer` section plus what follows from the others.
+    """Make the run's GRPOConfig: the `trainer` section, and values that follow from the others.
 
     Raises:
-        ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
+        ConfigError: TRL does not know a key or refuses a value, or a value cannot have the effect that it seems to ask for.
     """
     chosen, reserved = chosen_values(config, on_gpu=on_gpu), reserved_values(config, on_gpu=on_gpu)
     with former_names():

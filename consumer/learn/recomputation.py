@@ -1,9 +1,9 @@
 """Gradient checkpointing by memory: the layers of a pass that compute their activations again on the way back.
 
 Guarantee: a pass recomputes no more layers than its device has no room for. Loss and gradient are the same, bit for bit, however
-many they are. The first pass with a gradient recomputes all layers but the last, and counts the bytes that this one keeps,
-whatever its kind, type and attention. Layers near the input are recomputed first: what the layers behind them kept is free again
-by then.
+many they are. The first pass with a gradient recomputes all layers but the last, and counts the bytes that the last one
+keeps, whatever its kind, type and attention. Layers near the input are recomputed first: the bytes of the layers behind them are
+free again by then.
 
 Where passes of `ENOUGH_TOKENS` or more need no recomputation, passes stay as short as that takes.
 """
@@ -124,7 +124,7 @@ class RecomputedLayers:
         return _SHARE_OF_HOST * _room_of_host() / self._ranks.world
 
     def _take_over(self, room: float, kept: float, of_input: float) -> None:
-        """Note what was measured, and say what follows from it."""
+        """Note the measured bytes, and log how many tokens a pass may have without recomputation."""
         values = {"room": room, "kept": kept, "input": of_input}
         if self._together:
             found = self._ranks.gather({name: torch.tensor([value]) for name, value in values.items()})
@@ -142,7 +142,7 @@ class RecomputedLayers:
 
 @contextmanager
 def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
-    """Count what autograd keeps of the passes inside through a layer, without its weights: [bytes, bytes of its input alone]."""
+    """Count the bytes that autograd keeps of the passes inside through a layer, without its weights: [all, of its input]."""
     kept, weights, found = dict[int, int](), set[int](), list[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

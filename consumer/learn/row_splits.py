@@ -2,11 +2,11 @@
 
 Guarantee: every row goes to exactly one micro-batch of one rank; none has more than `max_tokens` tokens, padding included, unless
 it is a single row. Equal sizes give equal splits on every machine, because only integers are compared. The longest rows, or the
-largest micro-batches, come first, so that memory peaks at once or never. Among all splits of a rank's rows in one order this is
-the one of the fewest tokens, padding and a fixed cost of a pass included. The order of padded rows is that of their lengths; rows
-of a tree stay in the order in which neighbours begin alike, so those of one prompt stay together. With 64 completions of
-log-normal length on 8 ranks the busiest rank has at most 5 % more work than the mean, or than the longest row where that is more
-(95th percentile); with long prompts, which a second rank would compute again, 15 %.
+largest micro-batches, come first, so that memory peaks at once or never. Among all splits of a rank's rows in one order this one
+has the fewest tokens, padding and a fixed cost of a pass included. The order of padded rows is that of their lengths. Rows of a
+tree stay in the order in which neighbours begin alike, so rows of one prompt stay together. With 64 completions of log-normal
+length on 8 ranks the busiest rank has at most 5 % more work than the mean, or than the longest row if that is more (95th
+percentile). With long prompts, which a second rank would compute again, it has 15 %.
 """
 
 import heapq
@@ -25,7 +25,7 @@ _EXCHANGES = 4  # that are tried with each
 _NEAR = 2  # rows of a partner on either side of the best length, that are looked at for each row
 _MOST_ROUNDS = 256
 _WORTH_A_ROUND = 512  # of the mean work, the part by which the busiest rank is above it
-_FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens, in tokens
+_FIXED_TOKENS = 256  # the cost of a forward and backward pass beside its tokens, in tokens
 
 
 class Sizes(NamedTuple):
@@ -33,8 +33,8 @@ class Sizes(NamedTuple):
 
     Args:
         lengths: tokens of each row, at least 1.
-        shared: of these, those that it has in common with the row before it, at its beginning, as
-            `consumer.learn.tree.shared_beginnings` finds them; None: rows take the room of the longest beside them.
+        shared: tokens at the beginning of each row that the row before it has too, as `consumer.learn.tree.shared_beginnings`
+            finds them; None: rows take the room of the longest beside them.
     """
 
     lengths: Sequence[int]
@@ -58,11 +58,6 @@ class Sizes(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of all in one micro-batch, padding included."""
         return len(self.lengths) * max(self.lengths) if self.shared is None else sum(self.added)
-
-
-def cost_of(sizes: Sizes) -> int:
-    """Return the cost of a micro-batch of these rows, in tokens."""
-    return _FIXED_TOKENS + sizes.num_tokens
 
 
 def split_rows(sizes: Sizes, max_tokens: int) -> list[list[int]]:
@@ -96,11 +91,11 @@ def _cheapest(sizes: Sizes, max_tokens: int) -> tuple[list[int], list[int]]:
 
 
 def _of_tree(sizes: Sizes, max_tokens: int) -> tuple[list[int], list[int]]:
-    """A micro-batch from b to e has what its rows add, and what row b shares with the one before it once more. The greater b is,
-    the smaller it is. So a queue has every b that may still be the cheapest, and its first is it."""
+    """A micro-batch from b to e has the tokens that its rows add, and once more those that row b shares with row b - 1. The
+    greater b is, the smaller it is. So a queue has every b that may still be the cheapest, and its first is it."""
     assert sizes.shared is not None
     upto, cost, begins, first = [0, *accumulate(sizes.added)], [0], [0], 0
-    queue = deque[tuple[int, int]]()  # what b costs beside all tokens up to the end, and b; ascending
+    queue = deque[tuple[int, int]]()  # the cost of b beside all tokens up to the end, and b; ascending
     for end in range(1, len(upto)):
         begin = end - 1
         key = cost[begin] + sizes.shared[begin] - upto[begin]

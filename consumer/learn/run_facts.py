@@ -22,7 +22,7 @@ Facts = dict[str, str]
 
 class _Fact(NamedTuple):
     key: str  # of the configuration
-    decides: Literal["run", "groups", "batches"]  # whose use it ends when it changes
+    decides: Literal["run", "groups", "batches"]  # these cannot be used any more when it changes
 
 
 _MUST_BE_EQUAL = {
@@ -73,7 +73,7 @@ def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
 
 
 def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
-    """Tell whether groups made under the facts `before`, of which a new journal has none, can be trained now.
+    """Tell whether groups made under the facts `before` can be trained now. A new journal has no facts.
 
     Raises:
         ConfigError: they are of another model.
@@ -121,7 +121,7 @@ def dataset_change(before: Facts, now: Facts, journal_file: Path) -> str | None:
     if before.get("dataset_digest", now["dataset_digest"]) == now["dataset_digest"]:
         return None
     return (
-        f"the dataset, or a file with its functions, is not what it was when {journal_file} was written. Groups stay what they "
-        "are, but prompts are known by their numbers: which had their first attempt in this epoch, which return and which are in "
-        "cooldown. If rows have moved, stop and choose another run_dir"
+        f"the dataset, or a file with its functions, has changed since {journal_file} was written. Groups stay as they are. But "
+        "first attempts of this epoch, returns and cooldowns are noted by the numbers of prompts. If rows have moved, stop and "
+        "choose another run_dir"
     )

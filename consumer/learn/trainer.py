@@ -222,7 +222,7 @@ class SlipstreamTrainer(Trainer):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def forget_batch(self) -> None:
-        """Drop what the steps over the last batch have left on the device. No step over it follows."""
+        """Drop the tensors that the steps over the last batch have left on the device. No step over it follows."""
         self._splitter.forget()
         self._summaries = []
         self._step_loss = self._step_loss.cpu()

@@ -1,8 +1,8 @@
-"""The layout of a pass as a tree: what rows have in common at their beginnings is there once. Pure functions over token ids.
+"""The layout of a pass as a tree: common beginnings of rows are there once. Pure functions over token ids.
 
-Guarantee: every row is a path of whole segments from a root, so each of its tokens comes after the same tokens as in the row
+Guarantee: every row is a path of whole segments from a root. So each of its tokens comes after the same tokens as in the row
 alone. All segments lie in one packed row without padding; behind a segment lie, without a gap, all segments that continue it.
-A tree has as many places as its rows have tokens, less those that each shares with the row before it (`shared_beginnings`), so
+A tree has as many places as its rows have tokens, less those that each shares with the row before it (`shared_beginnings`). So
 the size of a pass is a sum over its rows. Equal rows give equal trees on every machine.
 
 The prompt of a group is shared whole. Below and behind it beginnings are shared in steps of `STEP` tokens, because a segment
@@ -72,7 +72,7 @@ class Tree(NamedTuple):
 
 
 def tree_order(rows: Sequence[Row]) -> list[int]:
-    """Return the indexes of the rows, those that begin alike side by side."""
+    """Return the indexes of the rows, with rows that begin alike side by side."""
     keys = [tuple(ids.astype(">u4").tobytes() for ids in row) for row in rows]
     return sorted(range(len(rows)), key=keys.__getitem__)
 
@@ -87,7 +87,7 @@ def shared_beginnings(rows: Sequence[Row]) -> list[int]:
 
 
 def shared_within(shared: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """Return what `shared_beginnings` is for some of the rows.
+    """Return the `shared_beginnings` of some of the rows.
 
     Args:
         shared: of all rows.

@@ -1,8 +1,8 @@
 """Passes over a tree of rows through a model of transformers, for models whose layers can.
 
 Guarantee: a model is given to trees only after a small one went through it. Each token of it depended on no token beside its own
-path, and its hidden states were those of rows alone. So a recurrent layer, positions that attention is not told, attention
-sinks or a kernel that the card refuses lead to plain rows, whatever a configuration says. All other passes through the model,
+path, and its hidden states were those of rows alone. So recurrent layers, positions that attention does not get, attention
+sinks and kernels that the card refuses lead to plain rows, whatever a configuration says. All other passes through the model,
 such as those of a probe, compute as before.
 
 A model reaches `tree_attention` by transformers' AttentionInterface, and hands the tree's kernel through its layers as the
@@ -81,7 +81,7 @@ def tree_pass(backbone: Any, ids: torch.Tensor, positions: torch.Tensor, kernel:
     """Return hidden states (1, S, H).
 
     Args:
-        backbone: the text model of one that `choose_kernel` has prepared.
+        backbone: the text model of a model that `choose_kernel` has prepared.
         ids: (1, S), of a tree, as `positions`.
         kernel: of that tree, with its tensors on the device.
     """
@@ -108,7 +108,7 @@ def choose_kernel(model: Any, level: int = logging.INFO) -> ChosenKernel | None:
         for chosen in _candidates(model):
             problem = _tried(model, chosen)
             if problem is None:
-                logger.log(level, "what rows have in common is computed once: attention by %s", chosen.name)
+                logger.log(level, "common beginnings of rows are computed once: attention by %s", chosen.name)
                 return chosen
             logger.log(level, "%s does not fit this model or device: %s", chosen.name, problem)
     reason = problem or "no kernel fits the device"

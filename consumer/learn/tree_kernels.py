@@ -1,10 +1,10 @@
 """Attention over a tree, by three kernels: each token attends to those before it on its own path from a root, and to itself.
 
-Guarantee: queries, keys and values are those of the tree's places, each once, and no kernel computes padding. What a kernel
-needs to know of a tree is made on the CPU, once for all layers and their recomputations; no layer waits for a number of the
-device. Sliding windows count positions, grouped heads and softcaps are those of the model.
+Guarantee: queries, keys and values are those of the tree's places, each once, and no kernel computes padding. The
+description of a tree for a kernel is made on the CPU, once for all layers and their recomputations. No layer waits for a number
+of the device. Sliding windows count positions, grouped heads and softcaps are those of the model.
 
-    segments   on a CPU: torch's attention of CPUs, segment by segment; what continues a segment attends to it in one piece
+    segments   on a CPU: torch's attention of CPUs, segment by segment; all that continues a segment attends to it in one piece
     flash      FlashAttention over the keys of each segment's path, one path behind the other
     flex       torch's flex_attention, compiled for the card, by a block mask
 """
@@ -183,7 +183,7 @@ class FlashKernel:
     """FlashAttention's function for rows of any length, `flash_attn_varlen_func`.
 
     Args:
-        function: of the package flash-attn, or one that takes the same arguments.
+        function: of the package flash-attn, or another with the same arguments.
     """
 
     def __init__(self, tree: Tree, function: Callable[..., Any]) -> None:
@@ -275,7 +275,7 @@ _OF_MASK = (
 def _blocks(
     reach: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which blocks of queries (rows) attend to some, and which to all keys of a block (columns)."""
+    """Return two tables: does a block of queries (row) attend to some, and to all keys of a block (column)?"""
     starts = np.arange(0, len(reach), _BLOCK)
     ends = np.append(starts[1:], len(reach))
 

@@ -107,10 +107,6 @@ class ServedRequest:
     num_completions: int
     metadata: dict[str, str]
 
-    @property
-    def streams(self) -> bool:
-        return bool(self.fields.get("stream"))
-
     def with_fields(self, fields: dict[str, Any]) -> "ServedRequest":
         return replace(self, fields=self.fields | fields)
 

@@ -1,7 +1,7 @@
 """The proof of merged weights, and the share of an update that their dtype leaves of it.
 
-Guarantee: weights that pass have the sums of what was computed for them, row by row and in 64 bits. In `COLUMNS` columns, other
-ones at each swap, each number is the nearest of its dtype to base + update. A layer that is packed (vLLM's CPU build) shows its
+Guarantee: weights that pass have the sums of the computed weights, row by row and in 64 bits. In `COLUMNS` columns, others
+at each swap, each number is the nearest of its dtype to base + update. A layer that is packed (vLLM's CPU build) shows its
 columns, and no sums. All is computed on the device of the weights, for which the host waits once.
 """
 

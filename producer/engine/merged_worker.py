@@ -1,8 +1,8 @@
 """Merging LoRA adapters into the engine's own weights, inside vLLM's worker processes (`swap.mode: merged`).
 
-Guarantee: each set of weights is round(base + scaling * B @ A), computed in float32 from the base that was loaded, so the same
+Guarantee: each set of weights is round(base + scaling * B @ A), computed in float32 from the base that was loaded. So the same
 adapter gives the same bits after any number of swaps. Each worker computes its own part of a layer, on the device of the layer,
-block by block, in a thread and on a CUDA stream of its own; between two engine steps there is only the flip. The flip returns the
+block by block, in a thread and on a CUDA stream of its own. Between two engine steps there is only the flip. The flip returns the
 number of tokens that each request had, counted by the steps that were launched, whether or not their results are known. An
 adapter that would be served in part is refused. (vLLM's layers are used by their attributes: there is no import.)
 """
@@ -49,11 +49,11 @@ class MergeWorker:
         return self._merging.state
 
     def merging_prove(self) -> None:
-        """Begin to compare the present weights with those that were computed."""
+        """Begin to compare the present weights with the computed ones."""
         self._merging.prove()
 
     def merging_survival(self) -> Survival:
-        """Return what this worker's part of the present weights has of their update, once they are proved."""
+        """Return the share of their update that this worker's part of the present weights has, once they are proved."""
         return self._merging.survival
 
     def merging_flip(self) -> dict[str, int]:
@@ -117,7 +117,7 @@ class Merger(BackgroundWork):
         self._former, self._present, self._installs = self._present, self._next, []
 
     def prove(self) -> None:
-        """Compare the present weights with what was computed, in a thread. Packed layers show their columns on this one, because
+        """Compare the present weights with the computed ones, in a thread. Packed layers show their columns on this one, because
         a layer cannot run twice at a time. Called between two steps, after the flip."""
         evidence, self._evidence = self._evidence, []
         layers = {each.layer: self._layers[each.layer] for each in evidence}
@@ -193,8 +193,8 @@ class Merger(BackgroundWork):
 def merge(
     base: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """Write round(base + up @ down) into `out`, which is on the host as `base` is, and return the sums of its rows, which are on
-    the device. On a GPU the caller synchronizes."""
+    """Write round(base + up @ down) into `out`, and return the sums of its rows, on the device. `base` and `out` are on the host.
+    On a GPU the caller synchronizes."""
     up, down = up.to(device), down.to(device)
     sums = torch.empty(len(base), dtype=torch.int64, device=device)
     num_rows = max(1, min(len(base), _BLOCK[device.type] // base.shape[1]))

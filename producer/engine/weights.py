@@ -1,4 +1,4 @@
-"""Policies as the weights of vLLM: LoRA adapters beside each other (`swap.mode: adapter`), or one that is merged into its own
+"""Policies as the weights of vLLM: LoRA adapters beside each other (`swap.mode: adapter`), or one adapter, merged into its own
 weights (`swap.mode: merged`).
 
 Guarantee: a request runs on the adapter that it names, to its end; an adapter id names the same weights while the engine lives.
@@ -200,7 +200,7 @@ class MergedWeights:
         """Return None: the policy is in the engine's own weights."""
 
     async def sample(self, generate: Generate, adapter: Adapter) -> tuple[Any, InFlightRequest]:
-        """Sample on the present weights and those that replace them meanwhile, never on weights that are discarded."""
+        """Sample on the present weights and on their replacements meanwhile, never on weights that are discarded."""
         while True:
             await self._settled.wait()
             assert self._present is not None

@@ -1,7 +1,7 @@
 """Loads the bytes of a policy into the engine as an adapter, and unloads it.
 
-Guarantee: every load has a name, an id and a folder of its own. What is refused is undone, and nothing is left of what is
-discarded. An engine that sleeps is asked for nothing. (vLLM dies when it has to read an adapter again whose folder is gone, and
+Guarantee: every load has a name, an id and a folder of its own. A refused load is undone, and nothing is left of a discarded
+adapter. An engine that sleeps is asked for nothing. (vLLM dies when it has to read an adapter again whose folder is gone, and
 confuses two adapters of one name.)
 """
 
@@ -25,8 +25,8 @@ from protocol.wire.messages import PolicyInfo
 
 
 class DownloadedPolicy(NamedTuple):
-    """A policy that is here, with the `time.monotonic()` when this producer heard of it, with what proves that the engine
-    serves it (None: not this one), and whether its sha256 was seen to match."""
+    """A policy that is here, and the `time.monotonic()` when this producer heard of it. `probe` can prove that the engine serves
+    it (None: not this policy); `is_verified`: its sha256 was seen to match."""
 
     policy: PolicyInfo
     blob: bytes | memoryview
@@ -97,8 +97,8 @@ class PolicyLoader:
         return Loaded(adapter, loaded - started, time.monotonic() - loaded, verdict, phases_s)
 
     async def measure(self, adapter: Adapter) -> list[Scored] | None:
-        """Return what the engine computes under this policy, which it has, of the tokens that were probed last; None where there
-        are none, or it does not score them. Asks the engine whatever the gate says."""
+        """Return the engine's scores, under a loaded policy, of the tokens that were probed last; None where there are none, or
+        the engine does not score them. Asks the engine whatever the gate says."""
         if self._probed is None:
             return None
         try:
@@ -122,9 +122,7 @@ class PolicyLoader:
         except AdapterFailedError:
             raise
         except AdapterRefusedError as error:
-            logger.info(
-                "swaps are proved by what changes from here on, not by what has changed since the base: %s", error
-            )
+            logger.info("swaps are proved by changes from here on, not by changes since the base: %s", error)
         self.proof.note_base(probe, engine)
 
     async def _scored(self, adapter: Adapter | None, probe: ReceivedProbe) -> list[Scored]:

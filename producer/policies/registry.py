@@ -1,9 +1,9 @@
 """The policy versions that the engine holds.
 
-Guarantee: a request runs on the adapter it pinned to its end; a superseded version is unloaded only when nothing pins it and it
-is not the one that is evaluated. Groups that have become too old to be trained are ended, so that training pins at most
-`max_staleness` + 1 versions of one trainer. Whoever lets a version go does not wait for that and cannot be cancelled in the
-middle of it: the registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer
+Guarantee: a request runs on the adapter it pinned to its end; a superseded version is unloaded only when nothing pins it and no
+evaluation needs it. Groups that have become too old to be trained are ended, so that training pins at most `max_staleness` + 1
+versions of one trainer. Callers that let a version go do not wait for that and cannot be cancelled in the middle of it: the
+registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer
 does, changes nothing: the one before stays current. It comes again where the reason may pass. An evaluated version that is not
 here any more is fetched and loaded beside the current one; an engine that has one version at a time keeps it instead, for a
 while, when a newer one has arrived.
@@ -31,7 +31,7 @@ from protocol.wire.messages import PolicyInfo
 logger = logging.getLogger(__name__)
 
 _LEAST_SURVIVAL = 0.5  # of an update, below which there is a warning
-_MAX_REASON = 500  # characters of it that the trainer is told
+_MAX_REASON = 500  # characters of it that the trainer gets
 
 
 @dataclass
@@ -76,7 +76,7 @@ class SwapReport:
         if survival["all"] < _LEAST_SURVIVAL:
             self.warn(
                 "survival",
-                f"merged weights have {survival['all']:.0%} of what policy v{version} has learned, because model.dtype rounds "
+                f"merged weights have {survival['all']:.0%} of the update of policy v{version}, because model.dtype rounds "
                 "the rest away; take swap.mode: adapter, or model.dtype: float32",
             )
 
@@ -120,7 +120,7 @@ class AdapterRegistry:
     hold_s: float | None = None
     max_staleness: float = math.inf
     max_refused: float = math.inf
-    current: Adapter | None = None  # what new requests start on
+    current: Adapter | None = None  # new requests start on it
     _session: int = 0
     _flipped: asyncio.Event = field(default_factory=asyncio.Event)
     _versions: dict[Adapter, _Version] = field(default_factory=dict)
@@ -152,10 +152,10 @@ class AdapterRegistry:
         if self._current_policy != policy:
             self._flip(None)
         else:
-            self.report.note_current(self.current)  # what the trainer before published and had refused is past
+            self.report.note_current(self.current)  # versions of the trainer before, and their refusals, are past
 
     def offer(self, downloaded: DownloadedPolicy) -> None:
-        """Has `run` publish this version next, in place of an older one that still waits."""
+        """Let `run` publish this version next, in place of an older one that still waits."""
         if downloaded.policy != self._current_policy:
             self._offer = downloaded
             self._offered.set()
@@ -233,7 +233,7 @@ class AdapterRegistry:
         return next((adapter for adapter, version in self._versions.items() if version.policy == policy), None)
 
     async def run(self) -> None:
-        """Publishes what is offered and loads what was fetched, one version at a time."""
+        """Publish offered versions and load fetched ones, one version at a time."""
         while True:
             await self._offered.wait()
             self._offered.clear()
@@ -343,21 +343,19 @@ class AdapterRegistry:
         if adapter is None or before is None:
             return
         after = await self.loader.measure(adapter)
-        change = (
-            "it does not say any more what it computes" if after is None else self.loader.proof.change(before, after)
-        )
+        change = "it does not score tokens any more" if after is None else self.loader.proof.change(before, after)
         if change:
-            raise EngineError(f"the engine is not what it was before it slept: {change}; start the producer again")
+            raise EngineError(f"the engine computes otherwise than before it slept: {change}; start the producer again")
 
     async def unload_released(self) -> None:
-        """Unloads what requests have let go, one version after the other, until it is cancelled."""
+        """Unload versions that requests have let go, one after the other, until it is cancelled."""
         while True:
             await self._released.wait()
             self._released.clear()
             await self.unload_idle()
 
     async def unload_idle(self) -> None:
-        """Unloads what is neither current, nor evaluated, nor pinned."""
+        """Unload versions that are neither current, nor evaluated, nor pinned."""
         while (adapter := self._idle()) is not None:  # looked for again after every wait: others pin meanwhile
             del self._versions[adapter]
             await self.loader.discard(adapter)

@@ -24,7 +24,7 @@ from slipstream.view.index.steps import StepIndex
 from slipstream.view.index.texts import TextIndex
 
 _EVERY_S, _LONGEST_S = 1.0, 5.0  # of a round
-_SHARE = 0.01  # of the time, at most, for comparing what may have changed
+_SHARE = 0.01  # of the time, at most, for comparing rows that may have changed
 _AGAIN_S = 3.0
 _NICE = 19
 
@@ -54,7 +54,7 @@ class Builder:
                     if ours:
                         self._build()
             except (JournalError, apsw.Error, OSError):
-                pass  # the pages show what is wrong with the journal; a cache that cannot be written has no index
+                pass  # the pages show the error of the journal; a cache that cannot be written has no index
             except Exception as error:
                 self._say(error)
             self._stopped.wait(_AGAIN_S)

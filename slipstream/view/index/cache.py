@@ -1,7 +1,7 @@
 """The file of the index, in the user's cache, one for each journal.
 
-Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again,
-also by its readers. One process builds an index, other viewers of the run read it. No page waits longer
+Guarantee: a damaged file, and one of another release or of another run at the same place, is thrown away and built again, also
+by its readers. One process builds an index, other viewers of the run read it. No page waits longer
 than `_LONGEST_S` for its statements. An index that was neither built nor read for `_UNUSED_DAYS` is removed.
 """
 

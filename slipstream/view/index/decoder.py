@@ -50,7 +50,7 @@ def find_decoder(facts: dict[str, str], folder: Path | None = None) -> tuple[Dec
         return Decoder(Tokenizer.from_file(str(file))), ""
     except (SlipstreamError, OSError) as error:
         return None, f"the tokenizer of {place} cannot be loaded: {error}"
-    except Exception as error:  # what `tokenizers` raises for a damaged file has no class of its own
+    except Exception as error:  # the error of `tokenizers` for a damaged file has no class of its own
         return None, f"the tokenizer of {place} cannot be loaded: {error}"
 
 

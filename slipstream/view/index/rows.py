@@ -1,8 +1,8 @@
 """The columns of the index, kept as those of the journal.
 
-Guarantee: a group that is in the journal gets its row with the next pass, oldest first; one that the trainer changes is followed
-within seconds while it is among the newest or not trained yet, and by the sweep otherwise, a part of the journal at a time. What
-did not change is not written again. A group that retention deleted leaves the index, and its words with it.
+Guarantee: a group that is in the journal gets its row with the next pass, oldest first. A change of the trainer's is followed
+within seconds while the group is among the newest or not trained yet. Otherwise the sweep follows it, a part of the journal at a
+time. Unchanged rows are not written again. A group that retention deleted leaves the index, and its words with it.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class RowIndex:
         return bool(new)
 
     def follow(self, reader: JournalReader) -> None:
-        """Compare what is likely to change: groups that are not trained yet, and the newest."""
+        """Compare rows that are likely to change: groups that are not trained yet, and the newest."""
         newest = self.last_seq
         waiting = "SELECT seq FROM groups WHERE state < 2 AND seq <= ? ORDER BY seq LIMIT ?"
         unsettled = [seq for (seq,) in answer(self._db, waiting, (newest - _CHUNK, _CHUNK))]

@@ -49,7 +49,7 @@ class StepIndex:
         return bool(whole)
 
     def _goes_on(self, file: Any) -> bool:
-        """Return whether the file is the one that was read, with more lines behind."""
+        """Return whether this is the file that was read, with more lines behind."""
         state = os.fstat(file.fileno())
         if state.st_ino != self._inode or state.st_size < self._position:
             return False
@@ -97,7 +97,7 @@ def lines_since(db: apsw.Connection, since: float, most: int) -> list[dict[str, 
 
 
 def ends(db: apsw.Connection) -> list[dict[str, Any]]:
-    """Return what `times_since` has of the first and the last step."""
+    """Return the first and the last step, as `times_since` does."""
     return [line for order in ("ASC", "DESC") for line in _times(db, f"ORDER BY step {order} LIMIT 1")]
 
 

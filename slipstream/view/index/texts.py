@@ -1,7 +1,7 @@
 """The words of prompts and completions, for the search.
 
-Guarantee: groups are read once, in order of arrival, and what a transaction took is not read again after a kill. Of one group at
-most `_MAX_CHARS` are searched. A group that cannot be read or decoded has no words, and hinders no other.
+Guarantee: groups are read once, in order of arrival; groups of a committed transaction are not read again after a kill. Of
+one group at most `_MAX_CHARS` are searched. A group that cannot be read or decoded has no words, and hinders no other.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ _UPDATE = "UPDATE groups SET longest = ?, truncated = ?, scoring_s = ?, spread =
 
 
 class TextIndex:
-    """Write the table `texts`, and what only a group's body has into `groups`. Belongs to one thread. Without `decoder` there
-    are no words."""
+    """Write the table `texts`, and into `groups` the values that only a group's body has. Belongs to one thread.
+    Without `decoder` there are no words."""
 
     def __init__(self, db: apsw.Connection, decoder: Decoder | None) -> None:
         self._db = db
         self._decoder = decoder
 
     def add(self, reader: JournalReader) -> bool:
-        """Index the next groups of those that have a row; returns whether there may be more."""
+        """Index the next groups that have a row; return whether there may be more."""
         bounds = self._next()
         if bounds is None:
             return False

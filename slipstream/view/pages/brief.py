@@ -1,6 +1,7 @@
 """The beginning of a group's texts, for lists.
 
-Guarantee: pure; a text has at most `_CHARS` characters on one line. Of a chat the question is shown, not what all have before.
+Guarantee: pure; a text has at most `_CHARS` characters on one line. Of a chat the question is shown, without the beginning that
+all chats have.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """A group: its prompt and its completions in coloured spans and turns, the best rewarded first.
 
-Guarantee: what is shown was checked against the journal's checksum. At most `COMPLETIONS` completions are on a page, and of a
-record the first and the last `_TOKENS` tokens; what is left out is counted.
+Guarantee: every text shown was checked against the journal's checksum. At most `COMPLETIONS` completions are on a page, and of a
+record the first and the last `_TOKENS` tokens; omissions are counted.
 """
 
 import math
@@ -79,7 +79,7 @@ class Turn(NamedTuple):
 
 
 def turns(found: list[Span], first_role: str = "") -> list[Turn]:
-    """The turns of a text, whose first one is of `first_role`."""
+    """The turns of a text. The first turn is of `first_role`."""
     text = "".join(span.text for span in found)
     result: list[Turn] = []
     role = whose = first_role

@@ -1,4 +1,4 @@
-"""The table of steps: which columns, in which order, which steps.
+"""The table of steps: its columns, their order, its rows.
 
 Guarantee: pure; a step without a number in the sorted column comes last.
 """

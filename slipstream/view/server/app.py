@@ -1,4 +1,4 @@
-"""The application: which page is at which address, and how it is served.
+"""The application: the pages, their addresses, and the way in which they are served.
 
 Guarantee: an error that a user can act on is a page; any other is answered with 500, and its traceback goes to
 standard error. Pages are made on threads, so that none delays another.

@@ -1,4 +1,4 @@
-"""The page that compares: what two versions, of this run or of two, made of the same prompts.
+"""The page that compares the completions of two versions, of this run or of two, for the same prompts.
 
 Guarantee: held-out prompts are compared answer by answer, as the trainer kept them; prompts of the training set by their mean
 rewards over two ranges of versions. Texts are those of the journals and of these answers; the means are those of the indexes, and
@@ -64,7 +64,7 @@ def mean_rewards(db: apsw.Connection, versions: Versions) -> Means:
 
 
 def compare(before: Means, after: Means, *, gained: bool) -> list[Compared]:
-    """The prompts that both answered, those that changed most in this direction first."""
+    """The prompts that both answered. The greatest change in this direction comes first."""
     both = (
         Compared(prompt, old, after[prompt][0], seq, after[prompt][1])
         for prompt, (old, seq) in before.items()

@@ -1,4 +1,4 @@
-"""The pages of the run as a whole: what it does now, its curves, its steps, its policies.
+"""The pages of the run as a whole: its present state, its curves, its steps, its policies.
 
 Guarantee: a page reads at most `_TIMELINE_BYTES` of each timeline, and of a long run as many steps as it shows.
 """

@@ -97,7 +97,7 @@ class Viewer:
         return self._beside(content, facts, content.message.missing) if content else None
 
     def briefs(self, reader: JournalReader, rows: Sequence[GroupRow]) -> list[tuple[GroupRow, Brief]]:
-        """Read the beginnings of these groups; of one that is damaged, or gone meanwhile, there are none."""
+        """Read the beginnings of these groups; a group that is damaged, or gone meanwhile, has none."""
         facts, contents = reader.facts(), ContentReader(reader)
         decoder, found = self.decoder(facts)[0], []
         for row in rows:

@@ -10,6 +10,7 @@ import pytest
 
 from protocol.errors import ExitCode
 from slipstream import pair
+from slipstream.cluster import plan
 from slipstream.pair import PRODUCER, TRAINER, Pair
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
@@ -56,7 +57,7 @@ def test_the_exit_code_is_the_trainers_and_its_producer_goes_with_it(terminal: T
 
 def test_a_producer_ends_by_itself_after_a_run(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "_FOLLOW_S", 20.0)
-    assert ended("pass", "import time; time.sleep(1); print('finished')", terminal) == ExitCode.OK
+    assert ended("pass", "import time; time.sleep(0.3); print('finished')", terminal) == ExitCode.OK
     assert (PRODUCER, "finished") in terminal.shown
 
 
@@ -64,6 +65,7 @@ def test_a_producer_that_was_killed_starts_again(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair, "_FOLLOW_S", 0.0)
+    monkeypatch.setattr(plan, "FIRST_PAUSE_S", 0.1)
     mark = tmp_path / "second"
     producer = f"""
         import os, pathlib, time
@@ -79,9 +81,11 @@ def test_a_producer_that_was_killed_starts_again(
     assert [line for name, line in terminal.shown if "SIGKILL" in line and name == PRODUCER]
 
 
-def test_a_producer_that_no_start_can_help_ends_the_run_with_its_code(terminal: Terminal) -> None:
-    wait = "import time; time.sleep(1); raise SystemExit(78)"
-    assert ended(POLITE, wait, terminal) == ExitCode.CONFIG
+def test_a_producer_that_no_start_can_help_ends_the_run_with_its_code(terminal: Terminal, tmp_path: Path) -> None:
+    mark = tmp_path / "up"
+    trainer = POLITE.replace("print('up', flush=True)", f"open({str(mark)!r}, 'w')")
+    producer = f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.02)\nraise SystemExit(78)"
+    assert ended(trainer, producer, terminal) == ExitCode.CONFIG
     assert (TRAINER, "bye") in terminal.shown
 
 

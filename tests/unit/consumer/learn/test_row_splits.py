@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumer.learn import row_splits
-from consumer.learn.row_splits import _FIXED_TOKENS, Sizes, cost_of, least_tokens, shares, split_rows
+from consumer.learn.row_splits import _FIXED_TOKENS, Sizes, least_tokens, shares, split_rows
 
 
 @st.composite
@@ -18,6 +18,11 @@ def sizes(draw: st.DrawFn, most: int = 12) -> Sizes:
     if draw(st.booleans()):
         return Sizes(lengths)
     return Sizes(lengths, [0, *(draw(st.integers(0, min(pair))) for pair in itertools.pairwise(lengths))])
+
+
+def cost_of(sizes: Sizes) -> int:
+    """Of one micro-batch of these rows."""
+    return _FIXED_TOKENS + sizes.num_tokens
 
 
 def test_rows_of_like_length_stand_together_and_the_longest_first() -> None:

@@ -58,7 +58,7 @@ class Vllm:
         sampled = call.of("r", 0, [1, 2])
         sampled.finish_reason = "stop"
         sampled.token_ids, sampled.logprobs, sampled.token_versions = [7], [-0.5], [call.adapter.version]
-        return self._events() if request.streams else {"choices": [], "model": "?"}
+        return self._events() if request.fields.get("stream") else {"choices": [], "model": "?"}
 
     async def _events(self):
         for event in self.events:

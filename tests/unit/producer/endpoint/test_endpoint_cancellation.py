@@ -33,7 +33,7 @@ class Vllm:
 
     async def answer(self, request, call: Call) -> Answer:
         tokens = call.add("r", self._tokens(call))
-        if request.streams:
+        if request.fields.get("stream"):
             return (f"data: {token}\n\n" async for token in tokens)
         return {"choices": [token async for token in tokens]}
 

@@ -19,7 +19,7 @@ def test_what_passes_is_handed_on_without_what_is_ours():
     request = check_request("chat", body)
     expected = {"messages": CHAT["messages"], "n": 3, "max_completion_tokens": 5, "stop": ["."], "stream": True}
     assert request.fields == expected
-    assert (request.model, request.num_completions, request.streams) == ("policy", 3, True)
+    assert (request.model, request.num_completions) == ("policy", 3)
     assert request.metadata == {"episode": "a"}
 
 

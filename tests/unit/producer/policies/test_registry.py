@@ -176,7 +176,7 @@ async def test_an_engine_that_is_not_what_it_was_before_it_slept_ends_the_produc
     async with setup.registry.unchanged():
         pass
     for now in (-0.51, None):
-        with pytest.raises(EngineError, match="not what it was before it slept"):
+        with pytest.raises(EngineError, match="start the producer again"):
             async with setup.registry.unchanged():
                 setup.engine.score_of[1] = now
         setup.engine.score_of[1] = -0.5
@@ -419,7 +419,7 @@ async def test_the_share_of_an_update_that_rounding_left_is_told_at_each_swap_wi
     assert told[1] == {"event": "survival", "version": 1, "all": 0.3, "q_proj": 0.1235}
     warnings = [record.getMessage() for record in caplog.records if "swap.mode: adapter" in record.getMessage()]
     assert len(warnings) == 1
-    assert warnings[0].startswith("merged weights have 30% of what policy v1 has learned")
+    assert all(each in warnings[0] for each in ("30%", "v1", "model.dtype"))
     setup.engine.survival = {}
     assert await setup.publish(3)
     assert setup.counters.survival == {}
