@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
 from protocol import __version__
@@ -90,6 +91,7 @@ def main(
     is not looked at."""
     from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
     from protocol.config.places import working_in
+    from protocol.gpu.cards import memory_table
     from protocol.gpu.memory import preview
 
     def work() -> int:
@@ -98,7 +100,8 @@ def main(
             if arguments.check:
                 if arguments.check == "full":
                     check_libraries(config)
-                shown = dump_config(config) + "".join(f"# {line}\n" for line in preview(config, arguments.gpu))
+                notes = chain(memory_table(config, arguments.gpu), preview(config, arguments.gpu))
+                shown = dump_config(config) + "".join(f"# {line}\n" for line in notes)
                 return written(lambda: _show(shown))
             logs.configure(program, config.observability.log_level, config.observability.log_format)
             return run(config, select_gpus(arguments.gpu if needs_gpu(config) else "cpu"))

@@ -22,12 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from consumer.learn.memory import USED_SHARE, room_of_gpu, tokens_within
 from consumer.learn.model import is_sharded, text_model
 from consumer.ranks.exchange import Ranks
-from protocol.config.learning import FIRST_TOKENS
+from protocol.config.learning import ENOUGH_TOKENS, FIRST_TOKENS
 from protocol.gpu.memory import gib, optimizer_bytes
 
 logger = logging.getLogger(__name__)
 
-ENOUGH_TOKENS = 4096  # longer passes are hardly faster, and recomputing all layers costs half of a step again
 _LAYERS_BESIDE = 2  # the LM head, and the gradients of the layer in progress, take as much as these
 _SHARE_OF_HOST = 0.5  # a CPU has no error without memory, and the producer may be on it too
 _CGROUP = Path("/sys/fs/cgroup")

@@ -13,6 +13,7 @@ from protocol.config.section import Count, Positive, PositiveFloat, PositiveSeco
 ShardBase = Literal["auto", "none", "layers"]
 GpuSharing = Literal["own", "shared", "turns"]
 FIRST_TOKENS = 16_384  # of a pass under `trainer_tokens_per_micro_batch: auto`, before anything was measured
+ENOUGH_TOKENS = 4096  # longer passes are hardly faster, and recomputing all layers costs half of a step again
 
 
 class PipelineSection(Section):

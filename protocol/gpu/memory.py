@@ -99,17 +99,21 @@ def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
     num_elements = sum(weight.num_elements for weight in model.weights)
     weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
     adapters = config.lora_slots * _num_served(config, model) * dtype_bytes if config.swap.mode == "adapter" else 0
-    element = 1 if str(engine.get("kv_cache_dtype", "")).startswith("fp8") else dtype_bytes
-    of_token = 2 * model.num_layers * model.kv_size * element
-    tokens = max(_longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
-    return EngineNeeds(weights, adapters, tokens * of_token)
+    tokens = max(longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
+    return EngineNeeds(weights, adapters, tokens * token_bytes(config, model))
+
+
+def token_bytes(config: RunConfig, model: ModelShape) -> int:
+    """Compute the bytes of a token in the KV cache."""
+    is_fp8 = str(config.engine.get("kv_cache_dtype", "")).startswith("fp8")
+    return 2 * model.num_layers * model.kv_size * (1 if is_fp8 else _DTYPE_BYTES[config.model.dtype])
 
 
 def longest_row(config: RunConfig, model: ModelShape) -> int:
     """Tokens of a prompt with its completion, at most."""
     prompt = config.dataset.max_prompt_tokens or _PROMPT_TOKENS
     longest = prompt + config.sampling.max_completion_length
-    return min(_longest_context(config, model) or longest, longest)
+    return min(longest_context(config, model) or longest, longest)
 
 
 def base_bytes(weights: Iterable[Weight], dtype_bytes: int, quantization: str | None) -> int:
@@ -169,12 +173,11 @@ def pass_bytes(model: ModelShape, tokens: int, dtype_bytes: int, *, recomputes: 
 
 def layer_bytes(model: ModelShape, dtype_bytes: int, *, drops: bool) -> int:
     """Compute the bytes that autograd keeps of a token in one layer of h hidden and i inner values: of two norms the result (2 h)
-    and a float32 copy of the input (8 h bytes), the inputs that LoRA casts for seven linear layers (6 h + i), queries, keys,
-    values and what attention makes of them (4 h), and three tensors inside the MLP (3 i). Dropout keeps result and mask for each
-    of the seven.
+    and a float32 copy of the input (8 h bytes), queries, keys, values and what attention makes of them (4 h), and four tensors
+    inside the MLP (4 i). Dropout keeps result and mask for the inputs of the seven linear layers (6 h + i).
     """
     hidden, inner = _width(model), model.intermediate_size
-    kept = 8 * hidden + dtype_bytes * (12 * hidden + 4 * inner)
+    kept = 8 * hidden + dtype_bytes * (6 * hidden + 4 * inner)
     return kept + (2 + dtype_bytes) * (6 * hidden + inner) if drops else kept
 
 
@@ -182,7 +185,7 @@ def _width(model: ModelShape) -> int:
     return max(model.hidden_size, model.query_size)
 
 
-def _longest_context(config: RunConfig, model: ModelShape) -> int | None:
+def longest_context(config: RunConfig, model: ModelShape) -> int | None:
     """Return the longest context, or None if no setting or file gives it."""
     chosen = config.engine.get("max_model_len")
     return chosen if isinstance(chosen, int) and chosen > 0 else model.max_length
@@ -211,7 +214,7 @@ def _is_target(module: str, targets: Any) -> bool:
 
 
 CONTEXT = 3 * GIB // 4  # of a process, before its first tensor: CUDA itself and its kernels
-_MOST = 0.9  # of the GPU: what an engine takes that has it for itself
+MOST = 0.9  # of the GPU: what an engine takes that has it for itself
 _UNCOUNTED = 0.03  # of the GPU: what the driver keeps, and what NVML counts and CUDA does not
 _KEY = "engine.gpu_memory_utilization"
 _SMALLER = (
@@ -244,6 +247,11 @@ class Shares:
         )
 
 
+def room_of(total: int, processes: int) -> int:
+    """Compute the bytes that CUDA leaves to this number of processes."""
+    return int(total * (1 - _UNCOUNTED)) - processes * CONTEXT
+
+
 def shares_of(config: RunConfig, total: int, needs: TrainerNeeds, engine: EngineNeeds) -> Shares:
     """Divide the memory of a GPU.
 
@@ -253,10 +261,9 @@ def shares_of(config: RunConfig, total: int, needs: TrainerNeeds, engine: Engine
     Raises:
         ConfigError: the two do not fit.
     """
-    room = int(total * (1 - _UNCOUNTED)) - 2 * CONTEXT
-    chosen = config.engine.get("gpu_memory_utilization")
+    room, chosen = room_of(total, 2), chosen_utilization(config)
     if chosen is not None:
-        return _around(_number(chosen), total, room, needs, engine)
+        return _around(chosen, total, room, needs, engine)
     if needs.least + engine.least > room:
         raise ConfigError(
             f"pipeline.gpu: shared: the GPU has {gib(total)}. CUDA leaves {gib(max(0, room))}, and both need "
@@ -264,7 +271,7 @@ def shares_of(config: RunConfig, total: int, needs: TrainerNeeds, engine: Engine
             f"{gib(engine.weights)}, LoRA slots {gib(engine.adapters)}, KV cache of one group {gib(engine.cache)}). Take "
             f"{_SMALLER}"
         )
-    producer = max(engine.least, min(int(_MOST * total), room - needs.wanted))
+    producer = max(engine.least, min(int(MOST * total), room - needs.wanted))
     utilization = math.floor(1000 * producer / total) / 1000
     return Shares(total, room - int(utilization * total), utilization, False, needs, engine)
 
@@ -281,8 +288,11 @@ def _around(utilization: float, total: int, room: int, needs: TrainerNeeds, engi
     return Shares(total, trainer, utilization, True, needs, engine)
 
 
-def _number(value: object) -> float:
-    """Parse the share that YAML or `--set` gives."""
+def chosen_utilization(config: RunConfig) -> float | None:
+    """Parse the engine's share that YAML or `--set` gives."""
+    value = config.engine.get("gpu_memory_utilization")
+    if value is None:
+        return None
     try:
         found = float(str(value))
     except ValueError:

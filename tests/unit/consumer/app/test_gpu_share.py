@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from consumer.app.gpu_share import gpu_share
+from consumer.learn.adapted_linear import use_adapted_products
 from consumer.ranks.placement import Nodes, Placement
 from protocol.errors import ConfigError, DeviceError
 from protocol.gpu import reservation as seat
@@ -98,15 +99,14 @@ def test_several_ranks_are_refused(folder: Path, mode: str, placement: Placement
         pass
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.bfloat16, 0.85, 1.0), (torch.float32, 0.75, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_what_autograd_keeps_is_about_what_was_estimated(
-    dtype: torch.dtype, least: float, most: float, dropout: float
-) -> None:
+def test_what_autograd_keeps_is_about_what_was_estimated(dtype: torch.dtype, dropout: float) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     lora = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
     model = get_peft_model(Qwen2ForCausalLM(Qwen2Config(**shape, **heads)).to(dtype), lora).train()
+    use_adapted_products(model)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -120,4 +120,4 @@ def test_what_autograd_keeps_is_about_what_was_estimated(
         model.base_model.model.model(input_ids=torch.zeros(2, 128, dtype=torch.long), use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 256 / 2
     estimated = layer_bytes(ModelShape((), 64, 176, 2, 64, 64, 32, 128), dtype.itemsize, drops=dropout > 0)
-    assert least <= measured / estimated <= most
+    assert 0.9 <= measured / estimated <= 1.05

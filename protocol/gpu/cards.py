@@ -1,0 +1,137 @@
+"""The memory that a run takes of a GPU, and the cards on which each layout has room, as `--check` shows them.
+
+Guarantee: no GPU is asked and no weight is read. Every number is one of `protocol.gpu.memory`. They are for a trainer of one rank
+and an engine of one GPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from protocol.config.learning import ENOUGH_TOKENS
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.gpu.memory import (
+    GIB,
+    MOST,
+    EngineNeeds,
+    TrainerNeeds,
+    chosen_utilization,
+    engine_needs,
+    gib,
+    longest_context,
+    longest_row,
+    room_of,
+    shares_of,
+    token_bytes,
+    trainer_needs,
+)
+from protocol.gpu.model_files import ModelShape, model_shape
+
+CARDS = (16, 24, 40, 48, 80, 96, 141)
+"""GiB of common GPUs."""
+LAYOUTS = ("own, trainer", "own, engine", "shared", "turns")
+"""The values of `pipeline.gpu`. With `own` each daemon has a card, so they are two rows."""
+
+
+def memory_table(config: RunConfig, choice: str) -> Iterator[str]:
+    """Yield lines for the user.
+
+    Args:
+        choice: the value of `--gpu`.
+    """
+    folder = Path(config.model.path)
+    if choice == "cpu":
+        return
+    try:
+        model = model_shape(folder)
+    except ConfigError:
+        yield f"memory of GPUs: unknown, because {folder} has no config.json with *.safetensors on this machine"
+        return
+    yield "memory of GPUs, estimated:"
+    yield from _needs_in_words(config, model)
+    yield f"  {'GPU with GiB':<14}" + "".join(f"{card:>6}" for card in CARDS)
+    for layout, cells in fits(config, model).items():
+        yield f"  {layout:<14}" + "".join(f"{cell:>6}" for cell in cells)
+    yield f"  yes: has room for passes of {_unhurried(config, model)[0].tokens} tokens and for these rows at once"
+    yield "  part: has room for less, or recomputes layers; no: does not start"
+
+
+def fits(config: RunConfig, model: ModelShape) -> dict[str, list[str]]:
+    """Tell for each of `LAYOUTS` and each of `CARDS` whether it has room: yes, part or no."""
+    unhurried, least = _unhurried(config, model), (trainer_needs(config, model), engine_needs(config, model))
+
+    def cell(layout: str, card: int) -> str:
+        if _has_room(config, layout, card * GIB, *unhurried):
+            return "yes"
+        return "part" if _has_room(config, layout, card * GIB, *least) else "no"
+
+    return {
+        layout: [cell(layout, card) if _is_accepted(config, layout.partition(",")[0]) else "no" for card in CARDS]
+        for layout in LAYOUTS
+    }
+
+
+def _is_accepted(config: RunConfig, sharing: str) -> bool:
+    """Tell whether the other keys go together with this value of `pipeline.gpu`."""
+    pipeline = config.pipeline.model_dump() | {"gpu": sharing}
+    try:
+        RunConfig.model_validate(config.model_dump() | {"pipeline": pipeline})
+    except ValidationError:
+        return False
+    return True
+
+
+def _has_room(config: RunConfig, layout: str, total: int, trainer: TrainerNeeds, engine: EngineNeeds) -> bool:
+    alone, beside = room_of(total, 1), room_of(total, 2)
+    of_engine = int((chosen_utilization(config) or MOST) * total)
+    match layout:
+        case "own, trainer":
+            return trainer.least <= alone
+        case "own, engine":
+            return engine.least <= min(alone, of_engine)
+        case "turns":
+            return trainer.least <= beside and engine.least <= min(beside, of_engine)
+    if config.pipeline.gpu != "shared":  # then the engine's share is for a GPU of its own
+        config = config.model_copy(update={"engine": config.engine | {"gpu_memory_utilization": None}})
+    try:
+        return engine.least <= shares_of(config, total, trainer, engine).producer
+    except ConfigError:
+        return False
+
+
+def _unhurried(config: RunConfig, model: ModelShape) -> tuple[TrainerNeeds, EngineNeeds]:
+    """Compute the needs without recomputation, unless it is configured, and with a KV cache for `_rows`."""
+    pipeline, trainer = config.pipeline, {"gradient_checkpointing": False} | config.trainer
+    if pipeline.trainer_tokens_per_micro_batch == "auto":
+        pipeline = pipeline.model_copy(update={"trainer_tokens_per_micro_batch": ENOUGH_TOKENS})
+    wished = config.model_copy(update={"pipeline": pipeline, "trainer": trainer})
+    engine = engine_needs(config, model)
+    cache = max(engine.cache, _rows(config) * longest_row(config, model) * token_bytes(config, model))
+    return trainer_needs(wished, model), replace(engine, cache=cache)
+
+
+def _rows(config: RunConfig) -> int:
+    """Return the completions of a step, or fewer if the engine samples fewer at once."""
+    limit = config.engine.get("max_num_seqs")
+    return min(config.completions_per_step, limit) if isinstance(limit, int) else config.completions_per_step
+
+
+def _needs_in_words(config: RunConfig, model: ModelShape) -> Iterator[str]:
+    def of_passes(*, recomputes: bool) -> TrainerNeeds:
+        trainer = config.trainer | {"gradient_checkpointing": recomputes}
+        return trainer_needs(config.model_copy(update={"trainer": trainer}), model)
+
+    kept, recomputed = of_passes(recomputes=False), of_passes(recomputes=True)
+    yield (
+        f"  trainer: base {gib(kept.base)}, adapter with optimizer {gib(kept.adapter)}; a pass of {kept.tokens} tokens "
+        f"{gib(kept.passes)}, or {gib(recomputed.passes)} if all layers recompute"
+    )
+    engine, row, token = engine_needs(config, model), longest_row(config, model), token_bytes(config, model)
+    context = longest_context(config, model) or row
+    yield (
+        f"  engine: weights {gib(engine.weights)}, LoRA slots {gib(engine.adapters)}, kernels; KV cache of "
+        f"{context} tokens {gib(context * token)}, of {_rows(config)} rows of {row} tokens {gib(_rows(config) * row * token)}"
+    )
