@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.math.task import to_prompt
 from protocol.config.loader import load_config
 from slipstream.run import run
 
@@ -23,3 +24,9 @@ def test_the_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(REPOSITORY)
     options = run.make_context("run", shlex.split(command)).params
     load_config(options["config"], list(options["overrides"]))
+
+
+def test_the_published_recipe_reads_the_rows_of_its_dataset() -> None:
+    prompt = [{"role": "user", "content": "What is 3 + 4? Put the answer within \\boxed{}."}]
+    row = {"data_source": "math", "prompt": prompt, "reward_model": {"ground_truth": "7", "style": "rule"}}
+    assert to_prompt(row) == {"prompt": prompt, "answer": "7"}

@@ -70,12 +70,9 @@ def test_a_card_for_the_trainer_alone() -> None:
 
 def test_the_engines_share_is_for_the_layout_that_is_configured() -> None:
     assert fits(example(), SEVEN)["shared"][-1] == "yes"
-    assert set(fits(example("pipeline.gpu=shared"), SEVEN)["shared"]) == {
-        "no"
-    }  # 0.9 of 141 GiB leave 8.4 GiB
-    assert fits(example("engine.gpu_memory_utilization=0.3"), SEVEN)["own, engine"] == ["no"] * 4 + ["part"] * 2 + [
-        "yes"
-    ]
+    shared, capped = example("pipeline.gpu=shared"), example("engine.gpu_memory_utilization=0.3")
+    assert set(fits(shared, SEVEN)["shared"]) == {"no"}, "0.9 of 141 GiB leave 8.4 GiB to the trainer"
+    assert fits(capped, SEVEN)["own, engine"] == ["no"] * 4 + ["part"] * 2 + ["yes"]
 
 
 def test_what_a_run_of_few_rows_and_configured_checkpointing_has_room_for() -> None:
