@@ -6,7 +6,6 @@ and an engine of one GPU.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -29,6 +28,7 @@ from protocol.gpu.memory import (
     trainer_needs,
 )
 from protocol.gpu.model_files import ModelShape, model_shape
+from protocol.wire.model_folder import folder_on_disk
 
 CARDS = (16, 24, 40, 48, 80, 96, 141)
 """GiB of common GPUs."""
@@ -42,7 +42,7 @@ def memory_table(config: RunConfig, choice: str) -> Iterator[str]:
     Args:
         choice: the value of `--gpu`.
     """
-    folder = Path(config.model.path)
+    folder = folder_on_disk(config.model.path, config.model.revision)
     if choice == "cpu":
         return
     try:

@@ -19,6 +19,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
 from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
 from protocol.gpu.nvml import Gpu, given_gpu, gpu_facts
+from protocol.wire.model_folder import folder_on_disk
 
 GIB = 2**30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -328,7 +329,7 @@ def preview(config: RunConfig, choice: str) -> Iterator[str]:
     """
     if config.pipeline.gpu != "shared" or choice == "cpu":
         return
-    folder = Path(config.model.path)
+    folder = folder_on_disk(config.model.path, config.model.revision)
     if not (folder / "config.json").is_file():
         yield "shares of the GPU: computed at the start, from the files of model.path, which are not on this machine"
         return

@@ -72,6 +72,18 @@ def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: 
         ) from error
 
 
+def folder_on_disk(path: str, revision: str | None) -> Path:
+    """Return the folder of a model without asking the hub: the cached snapshot of a hub name, else `path` itself."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # `path` is no hub name
+            found = try_to_load_from_cache(path, "config.json", revision=revision)
+            return Path(found).parent if isinstance(found, str) else folder
+    return folder
+
+
 @unreadable_is_configuration()
 def base_model_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     """sha256 over the configuration and samples of every weight file, as 64 hex digits."""

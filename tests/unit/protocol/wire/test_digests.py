@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ConfigError
-from protocol.wire.model_folder import base_model_digest, resolve_model, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, folder_on_disk, resolve_model, tokenizer_digest
 
 MIB = 2**20
 
@@ -152,6 +152,20 @@ def test_a_local_folder_resolves_to_itself(model: Path, tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"model.path: {tmp_path}/empty has no config.json, so it is not a transformers model folder"
     )
+
+
+def test_a_model_is_looked_for_on_this_machine_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    snapshot = make_model(cached / "snapshots" / "abc")
+    assert [folder_on_disk(path, None) for path in (str(model), "org/name")] == [model, snapshot]
+    for path in ("org/other", "../model", str(tmp_path / "nowhere")):
+        assert folder_on_disk(path, None) == Path(path)
+    assert folder_on_disk("org/name", "an-old-revision") == Path("org/name")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/model", "runs/base/model"])
