@@ -94,7 +94,10 @@ def test_what_one_of_two_producers_refuses_ends_nothing(start: Any, short_dir: P
         start, short_dir, daemons, swap={"max_refused": 2}, pipeline={"max_staleness": 0}, trainer={"max_steps": 12}
     )
     pair.refuse("bad", 1)
-    trainer, bad, good = pair.run.trainer(), pair.producer("bad"), pair.producer("good")
+    bad, good = pair.producer("bad"), pair.producer("good")
+    for producer in (bad, good):
+        producer.wait_for("waiting for the trainer")  # both serve v0
+    trainer = pair.run.trainer()
     assert trainer.end(120) == 0, trainer.output[-3000:]
     assert (bad.end(), good.end()) == (0, 0)
     assert pair.run.column("step") == list(range(1, 13))
@@ -104,10 +107,10 @@ def test_what_one_of_two_producers_refuses_ends_nothing(start: Any, short_dir: P
 def test_a_producer_that_never_served_a_version_ends_beside_one_that_does(
     start: Any, short_dir: Path, daemons: list[Daemon]
 ) -> None:
-    pair = Pair(start, short_dir, daemons, trainer={"max_steps": 1000})
+    pair = Pair(start, short_dir, daemons, trainer={"max_steps": FOREVER})
     pair.refuse("bad", 0)
     trainer, good = pair.run.trainer(), pair.producer("good")
-    good.wait_for("v1 is live")
+    good.wait_for(r"v[1-9]\d* is live")
     bad = pair.producer("bad")
     assert bad.end(60) == 81, bad.output[-3000:]
     assert "no policy version is served here, and 3 in a row were refused (swap.max_refused)" in bad.output
