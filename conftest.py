@@ -51,8 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Nor later: looking at all of torch takes half a second each time."""
-    gc.collect()
+    """Nor later: looking at all of torch takes half a second each time, also here."""
     gc.freeze()
 
 
