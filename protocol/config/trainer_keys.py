@@ -8,7 +8,7 @@ fails when the installed TRL or transformers has a field that is in none of them
 from typing import Any, NamedTuple
 
 DEFAULTS: dict[str, Any] = {
-    "learning_rate": 2e-5,
+    "learning_rate": 2e-4,
     "num_train_epochs": 1,
     "logging_steps": 1,
     "report_to": "none",

@@ -53,7 +53,7 @@ def test_what_trainer_leaves_out_keeps_our_default_and_is_shown(run_yaml: Path) 
     config = load(run_yaml, MINIMAL + "trainer: {max_steps: 9, save_steps: 7}\n")
     assert config.trainer == TRAINER_DEFAULTS | {"max_steps": 9, "save_steps": 7}
     shown = yaml.safe_load(dump_config(load(run_yaml)))
-    assert shown["trainer"]["learning_rate"] == 2e-5
+    assert shown["trainer"]["learning_rate"] == 2e-4
     assert shown["trainer"]["save_steps"] == 50
 
 
