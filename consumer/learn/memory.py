@@ -90,8 +90,8 @@ def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> i
     Args:
         free: on the GPU.
         reserved: that torch has taken from it, used or not.
-        allocated: of that, in use.
-        limit: of what torch may reserve (`pipeline.gpu: shared`).
+        allocated: of these, in use.
+        limit: bytes that torch may reserve (`pipeline.gpu: shared`).
     """
     return reserved - allocated + max(0, min(free, limit - reserved))
 

@@ -126,7 +126,7 @@ class BatchRecipe:
     mask_truncated: bool
     seed: int
     rank: int = 0
-    world: int = 1  # number of ranks, each of which trains its share of the step
+    world: int = 1  # number of ranks; each trains its share of the step
     in_step: bool = False  # all of them with as many micro-batches
 
     def tensors(self, groups: list[RolloutGroup], dealt_by: int | None = None) -> list[MicroBatch]:
@@ -307,8 +307,8 @@ class StepSplitter:
         recorded: asked on rank 0 alone.
 
     Attributes:
-        tokens: that a pass of the step in progress may have, padding included, what rows share counted once; one row may have
-            more.
+        tokens: that a pass of the step in progress may have, padding included, shared beginnings counted once; one row may
+            have more.
         micro_batches: this rank's, of that step.
         random_state: of the device, with which that step began when it was recorded; None: it was not, or draws no numbers.
     """

@@ -185,8 +185,8 @@ def check_base_fits(base: int, fix: str) -> None:
     room, total = room_of_gpu(torch.device("cuda"))
     if base > room:
         raise DeviceError(
-            f"model.path: the base takes {gib(base)} of a GPU that has {gib(room)} of {gib(total)} left (nvidia-smi shows what "
-            f"else is on it); {fix}"
+            f"model.path: the base takes {gib(base)} of a GPU that has {gib(room)} of {gib(total)} left (nvidia-smi shows its "
+            f"other processes); {fix}"
         )
 
 

@@ -38,7 +38,7 @@ class RunArguments(GRPOConfig):  # type: ignore[misc]
     shown: Mapping[str, Any] = MappingProxyType({})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what transformers sends to trackers."""
+        """Return the values that transformers sends to trackers."""
         told: dict[str, Any] = super().to_dict()
         return told | dict(self.shown)
 
@@ -127,7 +127,7 @@ def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None =
 
     Args:
         model_config: of its text model.
-        seen: what it is beside a text model.
+        seen: facts of its vision-language checkpoint; None: it is of text alone.
 
     Raises:
         ConfigError: names the key and the fix.

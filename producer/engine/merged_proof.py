@@ -54,8 +54,8 @@ def evidence_of(
     name: str, layer: Any, base: torch.Tensor, parts: "list[Part]", sums: torch.Tensor, number: int,
     merged: torch.Tensor | None = None,
 ) -> Evidence:  # fmt: skip
-    """Note what proves a layer, on the device of `sums`; swap `number` chooses the columns. The update is computed part by part,
-    and not from the factors of the merge."""
+    """Note the evidence for a layer, on the device of `sums`; swap `number` chooses the columns. The update is computed part by
+    part, and not from the factors of the merge."""
     num_outputs, num_inputs = base.shape
     count = min(COLUMNS, num_inputs)
     columns = (number + torch.arange(count) * num_inputs // count) % num_inputs
@@ -100,8 +100,8 @@ def columns_of(layer: Any, columns: torch.Tensor, num_inputs: int) -> torch.Tens
 def prove(
     all_evidence: Iterable[Evidence], weights: dict[str, torch.Tensor], shown: dict[str, torch.Tensor]
 ) -> Survival:
-    """Compare the weights that layers have, or the columns that packed ones have shown, with the evidence. Return what is left of
-    the update. Raises PartlyServedError if they differ."""
+    """Compare the weights that layers have, or the columns that packed ones have shown, with the evidence. Return the share of
+    the update that is left. Raises PartlyServedError if they differ."""
     names, flags = [], []
     survived: dict[str, list[torch.Tensor]] = defaultdict(list)
     for each in all_evidence:
