@@ -78,14 +78,16 @@ class RolloutBuffer:
     # Leases
 
     @_locked
-    def lease(self, producer: str, *, now: float, timeout_s: float) -> LeaseRecord[Key] | None:
-        """Lease the next prompt to `producer`; return None while the staleness budget is spent."""
+    def lease(
+        self, producer: str, *, now: float, timeout_s: float, serves: int | None = None
+    ) -> LeaseRecord[Key] | None:
+        """Lease the next prompt to `producer`, which comes to no policy newer than `serves` (None: to any); return None while the
+        staleness budget is spent."""
         floor = self._next_floor()
         if floor > self._version:
             return None
-        record = self.ledger.lease(
-            producer, version=self._version, policy_floor=floor, now=now, deadline=now + timeout_s
-        )
+        version = self._version if serves is None else min(serves, self._version)
+        record = self.ledger.lease(producer, version=version, policy_floor=floor, now=now, deadline=now + timeout_s)
         self.totals["leased"] += 1
         self.totals["rerolls_leased"] += record.task.key.reroll > 0
         return record

@@ -172,7 +172,7 @@ class PromptLedger:
 
     def lease(self, producer: str, *, version: int, policy_floor: int, now: float, deadline: float) -> LeaseRecord[Key]:
         """Lease the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return, else
-        the next first attempt. `version` is the newest policy that is published, `policy_floor` the oldest that may answer."""
+        the next first attempt. `version` is the newest policy that it may serve, `policy_floor` the oldest that may answer."""
         task = self.leases.next_waiting(now, version) or self._next_task(version)
         task = replace(task, attempt=task.attempt + 1)
         lease_id = str(LeaseId(task.key, task.attempt, self._session))

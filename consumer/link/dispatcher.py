@@ -92,7 +92,8 @@ class LeaseDispatcher:
         return 0 if hopeless else session.room
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
-        record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s)
+        serves = session.heartbeat.policy_version if session.heartbeat.num_refused else None
+        record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s, serves=serves)
         if record is None:
             return None
         lease_id, work = record.lease_id, record.task

@@ -5,7 +5,7 @@ import pytest
 from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.sessions import ProducerSession
 from protocol.wire.codec import encode
-from protocol.wire.messages import Lease
+from protocol.wire.messages import Heartbeat, Lease
 from replay.buffer import RolloutBuffer
 from replay.journal.retention import DiskGuard
 from tests.unit.consumer.builders import fill, live_buffer
@@ -172,3 +172,23 @@ def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: Fil
     counter.give()
     _, lease = counter.channel.sent[-1]
     assert (lease.lease_id, lease.prompt_id, lease.attempt, lease.policy_floor) == ("0-0-1-1-s", 0, 1, 2)
+
+
+def test_a_prompt_that_wants_a_newer_policy_is_not_given_to_a_producer_that_refuses_it(
+    journal: FillableJournal, disk: DiskGuard
+) -> None:
+    """It would hand it back for ever, in place of a prompt that it could answer."""
+    rules = reroll_rules(delay_versions=2, max_attempts=1)
+    counter = Counter(live_buffer(journal, groups_per_step=4, max_staleness=9, rules=rules), disk)
+    fill(counter.replay, 0, dull=1)
+    producer = counter.join("p", 4)
+    counter.give()
+    counter.replay.published(2)
+    producer.heartbeat = Heartbeat(0, 5, [], 0, 0.0, refused_version=2, refusal="not it", num_refused=2)
+    producer.capacity = 5
+    counter.dispatcher.requeue(b"p", producer)
+    counter.give()
+    assert [(lease.prompt_id, lease.policy_floor) for _, lease in counter.channel.sent[4:]] == [(5, 0)]
+    counter.join("q", 1)
+    counter.give()
+    assert [(lease.prompt_id, lease.policy_floor) for _, lease in counter.channel.sent[5:]] == [(0, 2)]
