@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-proof bench-swap-modes bench-swap-faults bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-proof bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -70,7 +70,7 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers agai
 	$(BIN)/python -m campaigns.fuzz.frames --count 1000000 --seed $(SEED)
 	$(BIN)/python -m campaigns.fuzz.strangers --minutes $(MINUTES) --seed $(SEED)
 
-bench: $(STAMP) ## every benchmark, one after the other, with a summary; half an hour or so
+bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour and a half or so
 	$(BIN)/python -m benchmarks.suite
 
 bench-overlap: $(STAMP) ## the pair against itself in lockstep and against TRL's own trainer, about ten minutes
@@ -93,6 +93,10 @@ bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one a
 
 bench-swap-faults: $(STAMP) ## faults of a swap, and after how many versions the proof by behaviour refuses each, ten minutes
 	$(BIN)/python -m benchmarks.swap_faults
+
+bench-silent: $(STAMP) ## an engine that serves something else than it says: what notices, and accuracy in the end, an hour
+	$(BIN)/python -m benchmarks.silent --arms proof 'no proof' --dtype bfloat16
+	$(BIN)/python -m benchmarks.silent --plot runs/bench/silent.png
 
 bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes
 	$(BIN)/python -m benchmarks.scale
