@@ -56,6 +56,9 @@ ENGINE_UNREPRODUCIBLE = {
 LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 """Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
 
+PEFT_DEFAULTS: dict[str, Any] = {"lora_dropout": 0.0, "use_rslora": False, "init_lora_weights": True}
+"""PEFT's of the keys that decide what an adapter learns."""
+
 OWN_KEYS = {
     "lora": {
         "init_from": "Adapter to start from: a folder (of `slipstream sft`, a checkpoint, PEFT) or a hub name, with the "

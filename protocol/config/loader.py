@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from protocol.config.library_section import PEFT_DEFAULTS
 from protocol.config.places import make_absolute
 from protocol.config.run import RunConfig
 from protocol.config.section import expected, is_compound, is_section, nearest
@@ -73,10 +74,15 @@ def dump_config(config: RunConfig) -> str:
         "engine max_lora_rank": config.max_lora_rank,
     }
     body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
-    libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL. Of TRL's:\n"
-    left_out = {key: value for key, value in TRL_DEFAULTS.items() if key not in config.trainer}
-    libraries += "".join(f"# trainer.{key}: {value}\n" for key, value in left_out.items())
-    return body + libraries + "".join(f"# {name}: {value}\n" for name, value in derived.items())
+    libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL, such as:\n"
+    defaults = {"lora": (config.lora, PEFT_DEFAULTS), "trainer": (config.trainer, TRL_DEFAULTS)}
+    left_out = {
+        f"{name}.{key}": value
+        for name, (section, known) in defaults.items()
+        for key, value in known.items()
+        if key not in section
+    }
+    return body + libraries + "".join(f"# {name}: {value}\n" for name, value in (left_out | derived).items())
 
 
 def write_resolved(config: RunConfig) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
@@ -25,6 +26,7 @@ from consumer.learn.forward import ChunkedLogProbFunction
 from consumer.learn.options import CHOICES, GRPOConfig, build_arguments, build_lora, former_names
 from consumer.learn.trainer import SlipstreamTrainer, add_fused_lm_head
 from protocol.config import trainer_keys
+from protocol.config.library_section import PEFT_DEFAULTS
 from replay.batch_selection import TrainingBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
@@ -293,6 +295,11 @@ def test_every_key_of_trl_was_looked_at() -> None:
     shown = trainer_keys.TRL_DEFAULTS
     assert shown == {key: defaults[key] for key in shown}
     assert trainer_keys.DEFAULTS.keys() <= shown.keys() <= working
+
+
+def test_defaults_of_adapters_that_a_check_shows_are_those_of_peft() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
+    assert {key: defaults[key] for key in PEFT_DEFAULTS} == PEFT_DEFAULTS
 
 
 def test_values_that_are_refused_are_values_of_transformers() -> None:
