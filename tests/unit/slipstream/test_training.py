@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,30 +120,17 @@ def test_it_runs_below_a_running_loop_and_off_the_main_thread(
     assert [run.folder for run in asyncio.run(cell())] == [Path(config["run_dir"])] * 2
 
 
-@contextmanager
-def interrupts_when(there: Path) -> Iterator[None]:
-    """Interrupt the block each second from when the file is there: Python loses an interrupt in the middle of an import."""
-    has_ended = threading.Event()
-
-    def interrupt() -> None:
-        while not there.exists():
-            time.sleep(0.01)
-        while not has_ended.wait(1.0):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    impatient = threading.Thread(target=interrupt)
-    impatient.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        impatient.join()
-
-
 def test_an_interrupt_ends_both_daemons(config: dict, plans: Callable[[str, str], list[dict]]) -> None:
     plans(POLITE, POLITE)
     run_dir, handler = Path(config["run_dir"]), signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), interrupts_when(run_dir / "up"):
+
+    def interrupt() -> None:
+        while not (run_dir / "up").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
         slipstream.train(config)
     assert signal.getsignal(signal.SIGINT) == handler
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
