@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -120,9 +120,17 @@ def test_it_runs_below_a_running_loop_and_off_the_main_thread(
     assert [run.folder for run in asyncio.run(cell())] == [Path(config["run_dir"])] * 2
 
 
-def test_an_interrupt_ends_both_daemons(config: dict, plans: Callable[[str, str], list[dict]]) -> None:
+@pytest.fixture
+def handler() -> Iterator[object]:
+    """Python's own handler of interrupts, which it does not set up below a shell that runs it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_both_daemons(config: dict, plans: Callable[[str, str], list[dict]], handler: object) -> None:
     plans(POLITE, POLITE)
-    run_dir, handler = Path(config["run_dir"]), signal.getsignal(signal.SIGINT)
+    run_dir = Path(config["run_dir"])
 
     def interrupt() -> None:
         while not (run_dir / "up").exists():
