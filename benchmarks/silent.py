@@ -57,7 +57,7 @@ FAULTS = {
     "another template": Fault(before_prompts="+"),
 }
 _NOT_TRL = ("one of two workers keeps an old one", "another template")
-"""Its server has one worker here, and gets token ids."""
+"""Faults that the arm of TRL cannot have: its server has one worker here, and gets token ids."""
 _SERVER = """--host 127.0.0.1 --enforce-eager --max-model-len 64 --max-num-seqs 256 --enable-lora --max-loras 5
 --max-lora-rank 16 --logprobs-mode processed_logprobs --distributed-executor-backend"""
 

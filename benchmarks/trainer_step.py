@@ -49,7 +49,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Parts of the size of `cpu` that are replaced. The weights of SmolLM2-135M are random, in the shape of that model."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-SIDES = ("ours", "trl")
 PEERS = ("trl_async", "trl")
 _FEW = 2  # steps of GRPOTrainer, which is no close race
 
@@ -91,7 +90,7 @@ class Side:
 
 
 def measure(
-    size: dict[str, Any], repetitions: int, threads: int, names: Sequence[str] = SIDES, *, limit: bool = False
+    size: dict[str, Any], repetitions: int, threads: int, names: Sequence[str], *, limit: bool = False
 ) -> dict[str, Any]:
     """One step of each that does not count, then `repetitions` in turn. With `limit` ours also says what its products with
     weights take alone, and what else the step does."""

@@ -42,9 +42,9 @@ def memory_table(config: RunConfig, choice: str) -> Iterator[str]:
     Args:
         choice: the value of `--gpu`.
     """
-    folder = folder_on_disk(config.model.path, config.model.revision)
     if choice == "cpu":
         return
+    folder = folder_on_disk(config.model.path, config.model.revision)
     try:
         model = model_shape(folder)
     except ConfigError:

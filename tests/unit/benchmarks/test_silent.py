@@ -1,4 +1,4 @@
-"""What the benchmark of silent faults tells, and the fault that it puts into a vLLM server."""
+"""Tests of the table of silent faults, and of the fault that a vLLM server gets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

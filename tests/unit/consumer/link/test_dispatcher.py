@@ -177,7 +177,7 @@ def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: Fil
 def test_a_prompt_that_wants_a_newer_policy_is_not_given_to_a_producer_that_refuses_it(
     journal: FillableJournal, disk: DiskGuard
 ) -> None:
-    """It would hand it back for ever, in place of a prompt that it could answer."""
+    """The producer would hand the prompt back for ever, in place of a prompt that it could answer."""
     rules = reroll_rules(delay_versions=2, max_attempts=1)
     counter = Counter(live_buffer(journal, groups_per_step=4, max_staleness=9, rules=rules), disk)
     fill(counter.replay, 0, dull=1)
