@@ -24,6 +24,16 @@ class OneGpu:
         self.is_here = True
         self._note("comes")
 
+    def is_free(self) -> bool:
+        """Return whether `come` would succeed now, as a driver says how much memory is free."""
+        if self._file is not None:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return True
+
     def go(self) -> None:
         self._note("goes")
         self.is_here = False

@@ -36,7 +36,7 @@ def in_turns(start: Callable[..., Run], folder: Path, **pipeline: Any) -> Run:
         "def reward(completions, **_):\n    return [float(len(text)) for text in completions]\n"
     )
     return start(
-        pipeline={"gpu": "turns", "gpu_handover_s": 5, "max_staleness": 1} | pipeline,
+        pipeline={"gpu": "turns", "gpu_handover_s": 30, "max_staleness": 1} | pipeline,
         rewards={"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
         replay={"keep_all": True},
         # On a busy machine a process may rest for seconds. Nobody may take the GPU from one that only rests.

@@ -1,6 +1,7 @@
 """`rl-trainer` that is on the GPU of `tests.integration.one_gpu` in its turns, and dies in the turn that `DIES_IN_TURN` says. All
 else is real."""
 
+import math
 import os
 import signal
 from typing import Any
@@ -24,6 +25,11 @@ def back(self: DeviceMoves) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def free_bytes(self: DeviceMoves) -> float:
+    """Return nothing while a producer is there: it may have loaded its engine and not have joined yet."""
+    return math.inf if _gpu.is_free() else 0.0
+
+
 def out(self: DeviceMoves) -> None:
     _out(self)
     _gpu.go()
@@ -35,5 +41,6 @@ def step(self: SlipstreamTrainer, *arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    DeviceMoves.back, DeviceMoves.out, SlipstreamTrainer.training_step = back, out, step  # type: ignore[method-assign]
+    DeviceMoves.back, DeviceMoves.out, DeviceMoves.free_bytes = back, out, free_bytes  # type: ignore[method-assign]
+    SlipstreamTrainer.training_step = step  # type: ignore[method-assign]
     cli.main()
