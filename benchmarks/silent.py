@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -32,6 +31,7 @@ from examples.folders import build_once, fresh_folder
 from producer.engine.configuration import ON_CPU
 from protocol.runtime import json_lines
 from replay.journal.reader import JournalReader
+from tests.integration.vllm_server import wait_until_healthy
 from tests.integration.warm import zygote
 from tests.unit.protocol.channel_harness import reserve_port
 
@@ -137,22 +137,11 @@ def run_trl(case: Case, fault: Fault) -> int:
         words += ["--model", fault.base or str(BASE), "--port", str(port)]
         server = start("producer", "benchmarks.silent_server", words, case.folder / "producer.log", fault)
         stack.callback(end, server)
-        wait_for_server(url, server)
+        wait_until_healthy(url, server, server.log)
         words = [str(case.folder), url, case.dtype, str(case.steps)]
         trainer = start("trainer", "benchmarks.silent_trl", words, case.folder / "trainer.log", fault)
         stack.callback(end, trainer)
         return trainer.wait(_END_S)
-
-
-def wait_for_server(url: str, server: Daemon) -> None:
-    while True:
-        if server.poll() is not None:
-            sys.exit(f"the server ended: see {server.log}")
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()  # noqa: S310
-            return
-        except OSError:
-            time.sleep(0.2)
 
 
 def start(role: Any, module: str, words: list[str], log: Path, fault: Fault) -> Daemon:

@@ -244,7 +244,8 @@ def described(judge: Judge) -> str:
 async def compare(arguments: argparse.Namespace, lr: float, served: Served, judge: Judge, base: Any) -> Any:
     """Train at this rate, and judge each version and its faults. Return what the engine's base computes (`base`, if it was asked
     before)."""
-    learner, other = (Learner(arguments.model, arguments.dtype, lr, seed, arguments.mode) for seed in (0, 1))
+    seeds = (arguments.seed, arguments.seed + 1)
+    learner, other = (Learner(arguments.model, arguments.dtype, lr, seed, arguments.mode) for seed in seeds)
     blob, probe = learner.publish(0)
     before_blob, before = blob, (base := base or await served.computed(probe, None))
     judge.begin(probe, base)
@@ -309,6 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--proof", choices=PROOFS, nargs="+", default=PROOFS, help="what judges faults")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 5e-5, 2e-4])
     parser.add_argument("--versions", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of the learner; the other adapter has the next one")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a version")
     parser.add_argument("--stale", action="store_true", help="the stale prefix cache, in place of the other faults")
     parser.add_argument("--healthy", action="store_true", help="no fault: count false alarms")

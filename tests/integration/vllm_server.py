@@ -3,17 +3,30 @@
 import os
 import signal
 import time
-import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
+from campaigns.chaos.fleet import Daemon
 from producer.engine.configuration import ON_CPU
 from tests.integration.pair import START_S
 from tests.integration.warm import WarmProcess
 from tests.unit.protocol.channel_harness import reserve_port
+
+
+def wait_until_healthy(url: str, process: WarmProcess | Daemon, log: Path) -> None:
+    """Wait until the server answers. Fail if its process ends first, or after `START_S`."""
+    deadline = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None, log.read_text(errors="replace")[-5000:]
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-5000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.1)
 
 
 class VllmServer:
@@ -55,23 +68,19 @@ class VllmServer:
         """Does not wait for it."""
         self._starts += 1
         changes = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        log = self._folder / f"server-{self._starts}.log"
-        self._process = WarmProcess("vllm.entrypoints.openai.api_server", self._arguments, log, os.environ | changes)
+        module, environment = "vllm.entrypoints.openai.api_server", os.environ | changes
+        self._process = WarmProcess(module, self._arguments, self._log, environment)
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
-            assert self._process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
+        wait_until_healthy(self.url, self._process, self._log)
 
     @property
     def output(self) -> str:
-        return (self._folder / f"server-{self._starts}.log").read_text(errors="replace")[-5000:]
+        return self._log.read_text(errors="replace")[-5000:]
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"server-{self._starts}.log"
 
     def kill(self) -> None:
         """With its engine core, as a machine that goes away."""
