@@ -28,7 +28,8 @@ _NO_HOST_MEMORY = "can't allocate memory"  # in a RuntimeError of torch
 
 class BackgroundWork:
     """Work of a thread beside the engine's steps. It has their priority: a lower one saves no step, because the work stays the
-    same, and makes the swap several times as long on a core that decodes."""
+    same, and makes the swap several times as long on a core that decodes. The process waits for it at its end: Python ends the
+    threads that it does not wait for, and torch's code aborts the process then."""
 
     def __init__(self) -> None:
         self.state = DONE
@@ -37,7 +38,7 @@ class BackgroundWork:
     def begin(self, work: Callable[[], None], done: str = "") -> None:
         """Run `work` in a thread; when it has returned, the state is "done" with this text."""
         self.state = ("running", "")
-        self.thread = threading.Thread(target=self._run, args=(work, done), name="prepare-policy", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(work, done), name="prepare-policy")
         self.thread.start()
 
     def _run(self, work: Callable[[], None], done: str) -> None:

@@ -1,6 +1,8 @@
 """`producer.engine.adapter_worker`, with numbers worked by hand."""
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +122,18 @@ def test_the_thread_has_the_priority_of_the_engine_s_steps_so_that_a_swap_does_n
     preparation.begin(lambda: niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
     preparation.thread.join()
     assert niceness == [os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+@pytest.mark.long
+def test_a_worker_that_ends_while_a_policy_is_prepared_ends_well() -> None:
+    program = """
+import torch
+from producer.engine.adapter_worker import BackgroundWork
+ones = torch.ones(300, 300)
+BackgroundWork().begin(lambda: [ones.mm(ones) for _ in range(1000)])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason(tmp_path: Path) -> None:
