@@ -36,13 +36,14 @@ def test_groups_have_a_row_for_each_completion(folder: Path) -> None:
     assert found["total"].isna().sum() == COMPLETIONS * sum(row.reward is None for row in newest) > 0
 
 
-def test_a_table_becomes_a_dataset(folder: Path) -> None:
+@pytest.mark.parametrize("table", ["steps", "groups", "evaluations"])
+def test_a_table_becomes_a_dataset(folder: Path, table: str) -> None:
     from datasets import Dataset
 
-    found = Run(folder).groups()
+    found = getattr(Run(folder), table)()
     made = Dataset.from_pandas(found)
-    assert made.num_rows == 24 * COMPLETIONS
-    assert made[0]["completion"] == found["completion"][0]
+    assert made.column_names == list(found.columns)
+    assert made.to_pandas().equals(found)
 
 
 def test_adapters_are_found_by_step_and_a_missing_one_is_named(folder: Path) -> None:
