@@ -1,7 +1,7 @@
 """The configuration of vLLM for a run, and the settings that this pipeline cannot use.
 
-Guarantee: whatever `engine:` holds, a configuration is returned or a `ConfigError` names the key and the fix. No weights are
-loaded.
+Guarantee: for any content of `engine:`, it returns a configuration or raises a `ConfigError` that names the key and the fix. It
+loads no weights.
 """
 
 import os
@@ -23,7 +23,7 @@ from protocol.wire.model_folder import cannot_load, resolve_model, vision_langua
 
 
 def check_engine_section(config: RunConfig) -> None:
-    """Let vLLM validate `engine:` against the model's configuration, without loading weights. Raises ConfigError."""
+    """Let vLLM validate `engine:` against the model's configuration, without loading weights. Raise ConfigError if it refuses."""
     build_vllm_config(config, model_folder(config), num_gpus=num_parts(config))
 
 
@@ -33,7 +33,7 @@ def model_folder(config: RunConfig) -> Path:
 
 
 def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
-    """Build vLLM's configuration. Limits of a batch that `engine:` leaves open are those of `vllm serve` on this GPU. Raises
+    """Build vLLM's configuration. Limits of a batch that `engine:` leaves open are those of `vllm serve` on this GPU. Raise
     ConfigError if vLLM refuses `engine:`, or if this pipeline cannot use the result."""
     _check_adapter_dtype(config)
     _check_sleep(config)
@@ -52,7 +52,7 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
         reason = str(error).partition(" [type=")[0]  # pydantic appends a dump of all arguments
         raise ConfigError(f"engine: refused by vLLM: {reason}") from error
     if vllm_config.load_config.load_format == "dummy":
-        raise ConfigError("engine.load_format: the trainer trains other weights than `dummy`; remove it")
+        raise ConfigError("engine.load_format: `dummy` weights are not the weights that the trainer trains; remove it")
     if getattr(vllm_config.speculative_config, "rejection_sample_method", None) == "synthetic":
         raise ConfigError(
             "engine.speculative_config: with rejection_sample_method=synthetic tokens are not drawn from the "
@@ -68,15 +68,15 @@ ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.Uni
 
 
 def leave_a_core(vllm_config: Any) -> None:
-    """Leave one core to the producer if the engine computes in one process, as vLLM does with several. Threads wait for each
-    other many times a step, so a thread that shares its core holds up all."""
+    """Leave one core to the producer if the engine computes in one process, as vLLM does with several processes. Threads wait for
+    each other many times a step, so a thread that shares its core holds up all of them."""
     if vllm_config.parallel_config.distributed_executor_backend == ON_CPU["distributed_executor_backend"]:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
 
 
 def take_places(vllm_config: Any, group_size: int) -> int:
-    """Return vLLM's limit of sequences in a batch, and raise it: to all groups that the producer sends at once and a place for a
-    probe, which would otherwise wait until a completion ends."""
+    """Return vLLM's limit of sequences in a batch, and raise it. The new limit has room for all groups that the producer sends at
+    once, and for a probe, which would otherwise wait until a completion ends."""
     scheduler = vllm_config.scheduler_config
     asked = int(scheduler.max_num_seqs)
     scheduler.max_num_seqs = most_groups(asked, group_size) * group_size + 1
@@ -95,7 +95,7 @@ def _need_torchvision() -> None:
     if find_spec("torchvision") is None:
         raise ConfigError(
             "model.path: vLLM imports torchvision for vision-language checkpoints, and it is not installed; install the build "
-            f"that belongs to torch {version('torch')} (beside a CPU build of torch that is a CPU build, too)"
+            f"for torch {version('torch')}, which is a CPU build if that torch is one"
         )
 
 
@@ -104,8 +104,7 @@ def _check_sleep(config: RunConfig) -> None:
         return
     if not current_platform.is_sleep_mode_available():
         raise ConfigError(
-            "pipeline.gpu: turns cannot be used here, because vLLM's engine can sleep on a GPU only, and on NVIDIA's best; set "
-            "pipeline.gpu: own"
+            "pipeline.gpu: turns cannot be used here, because vLLM's engine can sleep on a GPU only; set pipeline.gpu: own"
         )
     if "enable_sleep_mode" in config.engine:
         raise ConfigError("engine.enable_sleep_mode: pipeline.gpu: turns sets it; remove it")
@@ -116,15 +115,18 @@ def _check_mergeable(vllm_config: Any) -> None:
     for cannot, reason in (
         (
             vllm_config.quant_config is not None,
-            "an adapter cannot be merged into quantized weights without another rounding",
+            "an adapter cannot be merged into quantized weights without another rounding;",
         ),
-        (not (on_cpu or current_platform.is_cuda_alike()), "it is known to work on CUDA, ROCm and CPU only"),
-        (on_cpu and not vllm_config.model_config.enforce_eager, "on a CPU it needs engine.enforce_eager: true"),
-        (vllm_config.speculative_config is not None, "it counts one token per step; remove engine.speculative_config"),
+        (not (on_cpu or current_platform.is_cuda_alike()), "it is known to work on CUDA, ROCm and CPU only;"),
+        (on_cpu and not vllm_config.model_config.enforce_eager, "on a CPU it needs engine.enforce_eager: true, or"),
+        (
+            vllm_config.speculative_config is not None,
+            "it counts one token per step; remove engine.speculative_config, or",
+        ),
         (
             vllm_config.parallel_config.pipeline_parallel_size > 1,
-            "it needs all layers in one place; remove engine.pipeline_parallel_size",
+            "it needs all layers in one place; remove engine.pipeline_parallel_size, or",
         ),
     ):
         if cannot:
-            raise ConfigError(f"swap.mode: merged cannot be used here: {reason}; or set swap.mode: adapter")
+            raise ConfigError(f"swap.mode: merged cannot be used here: {reason} set swap.mode: adapter")

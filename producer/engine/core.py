@@ -1,6 +1,6 @@
 """The core of vLLM, and its errors.
 
-Guarantee: every call to a core that died raises `EngineError`; a request that is cancelled leaves the core.
+Guarantee: every call to a core that died raises `EngineError`. A request that is cancelled leaves the core.
 """
 
 import asyncio
@@ -24,13 +24,16 @@ _FIRST = -1  # priority of a probe: before all other requests
 
 
 class EngineCore:
-    """A vLLM `AsyncLLM`. The constructor blocks, and raises EngineError if the engine does not start. `stat_loggers` are
-    classes to which vLLM reports its steps; without them it counts nothing."""
+    """A vLLM `AsyncLLM`. The constructor blocks, and raises EngineError if the engine does not start.
+
+    Args:
+        stat_loggers: classes to which vLLM reports its steps. Without them it counts nothing.
+    """
 
     def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:
         self._probe_ids = itertools.count()
-        self._breach = ""  # why requests may have run on another policy than theirs
-        self._sockets = ExitStack()  # vLLM does not remove them
+        self._breach = ""  # the reason why requests may have run on another policy than theirs
+        self._sockets = ExitStack()  # it removes their folder, because vLLM does not
         sockets = self._sockets.enter_context(scratch_folder())
         try:
             with _variable("VLLM_RPC_BASE_PATH", str(sockets)):
@@ -56,14 +59,14 @@ class EngineCore:
         cut: asyncio.Event,
         priority: int = 0,
     ) -> Any:
-        """Generate as `AsyncLLM.generate` does, which hides the id that aborts all n completions. Return early, with the tokens
-        sampled so far, when `cut` is set."""
+        """Generate as `AsyncLLM.generate` does. That method hides the id that aborts all n completions. When `cut` is set,
+        return early, with the tokens that were sampled so far."""
         request = await self.llm.add_request(request_id, prompt, params, lora_request=lora, priority=priority)
         output, cutting = asyncio.ensure_future(request.get()), asyncio.ensure_future(cut.wait())
         try:
             await asyncio.wait({output, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if not output.done():
-                await self.llm.abort(request.request_id, internal=True)  # its output so far follows
+                await self.llm.abort(request.request_id, internal=True)  # the output so far follows
             sampled = await output
         except asyncio.CancelledError:
             output.cancel()
@@ -76,14 +79,14 @@ class EngineCore:
         return sampled
 
     def check_lora(self, output: Any, lora: LoRARequest | None) -> None:
-        """Raise EngineError if an output was sampled on another LoRA than `lora`; `check_alive` raises it from then on, too."""
+        """Raise EngineError if an output was sampled on another LoRA than `lora`. From then on, `check_alive` raises it, too."""
         if output.lora_request != lora:
-            self._breach = f"vLLM sampled on {output.lora_request} a request for {lora}"
+            self._breach = f"vLLM sampled on {output.lora_request}, and the request was for {lora}"
             raise EngineError(self._breach)
 
     async def verify(self, row: list[int], lora: LoRARequest | None, salt: str, *, is_base: bool) -> Scored:
-        """Sample `NUM_SAMPLED` tokens after the row as a rollout does, unless it is for the base, and score all of them. Raises
-        AdapterRefusedError if vLLM refuses to score them, AdapterFailedError if it failed."""
+        """Sample `NUM_SAMPLED` tokens after the row, as a rollout does, and score the row and these tokens. For the base, score
+        the row alone. Raise AdapterRefusedError if vLLM refuses to score them, and AdapterFailedError if it failed."""
         row = row[: self.llm.model_config.max_model_len - NUM_SAMPLED - 1]
         if is_base:
             return Scored(await self._score(row, lora, salt))
@@ -97,7 +100,7 @@ class EngineCore:
 
     async def _score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
         """Return the log-probs of all these tokens but the first, at temperature 1 and without cached KV."""
-        of_prompt = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}  # of the tokens themselves alone
+        of_prompt = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}  # 0: without other tokens
         output = await self._ask(token_ids, lora, salt, max_tokens=1, **of_prompt)
         if output.prompt_logprobs is None:
             reason = output.outputs[0].finish_reason
@@ -142,7 +145,8 @@ class EngineCore:
             ) from error
 
     def check_alive(self) -> None:
-        """Raise EngineError if the engine is dead or has served another policy. Cheap: vLLM watches the process of its core."""
+        """Raise EngineError if the engine is dead or has served another policy. This is cheap, because vLLM watches the process
+        of its core."""
         if self._breach:
             raise EngineError(self._breach)
         if self.llm.errored:
@@ -156,10 +160,10 @@ class EngineCore:
             raise EngineError(f"the engine died: {error} (its own messages are above)") from error
 
     def shutdown(self) -> None:
-        """End the engine core, once or again. Every later call raises EngineError."""
+        """End the engine core, unless it has ended. Every other method raises EngineError from then on."""
         if self._running is not None:
             self._running.shutdown()
-            self._running = None  # its __del__ must not run when the interpreter is half gone
+            self._running = None  # so that its __del__ does not run while the interpreter ends
             self._sockets.close()
 
 

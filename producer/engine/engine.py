@@ -1,7 +1,8 @@
 """The vLLM engine of a producer, in its own process.
 
-Guarantee: `generate` returns tokens that were sampled on exactly the policy it names, with log-probs of the distribution that
-they were sampled from. A dead engine raises `EngineError`; every other refusal of vLLM is data.
+Guarantee: `generate` returns tokens that were sampled on exactly the policy it names. Their log-probs are those of the
+distribution that they were sampled from. A dead engine raises `EngineError`. Every other refusal of vLLM fails one lease, or
+refuses one adapter.
 """
 
 import asyncio
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """Implements `producer.engine_contract.Engine`. Loading blocks, and raises ConfigError where vLLM refuses `engine:`,
-    EngineError where it does not start; everything else is asyncio."""
+    """A `producer.engine_contract.Engine`. Only the constructor blocks. It raises ConfigError if vLLM refuses `engine:`, and
+    EngineError if the engine does not start."""
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = model_folder(config)
@@ -69,7 +70,7 @@ class VllmEngine:
         )
 
     async def warm_up(self) -> None:
-        """Sample one token on the base model: the first request compiles kernels for seconds, for which no swap shall wait."""
+        """Sample one token on the base model. The first request compiles kernels for seconds, and no swap shall wait for that."""
         await self.weights.start()
         fields = {"max_tokens": 1, "logprobs": 0} | limits(self._sampling)
         try:
@@ -87,7 +88,7 @@ class VllmEngine:
         params = SamplingParams(
             **_for_vllm(group_fields(sampling)),
             flat_logprobs=True,
-            detokenize=bool(sampling.stop),  # vLLM searches the text for them
+            detokenize=bool(sampling.stop),  # vLLM searches the text for these strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         is_cut = cut or asyncio.Event()
@@ -113,7 +114,7 @@ class VllmEngine:
         return self._recorder.load if self._recorder else None
 
     def outage(self) -> str | None:
-        """Return None: an engine of this process works or is dead."""
+        """Return None, because an engine of this process works or is dead."""
         return None
 
 
@@ -139,7 +140,7 @@ class _LoadRecorder(StatLoggerBase):
 
 
 class _Prometheus(PrometheusStatLogger):
-    # Its labels are names of adapters, which vLLM would keep.
+    # Its labels are names of adapters, and vLLM would keep all of them.
     gauge_lora_info = property(lambda self: None, lambda self, gauge: None)
 
 

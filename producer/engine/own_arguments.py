@@ -1,6 +1,7 @@
 """The vLLM engine arguments that follow from the rest of the file and from `--gpu`, computed without vLLM.
 
-Guarantee: every GPU that `--gpu` names holds one part of one model, or nothing starts. More models take more producers.
+Guarantee: every GPU that `--gpu` names holds one part of one model, or the engine does not start. Each further copy of the model
+takes another producer.
 """
 
 from collections.abc import Iterable
@@ -16,14 +17,14 @@ _DECODER = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 }
-"""Linear layers of decoders that PEFT's `all-linear` finds and that have the same names in vLLM, as routers and experts have
-not."""
+"""Linear layers of decoders that PEFT's `all-linear` finds, and that have the same names in vLLM. Routers and experts have other
+names there."""
 
 _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.engine.merged_worker.MergeWorker"}
 
 
 def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, Any]:
-    """Return the arguments for `num_gpus` GPUs (0: the CPU). Raises ConfigError if groups of layers cannot share them equally."""
+    """Return the arguments for `num_gpus` GPUs (0: the CPU). Raise ConfigError if groups of layers cannot share them equally."""
     return {
         "model": str(folder),
         "trust_remote_code": config.model.trust_remote_code,
@@ -38,7 +39,7 @@ def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, A
 
 
 def num_parts(config: RunConfig) -> int:
-    """Return the number of groups of layers, each of which has its own GPUs."""
+    """Return the number of groups of layers. Each group has its own GPUs."""
     return int(config.engine.get("pipeline_parallel_size", 1))
 
 
@@ -66,8 +67,8 @@ def _loras(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def served_modules(targets: str | Iterable[str] | None, folder: Path) -> list[str] | None:
-    """Return the last parts of the names of the modules that adapters have; vLLM computes adapters for these alone. None stands
-    for every linear layer, and for embeddings and LM head of some models."""
+    """Return the last parts of the names of the modules that adapters have. vLLM then computes adapters for these modules alone.
+    None stands for every linear layer, and for embeddings and LM head of some models."""
     if targets is not None and not isinstance(targets, str):
         return sorted({target.rpartition(".")[2] for target in targets})
     if targets != "all-linear":

@@ -1,8 +1,8 @@
 """The comparison of a worker's LoRA slots with the adapter that was published, bit by bit.
 
-Guarantee: an adapter that passes is in the tensors that vLLM's kernels read: each number cast, scaled, split and fused as this
-worker has to hold it, and the rest of its slot zero. Each of its modules has such a slot, in a layer that the model does not
-reach without its adapter. On a GPU the host waits once for all tensors. Not compared are experts, and what kernels compute.
+Guarantee: an adapter that passes is in the tensors that vLLM's kernels read. Each number is cast, scaled, split and fused as this
+worker has to hold it, and the rest of its slot is zero. Each of its modules has such a slot, in a layer that the model does not
+reach without its adapter. On a GPU the host waits once for all tensors. Experts, and the results of kernels, are not compared.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _MATRIX = ".lora_A.weight"  # vLLM renames tensors, not modules
 
 
 class Wanted(NamedTuple):
-    """A slot for one matrix of a module, and the numbers that it has to hold; None stands for zeros."""
+    """A slot for one matrix of a module, and the numbers that it has to hold. None stands for zeros."""
 
     module: str
     matrix: str
@@ -36,7 +36,7 @@ class AdapterProof:
             name: manager.packed_modules.get(name) or [name] for name in manager.modules
         }
         modules = dict(manager.model.named_modules(remove_duplicate=False))
-        # Layers of another worker of a pipeline.
+        # These are layers of another worker of a pipeline.
         self._elsewhere = tuple(f"{name}." for name, each in modules.items() if type(each).__name__ == "PPMissingLayer")
         self._bypassed = bypassed(modules, manager.modules)
 
@@ -95,8 +95,8 @@ class AdapterProof:
 
 
 def bypassed(modules: dict[str, Any], wrapped: dict[str, Any]) -> list[str]:
-    """Return the names in `wrapped` of layers that the model, whose modules these are by each of their names, does not reach, or
-    reaches without their adapter."""
+    """Return the names in `wrapped` of layers that the model does not reach, or reaches without their adapter. `modules` are all
+    modules of the model, by each of their names."""
     wrappers = {id(layer) for layer in wrapped.values()}
     reached = {id(module) for module in modules.values()}
     bare = {id(module) for name, module in modules.items() if id(modules.get(name.rpartition(".")[0])) not in wrappers}
@@ -104,7 +104,7 @@ def bypassed(modules: dict[str, Any], wrapped: dict[str, Any]) -> list[str]:
 
 
 def wanted_of(layer: Any, index: int, parts: list[tuple[str, Pair | None]]) -> Iterator[Wanted]:
-    """Yield what slot `index` of a layer has to hold, given the pairs of its parts in their order."""
+    """Yield the numbers that slot `index` of a layer has to hold, given the pairs of its parts in their order."""
     downs, ups = (_slots(stacked, index) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked))
     sizes = None if len(parts) == len(ups) else list(layer.output_sizes)
     for number, (name, pair) in enumerate(by_slice(parts, sizes)):
@@ -118,8 +118,8 @@ def wanted_of(layer: Any, index: int, parts: list[tuple[str, Pair | None]]) -> I
 
 
 def by_slice(parts: list[tuple[str, Pair | None]], sizes: list[int] | None) -> "Iterator[tuple[str, Pair | None]]":
-    """Yield the pair of each slice of a layer. A part is one slice; with `sizes`, the outputs of all slices, it may be several in
-    a row, which share A. A part that is absent is then the last one."""
+    """Yield the pair of each slice of a layer. Without `sizes` a part is one slice. With `sizes`, the numbers of outputs of all
+    slices, a part may be several slices in a row that share A. A part that is absent is then the last one."""
     left = list(sizes or ())
     for name, pair in parts:
         if sizes is None:
@@ -135,7 +135,7 @@ def by_slice(parts: list[tuple[str, Pair | None]], sizes: list[int] | None) -> "
 
 
 def differs(wanted: Wanted) -> torch.Tensor:
-    """Return on the slot's device whether it holds other bits than it should, as a tensor () of bool."""
+    """Tell whether the slot holds other bits than it should, by a tensor () of bool on its device."""
     slot, numbers = wanted.slot, wanted.numbers
     if numbers is None:
         return _bits(slot).any()
@@ -152,7 +152,7 @@ def leaf(module: str) -> str:
 def _of_this_worker(
     layer: Any, number: int, pair: tuple[torch.Tensor, torch.Tensor], slot_down: torch.Tensor, ups: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B of slice `number` as this worker holds them, of the shapes of their slots."""
+    """Return A and B of slice `number` as this worker holds them, in the shapes of their slots."""
     (down, up), base = pair, layer.base_layer
     if down.shape[1] > slot_down.shape[1]:
         down = loaded(base, (len(down), slot_down.shape[1]), down, (), input_dim=1)
@@ -178,7 +178,8 @@ def _fitted(matrix: torch.Tensor, slot: torch.Tensor, rank: int) -> torch.Tensor
 
 
 def _slots(stacked: Any, index: int) -> list[torch.Tensor]:
-    """Return the slot of each slice as a matrix. A layer of one slice may have the tensor alone; embeddings have A transposed."""
+    """Return the slot of each slice as a matrix. A layer of one slice may have a tensor in place of a tuple. Embeddings have A
+    transposed."""
     slots = [each[index] for each in (stacked if isinstance(stacked, tuple) else (stacked,))]
     return [slot[0] if slot.dim() == 3 else slot.t() for slot in slots]
 
@@ -188,7 +189,7 @@ def _bits(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _words(*matrices: torch.Tensor) -> list[torch.Tensor]:
-    """Return the bits of matrices of one shape and dtype, eight bytes at a time where they lie so."""
+    """Return the bits of matrices of one shape and dtype, as words of eight bytes where their memory allows it."""
     width = matrices[0].shape[-1] * matrices[0].element_size()
     if width % 8 == 0 and all(each.is_contiguous() and each.data_ptr() % 8 == 0 for each in matrices):
         return [each.view(torch.int64) for each in matrices]

@@ -1,15 +1,16 @@
 """Checks that the engine computes the policy it was given: the producer's side of the probe.
 
-Guarantee: pure. A version is judged by changes: how far the log-prob of each token has moved since a reference, in the engine
-and in the trainer. Errors that both versions share, such as those of a format, cancel. References are the base, and the last
-version that was clearly proved. A change below the noise proves nothing and refuses nothing, and a probe that makes no sense
-neither.
+Guarantee: it computes with the numbers that it is given, and does nothing else. A version is judged by changes: how far the
+log-prob of each token has moved since a reference, in the engine and in the trainer. Errors that both versions share, such as
+those of a format, cancel. References are the base, and the last version that was clearly proved. A change below the noise proves
+nothing and refuses nothing, and neither does a probe that makes no sense.
 
-Symbols: t are the trainer's log-probs and e the engine's, dt and de their changes since a reference, x the trainer's change in
-float32 arithmetic, and d = de - dt. Each token has the weight g = x / (x² + c²), with c a usual |x|: tokens that moved far count
-alike, and those that hardly moved count little. An engine that lacks the share q of the change has d = -q dt + noise, so
--Σ g d / Σ g dt estimates q. Where noise is as likely up as down, token by token, |Σ g d| exceeds z √(Σ g² d²) with a probability
-of at most 2 exp(-z² / 2), whatever its size and however it differs between tokens (Hoeffding, 1963).
+Symbols: t are the trainer's log-probs, and e are the engine's; dt and de are their changes since a reference. x is the trainer's
+change in float32 arithmetic, and d = de - dt. Each token has the weight g = x / (x² + c²), with c a usual |x|. So tokens that
+moved far count alike, and those that hardly moved count little. An engine that lacks the share q of the change has
+d = -q dt + noise, so -Σ g d / Σ g dt estimates q. Where the noise of each token is as likely up as down, |Σ g d| exceeds
+z √(Σ g² d²) with a probability of at most 2 exp(-z² / 2). That holds for noise of any size, even if it differs between tokens
+(Hoeffding, 1963).
 """
 
 import math
@@ -25,17 +26,18 @@ from protocol.wire.messages import PolicyOffer
 
 Numbers = NDArray[np.float64]
 
-_CLEAR = 5.0  # z: a wrong refusal in 40,000 comparisons, at most
+_CLEAR = 5.0  # z, for at most one wrong refusal in 40,000 comparisons
 _LOUD = 6.0  # times the noise between engine and trainer
-_LEAST_NOISE = 1e-5  # nats, of float32: what is measured on a CPU may be less by luck, when two passes have equal bits
-_PROVES = 0.5  # a version whose lack of so much would be refused is the next reference
-_SAME = 0.1  # of the tolerance: one engine, asked the same twice
+_LEAST_NOISE = 1e-5  # nats, of float32: on a CPU less may be measured by luck, when two passes have equal bits
+_PROVES = 0.5  # if a lack of this share would be refused, the version is the next reference
+_SAME = 0.1  # of the tolerance, for one engine that is asked the same twice
 
 
 class ReceivedProbe(NamedTuple):
-    """The rows of tokens (R of L each), and the trainer's log-probs of each token but the first of its row, float64
-    (R * (L - 1),): of the base and of the policy (None: it was not measured), each also in float32 arithmetic (None: the
-    trainer's format is float32, or it cannot)."""
+    """R rows of L tokens, and the trainer's log-probs of each token but the first of its row, float64 (R * (L - 1),).
+
+    There are log-probs of the base, and of the policy unless it was not measured. The exact ones are those in float32 arithmetic.
+    They are None if the trainer's format is float32 anyway, or if it cannot compute them."""
 
     rows: tuple[tuple[int, ...], ...]
     base: Numbers
@@ -45,7 +47,7 @@ class ReceivedProbe(NamedTuple):
 
 
 def probe_of(offer: PolicyOffer) -> ReceivedProbe | None:
-    """Return the probe of an offer; None if there is none, or one that makes no sense."""
+    """Return the probe of an offer. Return None if it has none, or one that makes no sense."""
     probe = offer.probe
     if probe is None or len(probe.token_ids) % (4 * probe.row_length):
         return None
@@ -62,7 +64,7 @@ def _numbers(part: bytes, count: int) -> Numbers | None:
 
 
 class Measured(NamedTuple):
-    """Log-probs of one version, float64 (N,): the trainer's, its own in float32 arithmetic or None, and the engine's."""
+    """Log-probs of one version, float64 (N,), by trainer and engine. `exact` are the trainer's in float32 arithmetic, or None."""
 
     trainer: Numbers
     exact: Numbers | None
@@ -75,11 +77,11 @@ class Measured(NamedTuple):
 
 
 def compare(version: Measured, reference: Measured, slack: float) -> Comparison:
-    """Compare the engine's change since the reference with the trainer's, with the scale c that sees most: the median of |x|, its
-    mean or its root mean square.
+    """Compare the engine's change since the reference with the trainer's. The scale c is the one of three that sees most: the
+    median of |x|, its mean or its root mean square.
 
     Args:
-        slack: lack, or excess, that is not refused, however clear it is.
+        slack: the lack, or excess, that is never refused, even if it is clear.
     """
     dt, de = version.trainer - reference.trainer, version.engine - reference.engine
     d, x, own_noise = de - dt, dt, reference.noise
@@ -100,8 +102,8 @@ def _weighed(
 ) -> tuple[float, float, float]:
     """Return lack, bound and share with this scale.
 
-    Where x is dt, its noise η, of at most 2 `own_noise`² in power, makes the engine seem to lack E[Σ g η] <= N 2 `own_noise`² /
-    c² of Σ g dt, because no slope of g exceeds 1 / c². That is taken off.
+    Where x is dt, it has a noise η of at most 2 `own_noise`² in power. This noise makes the engine seem to lack
+    E[Σ g η] <= N 2 `own_noise`² / c² of Σ g dt, because no slope of g exceeds 1 / c². That much is taken off.
     """
     g = x * scale / (x * x + scale * scale)  # times c, which cancels
     bias = x.size * 2 * own_noise**2 / scale
@@ -116,7 +118,7 @@ def _weighed(
 
 
 def _least_share(change: float, power: float, noise: float, slack: float) -> float:
-    """Solve (q - slack) change = z √(q² power + noise) for q, which is d = -q dt + noise in the rule of refusal."""
+    """Solve (q - slack) change = z √(q² power + noise) for q. This is the rule of refusal with d = -q dt + noise put in."""
     a, b = change**2 - _CLEAR**2 * power, slack * change**2
     if a <= 0:
         return math.inf
@@ -124,11 +126,11 @@ def _least_share(change: float, power: float, noise: float, slack: float) -> flo
 
 
 class SwapProof:
-    """Judges version after version.
+    """The judge of version after version.
 
     Args:
         tolerance: the largest root mean square of engine minus trainer, in nats.
-        slack: see `compare`; what a format loses of every change alike.
+        slack: the share of every change that a format may lose; see `compare`.
     """
 
     def __init__(self, tolerance: float, slack: float = 0.05) -> None:
@@ -142,13 +144,13 @@ class SwapProof:
         return self._rows != probe.rows
 
     def note_base(self, probe: ReceivedProbe, engine: Sequence[Scored] | None) -> None:
-        """Begin with these tokens, and with what the engine's base computes of them (None: it is not there any more)."""
+        """Begin with these tokens, and with the log-probs of the engine's base (None: the engine has no base any more)."""
         self._rows, self._references = probe.rows, {}
         if engine is not None:
             self._references["base"] = _measured(probe.base, probe.exact_base, engine, probe)
 
     def verdict(self, probe: ReceivedProbe, engine: Sequence[Scored]) -> Verdict:
-        """Judge a version that the trainer measured, by what the engine computes of its tokens."""
+        """Judge a version that the trainer measured, by the engine's log-probs of its tokens."""
         assert probe.policy is not None
         version = _measured(probe.policy, probe.exact, engine, probe)
         found = {name: compare(version, reference, self._slack) for name, reference in self._references.items()}
@@ -158,10 +160,10 @@ class SwapProof:
         return Verdict(refusal, rms(version.engine - version.trainer), found)
 
     def unlike(self, one: Scored, other: Scored, bases: tuple[Scored, Scored] | None) -> str:
-        """Describe how a row that one engine computed differs from what another one did; "" if it does not.
+        """Describe how the log-probs of one engine for a row differ from those of another one; "" if they do not.
 
         Args:
-            bases: the row without an adapter, by both engines.
+            bases: log-probs of the row without an adapter, by both engines.
         """
         version = Measured(_joined([other]), None, _joined([one]))
         known = [] if bases is None else [Measured(_joined([bases[1]]), None, _joined([bases[0]]))]
@@ -177,7 +179,7 @@ class SwapProof:
 
     def _refusal(self, version: Measured, found: dict[str, Comparison], references: list[Measured]) -> str:
         difference = rms(version.engine - version.trainer)
-        if not difference <= self._tolerance:  # a NaN, too
+        if not difference <= self._tolerance:  # also true of NaN
             return (
                 f"log-probs of the probe differ by {difference:.2g} from the trainer's, more than swap.probe_tolerance "
                 f"({self._tolerance:g}): the engine does not compute this policy"
@@ -199,7 +201,7 @@ class SwapProof:
 
 
 def _stale(version: Measured, engine: Sequence[Scored]) -> str:
-    """Compare tokens that were sampled as rollouts are, with the prefix cache, with the same ones scored without it."""
+    """Compare log-probs of tokens that were sampled with the prefix cache, as rollouts are, with their scores without it."""
     apart = [one - other for row in engine for one, other in zip(row.sampled, row.rescored, strict=True)]
     found = rms(np.array(apart)) if apart else 0.0
     if found <= _LOUD * version.noise:
@@ -211,7 +213,7 @@ def _stale(version: Measured, engine: Sequence[Scored]) -> str:
 
 
 def _measured(trainer: Numbers, exact: Numbers | None, engine: Sequence[Scored], probe: ReceivedProbe) -> Measured:
-    """Take of each row as many tokens as the engine scored: its longest sequence may be shorter than a row."""
+    """Take as many tokens of each row as the engine scored, because its longest sequence may be shorter than a row."""
     length = len(probe.rows[0]) - 1
     scored = [len(row.logprobs) for row in engine]
     kept = np.concatenate([np.arange(count) + length * number for number, count in enumerate(scored)])
@@ -223,5 +225,5 @@ def _joined(rows: Sequence[Scored]) -> Numbers:
 
 
 def rms(numbers: Numbers) -> float:
-    """Return the root mean square; NaN if one is."""
+    """Return the root mean square. It is NaN if one of the numbers is."""
     return float(np.sqrt(np.mean(numbers**2)))

@@ -76,7 +76,7 @@ def adapter(live: LiveEngine, number: int, fault: str = "") -> Adapter:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("nothing is loaded", "vLLM says that the adapter is loaded, and none of its slots has it"),
+        ("nothing is loaded", "vLLM says that the adapter is loaded, but none of its slots has it"),
         ("the base is served", f"{HOLDS_OTHER} model.layers.0.mlp.down_proj (lora_A), "),
         ("alpha is halved", f"{HOLDS_OTHER} model.layers.0.mlp.down_proj (lora_B), "),
         ("q_proj is missing", f"{HOLDS_OTHER} model.layers.0.self_attn.q_proj (lora_A), "),
