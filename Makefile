@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-proof bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -84,9 +84,6 @@ bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with
 
 bench-swap: $(STAMP) ## a policy from trainer to engine, by size and way: phases, token gaps, beside pause-and-load, ten minutes
 	$(BIN)/python -m benchmarks.swap
-
-bench-swap-proof: $(STAMP) ## loads of an adapter with the proof by bits and without it in turns, five minutes
-	$(BIN)/python -m benchmarks.swap_proof
 
 bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one and merged, and gaps at swaps, about five minutes
 	$(BIN)/python -m benchmarks.swap_modes

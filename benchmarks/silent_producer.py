@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.swap_proof import SwitchedLoading
+from benchmarks.switched_proof import SwitchedLoading
 from producer.app import cli
 from producer.engine.own_arguments import own_arguments
 from producer.engine_contract import Adapter

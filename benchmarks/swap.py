@@ -135,7 +135,7 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
     from producer.engine.engine import VllmEngine
 
     workers = {"adapter": "SwitchedLoading", "merged": "SwitchedMerging"}[arguments.mode]
-    extension = {"worker_extension_cls": f"benchmarks.swap_proof.{workers}"}
+    extension = {"worker_extension_cls": f"benchmarks.switched_proof.{workers}"}
     with patch("producer.engine.configuration.own_arguments", lambda *given: own_arguments(*given) | extension):
         engine = VllmEngine(config, 0)
     found: list[dict[str, Any]] = []
