@@ -69,7 +69,7 @@ class AdapterProof:
         """Raise PartlyServedError unless the slots of vLLM's adapter `adapter_id` hold the published adapter."""
         slots = self._manager.lora_index_to_id
         if adapter_id not in slots:
-            raise PartlyServedError("vLLM says that the adapter is loaded, and none of its slots has it")
+            raise PartlyServedError("vLLM says that the adapter is loaded, but none of its slots has it")
         named = self._named(published)
         all_wanted = [
             wanted
