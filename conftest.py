@@ -5,11 +5,13 @@ Tests that start real engines, trainers or daemons are marked `integration`.
 
 import atexit
 import gc
+import importlib.metadata
 import os
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,10 +37,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported is no garbage, and nobody need look for any meanwhile."""
+    """What is imported is no garbage, and nobody need look for any meanwhile; which package is where is looked up once."""
     gc.disable()
     try:
-        return (yield)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")  # or bitsandbytes imports torch's compiler, a second each time
+            patch.setattr(
+                importlib.metadata, "packages_distributions", cache(importlib.metadata.packages_distributions)
+            )
+            return (yield)
     finally:
         gc.enable()
 
