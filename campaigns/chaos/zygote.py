@@ -4,7 +4,8 @@ Guarantee: a child is the leader of a session of its own, as a daemon started by
 arguments it was given and ends as the real command does. It dies with the zygote, and the zygote with its starter. Every
 end is reported once, with its status. Run as `python -m campaigns.chaos.zygote MODULE STARTER_PID`, with requests on standard
 input and reports on standard output, one JSON object a line; MODULE has `preload()`, and `main(request)` for the child, unless
-the request names another module as its `child`. A request may set variables of its `environment`.
+the request names another module as its `child`. A request may set variables of its `environment`, and name files for its
+`input` and `errors`.
 """
 
 import atexit
@@ -82,12 +83,15 @@ def _serve() -> dict[str, Any] | None:
 def _become_daemon(request: dict[str, Any], parent: int) -> None:
     os.setsid()
     die_with_parent(parent)
-    log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+    writes = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    streams = (
+        os.open(request.get("input", os.devnull), os.O_RDONLY),
+        os.open(request["log"], writes, 0o644),
+        os.open(request.get("errors", request["log"]), writes, 0o644),
+    )
+    for target, source in enumerate(streams):
         os.dup2(source, target)
-    os.close(log)
-    os.close(nothing)
+        os.close(source)
     sys.argv = request["argv"]
     os.environ |= request.get("environment", {})  # what the imports have set stays, as in a process that imports itself
     tempfile.tempdir = None  # it is read from the environment once

@@ -12,6 +12,7 @@ from tests.tools import require
 from .models import build_model
 from .pair import Daemon
 from .runs import Run
+from .warm_commands import WarmCommands
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,13 @@ def daemons() -> Iterator[list[Daemon]]:
     yield started
     for daemon in started:
         daemon.close()
+
+
+@pytest.fixture
+def warm(short_dir: Path) -> Iterator[WarmCommands]:
+    commands = WarmCommands(short_dir / "warm")
+    yield commands
+    commands.close()
 
 
 @pytest.fixture

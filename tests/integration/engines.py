@@ -19,6 +19,9 @@ from tests.integration.models import random_adapter
 
 Result = TypeVar("Result")
 
+NUM_BLOCKS = 512
+"""Of 128 tokens, and room for all that a test asks for at once. As many as fit in a GiB take half a second to clear."""
+
 
 def run_config(model: Path, run_dir: Path, dtype: str = "float32", **sections: Any) -> RunConfig:
     values: dict[str, Any] = {
@@ -28,7 +31,12 @@ def run_config(model: Path, run_dir: Path, dtype: str = "float32", **sections: A
         "rewards": {"functions": [{"function": "unused:reward"}]},
         "sampling": {"num_generations": 4, "max_completion_length": 16},
         "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-        "engine": {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 64},
+        "engine": {
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 64,
+            "num_gpu_blocks_override": NUM_BLOCKS,
+        },
     }
     return RunConfig.model_validate(values | sections)
 

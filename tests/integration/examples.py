@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.runtime import json_lines as rotated_lines
+from tests.integration.engines import NUM_BLOCKS
 from tests.integration.models import CHAT_TEMPLATE
 from tests.integration.pair import Daemon, end_well
 
@@ -19,6 +20,7 @@ SMALL = {
     "engine.max_num_seqs": 32,
     "engine.max_model_len": 512,
     "engine.enforce_eager": "true",
+    "engine.num_gpu_blocks_override": NUM_BLOCKS,
     "trainer.max_steps": 2,
 }
 

@@ -1,8 +1,10 @@
 """Engine cores without a second import of vLLM: on a CPU vLLM spawns them, each some ten seconds of computing; beside a GPU
-it forks them, and within `forked_cores` it does so here too.
+it forks them, and within `forked_cores` it does so here too. On a CPU they compile nothing either: with `enforce_eager` that is a
+helper of a line for the ranks of log-probs, which takes two seconds.
 """
 
 import gc
+import importlib
 import multiprocessing.context
 import warnings
 from collections.abc import Iterator
@@ -13,8 +15,14 @@ from unittest import mock
 class _Core(multiprocessing.context.ForkProcess):
     def run(self) -> None:
         warnings.simplefilter("default")  # as in a new process, whatever a test makes of them
+        if _is_cpu():
+            importlib.import_module("torch._dynamo").config.disable = True
         gc.unfreeze = lambda: None  # at its end vLLM would look through all that its starter has imported
         super().run()
+
+
+def _is_cpu() -> bool:
+    return bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
 
 
 class _Context(multiprocessing.context.ForkContext):
@@ -23,6 +31,8 @@ class _Context(multiprocessing.context.ForkContext):
 
 @contextmanager
 def forked_cores() -> Iterator[None]:
+    if _is_cpu():
+        importlib.import_module("vllm.v1.worker.cpu_worker")  # once, and not in each core
     with (
         warnings.catch_warnings(),
         mock.patch("vllm.v1.engine.utils.get_mp_context", return_value=_Context()),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ class Engine(EngineWithoutWeights):
         assert self.weights.loaded == []
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_it_writes_and_prints_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +59,8 @@ def test_it_writes_and_prints_every_way(
 
     monkeypatch.setattr(producer.engine.engine, "VllmEngine", Engine)
     monkeypatch.setattr(swap, "_AROUND_S", 0.1)
+    forks = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forks)
     swap.main(["--sizes", "1", "--repeat", "1", "--out", str(tmp_path / "swap.json")])
     swaps = json.loads((tmp_path / "swap.json").read_text())["swaps"]
     assert [one["way"] for one in swaps] == list(swap.WAYS)

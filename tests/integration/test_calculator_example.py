@@ -1,8 +1,8 @@
 """`python -m examples.calculator.demo` teaches a model to use a tool, with records that are exact to the token."""
 
 import json
+import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -16,6 +16,7 @@ import pytest
 from replay.groups import GroupShape, RolloutGroup
 from slipstream.run_reader import EVALUATIONS, RunReader
 from tests.integration.models import reference_logprobs
+from tests.integration.warm_commands import WarmCommands
 
 STEPS = 10
 
@@ -62,11 +63,12 @@ def asks_with_tools_and_gets_calls(run_dir: Path, demo: "subprocess.Popen[bytes]
 
 @pytest.mark.integration
 @pytest.mark.timeout(540)
-def test_the_demo_learns_to_use_the_calculator(short_dir: Path) -> None:
+def test_the_demo_learns_to_use_the_calculator(short_dir: Path, warm: WarmCommands) -> None:
     run_dir = short_dir / "run"
-    command = [sys.executable, "-m", "examples.calculator.demo", "--run-dir", str(run_dir), "--steps", str(STEPS)]
+    command = [warm.python, "-m", "examples.calculator.demo", "--run-dir", str(run_dir), "--steps", str(STEPS)]
     log = short_dir / "demo.log"
-    with log.open("wb") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as demo:
+    how: Any = {"env": os.environ | warm.variables, "stderr": subprocess.STDOUT}
+    with log.open("ab") as stream, subprocess.Popen(command, stdout=stream, **how) as demo:
         try:
             asks_with_tools_and_gets_calls(run_dir, demo)
             assert demo.wait(280) == 0, log.read_text()[-3000:]

@@ -1,11 +1,13 @@
 """The GPU check runs here without a GPU, in its smallest sizes; no time is judged."""
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.warm_commands import WarmCommands
 
 pytestmark = pytest.mark.integration
 
@@ -13,9 +15,12 @@ PARTS = ("machine", "demo", "parity-adapter", "step", "packing")
 
 
 @pytest.mark.timeout(1000)
-def test_on_a_cpu(short_dir: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--gpu", "cpu", "--minutes", "15", "--out", str(short_dir)]
-    done = subprocess.run([*command, "--parts", *PARTS], capture_output=True, text=True, timeout=950, check=False)
+def test_on_a_cpu(short_dir: Path, warm: WarmCommands) -> None:
+    command = [warm.python, "-m", "benchmarks.gpu_check", "--gpu", "cpu", "--minutes", "15", "--out", str(short_dir)]
+    environment = os.environ | warm.variables
+    done = subprocess.run(
+        [*command, "--parts", *PARTS], env=environment, capture_output=True, text=True, timeout=950, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     parts = {part["part"]: part for part in json.loads((short_dir / "results.json").read_text())["parts"]}
     without = ("not run", "it needs an NVIDIA GPU")

@@ -11,6 +11,7 @@ import yaml
 
 from protocol.runtime import json_lines as rotated_lines
 from protocol.runtime.scratch import PREFIX
+from tests.integration.engines import NUM_BLOCKS
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.pair import Daemon, end_well, gone, run_pair
 
@@ -37,7 +38,12 @@ def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sectio
         "pipeline": {"groups_per_step": 4, "max_staleness": 2},
         "transport": {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 3.0},
         "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-        "engine": {"max_model_len": 128, "max_num_seqs": 32, "enforce_eager": True},
+        "engine": {
+            "max_model_len": 128,
+            "max_num_seqs": 32,
+            "enforce_eager": True,
+            "num_gpu_blocks_override": NUM_BLOCKS,
+        },
         "trainer": {"max_steps": 30, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_steps": 5},
     }
     for section, values in sections.items():

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,11 +12,12 @@ import yaml
 
 from protocol.runtime import json_lines as rotated_lines
 from tests.integration.test_pair import REWARD, write_run
+from tests.integration.warm_commands import WarmCommands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STEPS = 12
-COMMAND = [sys.executable, "-m", "slipstream", "run", "--producer-gpus", "cpu", "--trainer-gpus", "cpu"]
+COMMAND = ["-m", "slipstream", "run", "--producer-gpus", "cpu", "--trainer-gpus", "cpu"]
 
 
 def producer_of(pid: int) -> psutil.Process | None:
@@ -29,7 +29,7 @@ def producer_of(pid: int) -> psutil.Process | None:
     return None
 
 
-def test_one_command_from_another_folder_outlives_its_producer(short_dir: Path) -> None:
+def test_one_command_from_another_folder_outlives_its_producer(short_dir: Path, warm: WarmCommands) -> None:
     task, elsewhere = short_dir / "task", short_dir / "elsewhere"
     for folder in (task, elsewhere):
         folder.mkdir()
@@ -38,9 +38,11 @@ def test_one_command_from_another_folder_outlives_its_producer(short_dir: Path) 
     (task / "run.yaml").write_text(text.replace(f"{task}/", ""))
     assert yaml.safe_load(text)["run_dir"] == f"{task}/run"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [*COMMAND, "--config", "../task/run.yaml"]
+    command = [warm.python, *COMMAND, "--config", "../task/run.yaml"]
     with (short_dir / "log").open("wb") as log:
-        pair = subprocess.Popen(command, cwd=elsewhere, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        pair = subprocess.Popen(
+            command, cwd=elsewhere, env=environment | warm.variables, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         while not rotated_lines.read(task / "run/steps.jsonl"):
             assert pair.poll() is None, (short_dir / "log").read_text()[-3000:]

@@ -18,6 +18,7 @@ import torch
 
 from protocol.runtime import json_lines as rotated_lines
 from tests.integration.models import build_model, reference_logprobs
+from tests.integration.warm_commands import WarmCommands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]
 
@@ -25,7 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def commands(folder: Path) -> Path:
+def commands(folder: Path, python: str = sys.executable) -> Path:
     """A folder of the project's commands, whether or not this checkout is the one that is installed."""
     folder.mkdir()
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
@@ -34,7 +35,7 @@ def commands(folder: Path) -> Path:
         "python": ""
     }
     for name, before in arguments.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {before} "$@"\n')
+        (folder / name).write_text(f'#!/bin/sh\nexec "{python}" {before} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
 
@@ -44,7 +45,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def test_the_tutorial(short_dir: Path) -> None:
+def test_the_tutorial(short_dir: Path, warm: WarmCommands) -> None:
     blocks = list(BLOCK.finditer((REPOSITORY / "docs" / "tutorial.md").read_text()))
     folder = short_dir / "task"
     folder.mkdir()
@@ -59,9 +60,9 @@ def test_the_tutorial(short_dir: Path) -> None:
             script.append(
                 re.sub(r"^wait$", "while wait -n; do :; done", block["text"].replace("8000", port), flags=re.M)
             )
-    environment = os.environ | {
-        "PATH": f"{commands(short_dir / 'bin')}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
+    environment = os.environ | warm.variables
+    environment |= {
+        "PATH": f"{commands(short_dir / 'bin', warm.python)}:{os.environ['PATH']}",
         "HF_DATASETS_CACHE": str(short_dir / "cache"),
         "TMPDIR": str(short_dir),  # vLLM's server leaves its sockets there
         "TORCHINDUCTOR_CACHE_DIR": f"{gettempdir()}/torchinductor_{getuser()}",  # torch's own
@@ -69,7 +70,7 @@ def test_the_tutorial(short_dir: Path) -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, not half the memory
         "VLLM_NO_USAGE_STATS": "1",
     }
-    with (short_dir / "log").open("wb") as log:
+    with (short_dir / "log").open("ab") as log:
         shell = subprocess.Popen(
             ["bash", "-exuo", "pipefail", "-c", "\n".join(script)],
             cwd=folder,

@@ -101,6 +101,7 @@ def run(request: dict[str, Any]) -> int:
     sys.path[:0] = [
         place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path
     ]
+    sys.executable = request.get("python", sys.executable)
     sys.orig_argv = [sys.executable, "-m", *request["argv"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     return 0

@@ -6,8 +6,14 @@ from typing import Any
 from tests.integration import warm
 from tests.integration.forked_cores import forked_cores
 
-_USED = ("producer.app.daemon", "producer.engine.engine", "vllm.v1.engine.core_client", "transformers.models.qwen2")
-"""What a producer imports before its engine core starts."""
+_USED = (
+    "producer.app.daemon",
+    "producer.engine.engine",
+    "vllm.v1.engine.core_client",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.qwen2",
+)
+"""What a producer and its engine core import."""
 
 
 def preload() -> None:

@@ -1,5 +1,6 @@
 """What `campaigns.chaos.zygote` imports and runs for `rl-trainer` and `slipstream sft`."""
 
+import multiprocessing
 from typing import Any
 
 from campaigns.chaos import trainer_child
@@ -12,4 +13,7 @@ preload = trainer_child.preload
 def main(request: dict[str, Any]) -> int:
     if request["module"] == "consumer.app.cli" and not request["spawns"]:
         forked_ranks(request["argv"])
+    if request["module"] == "benchmarks.offpolicy":  # its runs have a process each
+        forks = multiprocessing.get_context("fork")
+        multiprocessing.get_context = lambda method: forks
     return warm.run(request)

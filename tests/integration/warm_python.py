@@ -1,0 +1,49 @@
+"""A Python whose daemons start at once: it stands for a fork of a warm process, with its output, signals and end.
+
+Run as `python -I -S warm_python.py PYTHON SOCKET ARGUMENTS...`; SOCKET is that of `tests.integration.warm_commands`. PYTHON runs
+what needs no heavy library.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+_MODULES = {
+    "benchmarks.gpu_check.part": "producer",
+    "benchmarks.trainer_step_side": "trainer",
+    "consumer.app.cli": "trainer",
+    "examples.calculator.build_model": "trainer",
+    "producer.app.cli": "producer",
+    "slipstream export": "trainer",
+    "slipstream reward": "producer",
+    "slipstream sft": "trainer",
+    "vllm.entrypoints.openai.api_server": "producer",
+}
+"""Whose warm process has the libraries of a module, or of a command of `slipstream`."""
+
+
+def main(python: str, address: str, arguments: list[str]) -> NoReturn:
+    command = arguments[arguments.index("-m") if "-m" in arguments[:3] else 0 :]
+    module = " ".join(command[1:3] if command[1:2] == ["slipstream"] else command[1:2])
+    if command[:1] != ["-m"] or module not in _MODULES:
+        os.execv(python, [python, *arguments])
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+    request = {"role": _MODULES[module], "argv": command[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}
+    server.sendall(json.dumps(request | {"pid": os.getpid()}).encode() + b"\n")
+    status = int(server.makefile().readline())
+    if status < 0:
+        if status != -signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
