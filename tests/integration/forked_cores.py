@@ -1,6 +1,6 @@
-"""Engine cores without a second import of vLLM: on a CPU vLLM spawns them, each some ten seconds of computing; beside a GPU
-it forks them, and within `forked_cores` it does so here too. On a CPU they compile nothing either: with `enforce_eager` that is a
-helper of a line for the ranks of log-probs, which takes two seconds.
+"""Engine cores and their workers without an import of vLLM each: on a CPU vLLM spawns them, and they compute for some ten
+seconds; beside a GPU it forks them, and within `forked_cores` it does so here too. On a CPU they compile nothing either: with
+`enforce_eager` that is a helper of a line for the ranks of log-probs, which takes two seconds.
 """
 
 import gc
@@ -36,6 +36,7 @@ def forked_cores() -> Iterator[None]:
     with (
         warnings.catch_warnings(),
         mock.patch("vllm.v1.engine.utils.get_mp_context", return_value=_Context()),
+        mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", return_value=_Context()),
     ):
         # Python 3.12 and newer warn of the threads that a fork does not have; vLLM's core needs none of them.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

@@ -3,7 +3,6 @@
 Guarantee: a daemon ends with the process that stands for it (`tests.integration.warm_python`), SIGKILL included.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -79,12 +78,22 @@ class WarmCommands:
                     network=None,
                 )
             connection.settimeout(_LOOK_EVERY_S)
-            while (status := daemon.poll()) is None:
-                for number in signals:
-                    daemon.send(number)
-                try:
-                    signals = connection.recv(64) or bytes([signal.SIGKILL])
-                except TimeoutError:
-                    signals = b""
-            with contextlib.suppress(BrokenPipeError):  # it was killed
+            try:
+                while (status := daemon.poll()) is None:
+                    for number in signals:
+                        daemon.send(number)
+                    signals = _received(connection)
                 connection.sendall(f"{status}\n".encode())
+            except ConnectionError:
+                daemon.send(signal.SIGKILL)
+
+
+def _received(connection: socket.socket) -> bytes:
+    """Nothing, if nothing comes for a moment. Raises ConnectionError if the other side has ended."""
+    try:
+        data = connection.recv(64)
+    except TimeoutError:
+        return b""
+    if not data:
+        raise ConnectionResetError
+    return data
