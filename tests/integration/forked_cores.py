@@ -32,7 +32,8 @@ class _Context(multiprocessing.context.ForkContext):
 @contextmanager
 def forked_cores() -> Iterator[None]:
     if _is_cpu():
-        importlib.import_module("vllm.v1.worker.cpu_worker")  # once, and not in each core
+        for name in ("torch._dynamo", "vllm.v1.worker.cpu_worker"):  # once, and not in each core
+            importlib.import_module(name)
     with (
         warnings.catch_warnings(),
         mock.patch("vllm.v1.engine.utils.get_mp_context", return_value=_Context()),
