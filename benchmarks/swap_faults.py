@@ -36,6 +36,7 @@ from producer.metrics import Verdict
 from producer.plugins.engine_server.engine import server_engine
 from producer.policies.probe import ReceivedProbe, SwapProof, probe_of
 from protocol.config.run import RunConfig
+from protocol.runtime import json_lines
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.messages import PolicyOffer
 from tests.integration.engines import run_config
@@ -295,9 +296,10 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         for lr in arguments.lr:
             judge, began = Judge(config, (STALE,) if arguments.stale else (*FAULTS,)), time.monotonic()
             base = await compare(arguments, lr, served, judge, base)
-            line = {name: str(value) for name, value in vars(arguments).items()} | {"lr": lr} | judge.found()
+            asked = {name: str(value) for name, value in vars(arguments).items() if name != "out"}
+            line = asked | {"lr": lr} | judge.found() | {"seconds": round(time.monotonic() - began)}
             with arguments.out.open("a") as stream:
-                stream.write(json.dumps(line | {"seconds": round(time.monotonic() - began)}) + "\n")
+                stream.write(json_lines.encode_line(line) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:
