@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_mask
 
 from consumer.learn.tree import Row, Tree, tree_of
@@ -105,6 +105,7 @@ def test_outputs_and_gradients(kernel: str, options: Options) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS[::2])
+@settings(max_examples=20)
 @given(rows=rows_of_trees())
 def test_random_trees(options: Options, rows: list[Row]) -> None:
     tree = tree_of(rows)
@@ -123,6 +124,7 @@ def test_other_numbers(dtype: torch.dtype) -> None:
     assert (found - expected).abs().max() < 8 * torch.finfo(dtype).eps * expected.abs().max()
 
 
+@settings(max_examples=20)
 @given(rows=rows_of_trees())
 def test_the_masks_of_flex_attention(rows: list[Row]) -> None:
     tree = tree_of(rows)

@@ -21,6 +21,7 @@ from producer.app import wiring as assembly
 from producer.app.wiring import Launch
 from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.channel.server import ZmqServer
+from protocol.config.rewards import RewardsSection
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, PolicyRefusedError, StalledError
 from protocol.exposition import Targets, Watch
@@ -104,14 +105,23 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setattr(assembly, "load_tokenizer", lambda folder, **_: Tokenizer())
     monkeypatch.setattr(supervision, "_WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(daemon, "_SIGNAL_GRACE_S", 0.05)
-    (short_dir / "rewards.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
     return RunConfig.model_validate(
         {
             "run_dir": str(short_dir / "run"),
             "model": {"path": "unused"},
             "dataset": {"path": "unused"},
-            "rewards": {"functions": [{"function": f"{short_dir}/rewards.py:reward"}], "num_workers": 1},
+            "rewards": {"functions": [{"url": "http://localhost:9/score"}]},
         }
+    )
+
+
+@pytest.fixture
+def scoring(config: RunConfig, short_dir: Path) -> RunConfig:
+    """A process computes its rewards; the others' are a service's, which nobody asks."""
+    (short_dir / "rewards.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    functions = [{"function": f"{short_dir}/rewards.py:reward"}]
+    return config.model_copy(
+        update={"rewards": RewardsSection.model_validate({"functions": functions, "num_workers": 1})}
     )
 
 
@@ -201,12 +211,12 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 
 @pytest.mark.long
-def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
+def test_a_lease_whose_policy_never_comes_is_a_stall(scoring, trainer):
     with pytest.raises(StalledError, match=r"with 1 leases in hand") as said:
-        live(changed(config, "pipeline", stall_timeout_s=0.5), lambda: trainer.give(lease(1, policy_floor=3)))
+        live(changed(scoring, "pipeline", stall_timeout_s=0.5), lambda: trainer.give(lease(1, policy_floor=3)))
     assert "\n  leases waiting for policy v3 (none is loaded): 1\n" in str(said.value)
     assert "reward workers: 0 busy, 1 idle" in str(said.value)
-    (timeline,) = Path(config.run_dir).glob("producer-*.jsonl")
+    (timeline,) = Path(scoring.run_dir).glob("producer-*.jsonl")
     assert {"start", "stats", "stop"} == {json.loads(line)["event"] for line in timeline.read_text().splitlines()}
     trainer.wait_for_message(Bye)
     assert trainer.all(Nack) == [Nack("lease-1", "returned")]
@@ -234,7 +244,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
 
 @pytest.mark.long
 def test_an_outbox_that_nobody_empties_pauses_generation_until_it_is_emptied_or_is_a_stall(
-    config, trainer, monkeypatch
+    scoring, trainer, monkeypatch
 ):
     monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
     monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)
@@ -251,7 +261,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_until_it_is_emptied_or_
         trainer.give(lease(3))
 
     with pytest.raises(StalledError) as said:
-        live(changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=1.0), play)
+        live(changed(changed(scoring, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=1.0), play)
     assert "\n  leases waiting for acknowledgements: 1\n" in str(said.value)
     assert "groups waiting for the trainer's acknowledgement: 1 (" in str(said.value)
     assert "bytes, above transport.max_unacked_bytes" in str(said.value)
@@ -329,15 +339,15 @@ async def refuse(engine: Engine, adapter: Adapter) -> None:
     raise AdapterRefusedError("rank 512 is too large")
 
 
-def test_reward_functions_are_imported_before_the_engine_is_loaded(config):
-    (function,) = config.rewards.functions
+def test_reward_functions_are_imported_before_the_engine_is_loaded(scoring):
+    (function,) = scoring.rewards.functions
     missing = function.model_copy(update={"function": function.function.replace(":reward", ":nothing")})
     with pytest.raises(ConfigError, match="has no `nothing`"):
-        live(changed(config, "rewards", functions=[missing]))
+        live(changed(scoring, "rewards", functions=[missing]))
     assert made == []
 
 
-def test_while_the_engine_is_out_of_order_leases_go_back_and_none_are_asked_for(config, trainer, monkeypatch):
+def test_while_the_engine_is_out_of_order_leases_go_back_and_none_are_asked_for(scoring, trainer, monkeypatch):
     """The trainer gives leases all the same, as one does that has not heard it yet."""
     serve_blobs(trainer)
     monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
@@ -357,7 +367,7 @@ def test_while_the_engine_is_out_of_order_leases_go_back_and_none_are_asked_for(
         trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].capacity > 0, 20)
         trainer.send(Bye("finished"))
 
-    live(config, play)
+    live(scoring, play)
 
 
 def test_the_loop_is_that_of_uvloop_where_vllm_has_brought_it(monkeypatch: pytest.MonkeyPatch) -> None:

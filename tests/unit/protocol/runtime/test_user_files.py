@@ -64,8 +64,14 @@ async def test_a_file_with_the_name_of_one_of_our_packages_works_as_a_named_file
         await workers.close()
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("statement", ["import {}", "from {} import helper", "def late():\n    import {}.helper"])
+@pytest.mark.parametrize(
+    ("package", "statement"),
+    [
+        *((package, "import {}") for package in PACKAGES),
+        ("protocol", "from {} import helper"),
+        ("protocol", "def late():\n    import {}.helper"),
+    ],
+)
 def test_a_sibling_that_imports_it_by_a_name_that_is_ours_is_refused(
     folder: Path, statement: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
