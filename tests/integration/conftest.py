@@ -14,6 +14,13 @@ from .pair import Daemon
 from .runs import Run
 from .warm_commands import WarmCommands
 
+_LONG = {"test_tutorial.py", "test_view.py", "test_walks.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files of the end of the alphabet begin first, or one process is left with them at the end."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
 
 @pytest.fixture(scope="session")
 def bubblewrap() -> None:
