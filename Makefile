@@ -73,8 +73,8 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers agai
 bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour and a half or so
 	$(BIN)/python -m benchmarks.suite
 
-bench-overlap: $(STAMP) ## the pair against itself in lockstep and against TRL's own trainer, about ten minutes
-	$(BIN)/python -m benchmarks.overlap --layers 2 --out runs/bench/overlap.json --plot runs/bench/overlap.png
+bench-overlap: $(STAMP) ## the pair beside itself in turns and beside TRL's asynchronous trainer, tuned, over an hour
+	$(BIN)/python -m benchmarks.overlap --out runs/bench/overlap.jsonl --plot runs/bench/overlap.png
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png

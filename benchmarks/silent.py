@@ -2,7 +2,7 @@
 
 Guarantee: each run is the real pair of daemons on the demo's task, with one fault (`benchmarks.silent_producer`) from version 6
 on, or from the start. Arms: the product, which after a refusal goes on with a repaired producer (`--resume`); the product without
-its proofs; TRL's AsyncGRPOTrainer with a vLLM server (`benchmarks.silent_trl`). Accuracy is greedy, on held-out prompts, by
+its proofs; TRL's AsyncGRPOTrainer with a vLLM server (`benchmarks.async_trl`). Accuracy is greedy, on held-out prompts, by
 transformers and PEFT. Every finished run is a line of `--out`, and is not repeated.
 """
 
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.silent_producer import VARIABLE, Fault
 from benchmarks.silent_report import NO_PROOF, PROOF, TRL, draw, table
+from benchmarks.tasks import TASKS
 from campaigns.chaos.fleet import Daemon
 from examples.arithmetic import build_model
 from examples.arithmetic.demo import BASE, build_base_model
@@ -41,6 +42,7 @@ FIRST = 6
 _OTHER_BASE = BASE.with_name("demo-base-other").absolute()
 _OTHER_RUN = FOLDER / "another-run"
 _END_S = 900.0
+_TASKS_OF_TRL = "32"  # at once, with which it was fastest here
 _KL = "sampling/importance_sampling_ratio/kl"
 
 FAULTS = {
@@ -99,7 +101,7 @@ def run(case: Case) -> dict[str, Any]:
         sys.exit(f"{folder}: the run failed, or the repaired one: see its logs")
     columns = {"rewards": "reward", "kl": "kl" if case.arm == TRL else _KL}
     found |= {name: [round(line[key], 4) for line in steps(folder)] for name, key in columns.items()}
-    return found | {"accuracy": accuracy(folder / "adapter")}
+    return found | {"accuracy": TASKS["sums"].accuracy(folder / "adapter")}
 
 
 def run_pair(case: Case, folder: Path, seed: int, fault: Fault, *arguments: str) -> int:
@@ -138,8 +140,9 @@ def run_trl(case: Case, fault: Fault) -> int:
         server = start("producer", "benchmarks.silent_server", words, case.folder / "producer.log", fault)
         stack.callback(end, server)
         wait_until_healthy(url, server, server.log)
-        words = [str(case.folder), url, case.dtype, str(case.steps)]
-        trainer = start("trainer", "benchmarks.silent_trl", words, case.folder / "trainer.log", fault)
+        words = ["sums", str(case.folder), url, _TASKS_OF_TRL, str(case.steps)]
+        words += [f"model.dtype={case.dtype}", f"trainer.max_steps={case.steps}"]
+        trainer = start("trainer", "benchmarks.async_trl", words, case.folder / "trainer.log", fault)
         stack.callback(end, trainer)
         return trainer.wait(_END_S)
 
@@ -181,12 +184,6 @@ def tokens_since(folder: Path, fault: Fault) -> int:
     first = fault.first if fault.of_workers else 0
     with closing(JournalReader(folder / "journal.sqlite")) as reader:
         return sum(row.num_tokens for row in list(reader.rows()) if row.policy_version >= first)
-
-
-def accuracy(adapter: Path) -> float:
-    from examples.arithmetic.evaluate import greedy_accuracy
-
-    return greedy_accuracy(BASE, BASE / "eval.jsonl", adapter)
 
 
 def prepare(steps: int) -> None:

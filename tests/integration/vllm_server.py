@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 import urllib.request
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from tests.integration.warm import WarmProcess
 from tests.unit.protocol.channel_harness import reserve_port
 
 
-def wait_until_healthy(url: str, process: WarmProcess | Daemon, log: Path) -> None:
+def wait_until_healthy(url: str, process: "WarmProcess | Daemon | subprocess.Popen[bytes]", log: Path) -> None:
     """Wait until the server answers. Fail if its process ends first, or after `START_S`."""
     deadline = time.monotonic() + START_S
     while True:

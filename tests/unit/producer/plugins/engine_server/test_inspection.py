@@ -32,7 +32,7 @@ from tests.unit.producer.plugins.engine_server.running import config_of, running
         ({"applies_adapters": False}, "loads adapters and does not apply them"),
         ({"logprobs_mode": "raw_logprobs"}, "give it --logprobs-mode processed_logprobs"),
         ({"logprobs_mode": "raw_logits"}, "give it --logprobs-mode processed_logprobs"),
-        ({"max_logprobs": 5}, "give it --max-logprobs 20"),
+        ({"max_logprobs": 5}, "give it --max-logprobs 8"),
         ({"api_key": "secret"}, r"refuses the key.*engine_server.key_file"),
     ],
 )

@@ -1,0 +1,119 @@
+"""TRL's AsyncGRPOTrainer on one of `benchmarks.tasks`, with a vLLM server that runs.
+
+    python -m benchmarks.async_trl TASK RUN_DIR URL INFLIGHT SAVE_STEPS [SECTION.KEY=VALUE...]
+
+Guarantee: model, prompts, reward, batch, LoRA, optimizer, sampling and staleness are those of the task's configuration. What it
+has for CUDA alone is replaced (`benchmarks.trainer_step_async`). `steps.jsonl` has a line for each step.
+"""
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from transformers import AutoTokenizer, TrainerCallback
+
+from benchmarks.tasks import TASKS
+from benchmarks.trainer_step_async import on_cpu
+from consumer.learn.options import build_lora
+from producer.rewards import builtin
+from protocol.config.functions import load_function
+from protocol.config.loader import load_config
+from protocol.config.rewards import SHIPPED
+from protocol.runtime.processes import block_import
+
+with block_import("vllm"):
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+_COLUMNS = {
+    "reward": "reward",
+    "kl": "kl",
+    "wait_s": "perf/rollout_wait_s",
+    "step_s": "perf/fwd_bwd_s",
+    "sync_s": "perf/weight_sync_s",
+    "tokens": "batch/trained_tokens_per_step",
+    "dropped": "sample/dropped_stale_total",
+}
+
+
+class _Steps(TrainerCallback):
+    """Writes a line when TRL logs a step."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "reward" in logs:
+            line = {"step": state.global_step, "t": time.time()}
+            line |= {name: logs.get(key) for name, key in _COLUMNS.items()}
+            with self._file.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+
+
+class MessagesReward:
+    """The reward of a task's configuration as TRL calls it: with completions that are lists of messages.
+
+    It is pickled for TRL's rollout process, which loads the reward itself.
+    """
+
+    def __init__(self, task_name: str) -> None:
+        self.__name__, self._config_file = task_name, TASKS[task_name].config
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Any:
+        return _reward(self._config_file)(completions=[one[-1]["content"] for one in completions], **columns)
+
+
+@functools.cache
+def _reward(config_file: str) -> Callable[..., Any]:
+    config = load_config(config_file)
+    (chosen,) = config.rewards.functions
+    name = str(chosen.function)
+    if name in SHIPPED:
+        return getattr(builtin, name)(**chosen.options)
+    place, _, function = name.rpartition(":")
+    return load_function(f"{Path(config.folder) / place}:{function}", "rewards")
+
+
+def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int, settings: list[str]) -> None:
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    on_cpu()
+    task = TASKS[task_name]
+    config = load_config(task.config, [*settings, f"run_dir={run_dir}"])
+    tokenizer = AutoTokenizer.from_pretrained(task.base, padding_side="left")
+    task.tell_template(tokenizer)
+    rows = datasets.load_dataset("json", data_files=str(task.base / "train.jsonl"), split="train")
+    rows = rows.shuffle(seed=config.seed)
+    if task.template is not None:
+        rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    chosen, sampling = config.trainer, config.sampling
+    trainer = AsyncGRPOTrainer(
+        model=str(task.base),
+        reward_funcs=MessagesReward(task_name),
+        args=AsyncGRPOConfig(
+            output_dir=str(run_dir / "trl"), seed=config.seed, max_steps=chosen["max_steps"], dtype=config.model.dtype,
+            use_cpu=True, bf16=False, learning_rate=chosen["learning_rate"],
+            lr_scheduler_type=chosen["lr_scheduler_type"], warmup_steps=chosen["warmup_steps"], max_grad_norm=1.0,
+            per_device_train_batch_size=config.completions_per_step, num_generations=sampling.num_generations,
+            max_completion_length=sampling.max_completion_length, temperature=sampling.temperature,
+            vllm_server_base_url=url, max_staleness=config.pipeline.max_staleness, max_inflight_tasks=inflight,
+            gradient_checkpointing=False, save_strategy="steps", save_steps=save_steps, save_only_model=True,
+            report_to=[], logging_steps=1, disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=build_lora(config),
+        callbacks=[_Steps(run_dir / "steps.jsonl")],
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(run_dir / "adapter"))
+
+
+if __name__ == "__main__":
+    name, folder, url, inflight, save_steps, *settings = sys.argv[1:]
+    main(name, Path(folder), url, int(inflight), int(save_steps), settings)

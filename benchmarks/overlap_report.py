@@ -1,0 +1,129 @@
+"""What the runs of `benchmarks.overlap` say together: a table in Markdown, and accuracy over time as a picture.
+
+Guarantee: seconds of a step are between the ends of two steps, from the `WARM_UP`-th on. Ratios are between runs of one round.
+"""
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+Arm = tuple[str, int, int]
+"""Its name, the staleness, and TRL's tasks in flight."""
+
+TRL = "TRL AsyncGRPO"
+WARM_UP = 5
+REFERENCE = "own engine"
+_WORTH = 0.9  # of the best accuracy that any run reached
+
+
+def walls(one: Result) -> list[float]:
+    """Return the seconds of each step after the first ones."""
+    return [after - before for before, after in itertools.pairwise(one["steps_of"]["t"][WARM_UP - 1 :])]
+
+
+def step_s(one: Result) -> float:
+    return statistics.fmean(walls(one))
+
+
+def fastest(results: list[Result], task: str, staleness: int) -> int:
+    """Return the number of TRL's tasks in flight with which the first round's steps were the shortest."""
+    tried = [
+        one for one in results
+        if (one["task"], one["arm"], one["staleness"], one["round"]) == (task, TRL, staleness, 1)
+    ]  # fmt: skip
+    return int(min(tried, key=step_s)["inflight"])
+
+
+def seconds_to(one: Result, accuracy: float) -> float | None:
+    """Return the seconds from the first step to the first checkpoint with this accuracy; None if no checkpoint has it."""
+    return next((at for at, _, score in one["accuracy"] if score >= accuracy), None)
+
+
+def by_arm(results: list[Result]) -> dict[Arm, list[Result]]:
+    found: dict[Arm, list[Result]] = defaultdict(list)
+    for one in results:
+        found[one["arm"], one["staleness"], one["inflight"]].append(one)
+    return dict(sorted(found.items()))
+
+
+def table(results: list[Result]) -> str:
+    """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness."""
+    goal = _WORTH * max(one["accuracy"][-1][2] for one in results)
+    rows = [
+        f"| arm | staleness | in flight | runs | seconds a step (quartiles) | beside `{REFERENCE}` | trainer waits "
+        f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} |",
+        f"|{'---|' * 12}",
+    ]
+    reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == REFERENCE}
+    for (arm, staleness, inflight), runs in by_arm(results).items():
+        low, high = quartiles([wall for one in runs for wall in walls(one)])
+        beside = [
+            step_s(one) / reference[staleness, one["round"]] for one in runs if (staleness, one["round"]) in reference
+        ]
+        shares = [f"{_mean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
+        reached = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
+        cells = [
+            *(arm, str(staleness), str(inflight or "-"), str(len(runs))),
+            f"{_mean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
+            f"{_mean(beside):.2f}" if beside else "-",
+            f"{_mean(map(_share_of_waiting, runs)):.0%}",
+            ", ".join(shares),
+            f"{_mean(one['dropped'] for one in runs):.0f}",
+            f"{max(one['peak_memory'] for one in runs) / 2**30:.1f} GiB",
+            f"{_mean(one['accuracy'][-1][2] for one in runs):.3f}",
+            f"{_mean(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "-",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _share_of_waiting(one: Result) -> float:
+    waited = one["steps_of"]["wait_s"][WARM_UP:]
+    return sum(value or 0.0 for value in waited) / sum(walls(one))
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def draw(results: list[Result], file: Path) -> None:
+    """Draw accuracy over the seconds since the first step: a thin line for each run, a colour for each arm, a column for each
+    staleness. Of TRL only the fastest setting is drawn."""
+    import matplotlib as mpl  # half a second
+    from matplotlib import pyplot as plt
+
+    mpl.use("Agg")
+    columns = sorted({one["staleness"] for one in results} - {0})
+    figure, row = plt.subplots(
+        1, len(columns), figsize=(3.2 * len(columns), 3.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    colors = {REFERENCE: "#1f6fb4", "vLLM server": "#7fb3dc", TRL: "#e07b39", "in turns": "#777777"}
+    for axes, staleness in zip(row[0], columns, strict=True):
+        for one in results:
+            is_in_turns = one["staleness"] == 0
+            if not is_in_turns and one["staleness"] != staleness:
+                continue
+            if one["arm"] == TRL and one["inflight"] != fastest(results, one["task"], staleness):
+                continue
+            name = "in turns" if is_in_turns else one["arm"]
+            axes.plot(
+                [at for at, _, _ in one["accuracy"]], [score for *_, score in one["accuracy"]],
+                color=colors[name], linewidth=1.2, label=name,
+            )  # fmt: skip
+        axes.set_title(f"staleness {staleness}", fontsize=9)
+        axes.set_xlabel("seconds since the first step")
+        axes.grid(alpha=0.25)
+    row[0][0].set_ylabel("held-out accuracy")
+    shown = dict(zip(*reversed(row[0][0].get_legend_handles_labels()), strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,83 @@
+"""The two tasks that benchmarks of whole runs learn: the demo's sums, and those of SmolLM2-135M-Instruct.
+
+Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of an example's configuration. Accuracy is greedy
+and held out.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from examples.arithmetic import demo as sums
+from examples.smollm2 import demo as smollm2
+
+_TEXT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+class Task(NamedTuple):
+    """An example that can be run.
+
+    Args:
+        template: the chat template that TRL's asynchronous trainer needs, which takes messages alone; None for the model's own.
+        start, end: the last text before an answer, and a pattern of what ends it.
+    """
+
+    config: str
+    base: Path
+    build: Callable[[], None]
+    accuracy: Callable[[Path | None], float]
+    template: str | None
+    start: str
+    end: str
+
+    def tell_template(self, tokenizer: Any) -> None:
+        """Tell a tokenizer how TRL's asynchronous trainer makes prompts and finds answers."""
+        tokenizer.chat_template = self.template or tokenizer.chat_template
+        field = {"close_pattern": rf"{self.end}\s*", "content": "text"}
+        tokenizer.response_template = {
+            "defaults": {"role": "assistant"},
+            "start_anchor": self.start,
+            "fields": {"content": field},
+        }
+
+
+def _sums_accuracy(adapter: Path | None) -> float:
+    from examples.arithmetic.evaluate import greedy_accuracy
+
+    return greedy_accuracy(sums.BASE, sums.BASE / "eval.jsonl", adapter)
+
+
+def _smollm2_accuracy(adapter: Path | None) -> float:
+    """Return the share of right answers by the example's own reward."""
+    import datasets
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from producer.rewards.builtin import numeric_match
+    from protocol.config.loader import load_config
+
+    config = load_config(smollm2.CONFIG)
+    reward = numeric_match(**config.rewards.functions[0].options)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.BASE, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(smollm2.BASE, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+    rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / "eval.jsonl"), split="train")
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    longest = config.sampling.max_completion_length
+    with torch.no_grad():
+        output = model.eval().generate(**inputs, max_new_tokens=longest, do_sample=False)
+    answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    scores = reward(completions=answers, answer=list(rows["answer"]))
+    return sum(float(score) for score in scores if isinstance(score, float)) / len(scores)
+
+
+TASKS = {
+    "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, _sums_accuracy, _TEXT, "=", "<eos>"),
+    "smollm2": Task(
+        smollm2.CONFIG, smollm2.BASE, smollm2.build_base_model, _smollm2_accuracy, None,
+        "<|im_start|>assistant\n", r"<\|im_end\|>",
+    ),
+}  # fmt: skip
