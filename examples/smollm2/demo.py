@@ -1,6 +1,6 @@
 """A real model on a laptop: two processes teach SmolLM2-135M-Instruct to calculate, and say what a step costs.
 
-    python -m examples.smollm2.demo [--steps 24] [--seed 1] [--run-dir runs/smollm2]
+    python -m examples.smollm2.demo [--steps 40] [--seed 1] [--run-dir runs/smollm2]
 
 With fewer steps it is a test: it fails unless the reward rises.
 """
