@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -152,7 +153,8 @@ async def serve(stack: AsyncExitStack, arguments: argparse.Namespace, config: Ru
         changed = mock.patch(
             "producer.engine.configuration.own_arguments", lambda *given: own_arguments(*given) | extension
         )
-        bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if arguments.workers > 1 else {}  # no NUMA node for each here
+        cores = "|".join(str(worker % (os.cpu_count() or 1)) for worker in range(arguments.workers))
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": cores} if arguments.workers > 1 else {}  # no NUMA node for each here
         cache = one_cache(config.swap.mode) if arguments.stale else contextlib.nullcontext()
         with forked_cores(), changed, cache, mock.patch.dict("os.environ", bound):
             engine = VllmEngine(config, arguments.workers)
