@@ -55,11 +55,15 @@ class Case(NamedTuple):
         return FOLDER / "-".join(words)
 
     @property
+    def save_steps(self) -> int:
+        return max(1, self.steps // _CHECKPOINTS)
+
+    @property
     def settings(self) -> list[str]:
         """The values that differ from the example's."""
         return [
             f"seed={self.round}", f"pipeline.max_staleness={self.staleness}", f"trainer.max_steps={self.steps}",
-            f"trainer.save_steps={max(1, self.steps // _CHECKPOINTS)}", f"trainer.save_total_limit={self.steps}",
+            f"trainer.save_steps={self.save_steps}", f"trainer.save_total_limit={self.steps}",
         ]  # fmt: skip
 
 
@@ -67,7 +71,7 @@ class Run:
     """The processes of a case, which end with it."""
 
     def __init__(self, case: Case, stack: ExitStack, watch: Watch) -> None:
-        self.case, self._stack, self._watch = case, stack, watch
+        self.case, self.stack, self._watch = case, stack, watch
         self.config = load_config(TASKS[case.task].config, case.settings)
 
     def start(self, side: str, module: str, words: list[str]) -> "subprocess.Popen[bytes]":
@@ -82,13 +86,13 @@ class Run:
             process = subprocess.Popen(
                 [*bound, sys.executable, "-m", module, *words], env=os.environ | changes, stdout=log, stderr=log
             )
-        self._stack.callback(_end, process)
+        self.stack.callback(_end, process)
         self._watch.add(side, process.pid)
         return process
 
     def serve(self) -> str:
         """Start a vLLM server, wait for it, and return its address."""
-        port = reserve_port(self._stack)
+        port = reserve_port(self.stack)
         rank, engine = build_lora(self.config).r, self.config.engine
         words = [
             *("--model", str(TASKS[self.case.task].base), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -135,7 +139,7 @@ def _dropped(case: Case, lines: list[dict[str, Any]], of_a_group: int) -> int:
 
 
 def _train_pair(run: Run, url: str | None) -> None:
-    case, sockets = run.case, run._stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap-"))
+    case, sockets = run.case, run.stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap-"))
     changes = [*case.settings, f"run_dir={case.folder}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
     changes += ["evaluation=null", "observability.progress=false"]
     if url is not None:
@@ -150,8 +154,8 @@ def _train_pair(run: Run, url: str | None) -> None:
 
 
 def _train_trl(run: Run, url: str | None) -> None:
-    case, save_steps = run.case, max(1, run.case.steps // _CHECKPOINTS)
-    words = [case.task, str(case.folder), str(url), str(case.inflight), str(save_steps), *case.settings]
+    case = run.case
+    words = [case.task, str(case.folder), str(url), str(case.inflight), str(case.save_steps), *case.settings]
     run.start("trainer", "benchmarks.async_trl", words).wait(_END_S)
 
 
