@@ -37,7 +37,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported is no garbage, and nobody need look for any meanwhile; which package is where is looked up once."""
+    """Collect without looking for garbage, because imports leave none, and look up once which package is where."""
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -6,11 +6,9 @@ Guarantee: model, prompts, reward, batch, LoRA, optimizer, sampling and stalenes
 has for CUDA alone is replaced (`benchmarks.trainer_step_async`). `steps.jsonl` has a line for each step.
 """
 
-import functools
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,10 @@ import datasets
 import transformers
 from transformers import AutoTokenizer, TrainerCallback
 
-from benchmarks.tasks import TASKS
+from benchmarks.tasks import TASKS, reward_of
 from benchmarks.trainer_step_async import on_cpu
 from consumer.learn.options import build_lora
-from producer.rewards import builtin
-from protocol.config.functions import load_function
 from protocol.config.loader import load_config
-from protocol.config.rewards import SHIPPED
 from protocol.runtime.processes import block_import
 
 with block_import("vllm"):
@@ -62,21 +57,12 @@ class MessagesReward:
     """
 
     def __init__(self, task_name: str) -> None:
-        self.__name__, self._config_file = task_name, TASKS[task_name].config
+        self.__name__ = task_name
 
     def __call__(self, completions: list[Any], **columns: Any) -> Any:
-        return _reward(self._config_file)(completions=[one[-1]["content"] for one in completions], **columns)
-
-
-@functools.cache
-def _reward(config_file: str) -> Callable[..., Any]:
-    config = load_config(config_file)
-    (chosen,) = config.rewards.functions
-    name = str(chosen.function)
-    if name in SHIPPED:
-        return getattr(builtin, name)(**chosen.options)
-    place, _, function = name.rpartition(":")
-    return load_function(f"{Path(config.folder) / place}:{function}", "rewards")
+        return reward_of(TASKS[self.__name__].config)(
+            completions=[one[-1]["content"] for one in completions], **columns
+        )
 
 
 def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int, settings: list[str]) -> None:

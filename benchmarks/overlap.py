@@ -7,9 +7,7 @@ with accuracy at its checkpoints, and is not repeated.
 """
 
 import argparse
-import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -17,11 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.overlap_report import TRL, WARM_UP, draw, fastest, table
+from benchmarks.finished_runs import FinishedRuns
+from benchmarks.overlap_report import OWN, SERVED, TRL, WARM_UP, draw, fastest, table
 from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
 from consumer.learn.options import build_lora
@@ -32,7 +30,6 @@ from protocol.runtime import json_lines
 from tests.integration.vllm_server import wait_until_healthy
 from tests.unit.protocol.channel_harness import reserve_port
 
-OWN, SERVED = "own engine", "vLLM server"
 FOLDER = Path("runs/bench/overlap").absolute()
 _ENGINE_CORE = "0"
 _CHECKPOINTS = 10  # of a run
@@ -149,7 +146,8 @@ def _train_pair(run: Run, url: str | None) -> None:
     words += [word for change in changes for word in ("--set", change)]
     producer = run.start("engine" if url is None else "trainer", "producer.app.cli", words)
     trainer = run.start("trainer", "consumer.app.cli", words)
-    while trainer.poll() is None and producer.poll() in (None, 0):
+    deadline = time.monotonic() + _END_S
+    while trainer.poll() is None and producer.poll() in (None, 0) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -205,18 +203,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--steps: the first {WARM_UP} are not timed, and two more are needed")
     TASKS[options.task].build()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    machine = {"machine": f"{os.cpu_count()} CPUs, {platform.platform()}"}
-    machine["commit"] = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-    known = json_lines.read(options.out) if options.out.exists() else []
-    for case in cases(options, known):
-        if any(case._asdict().items() <= one.items() for one in known):
-            continue
-        found = run(case) | machine | {"at": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
-        known.append(found)
-        with options.out.open("a") as stream:
-            stream.write(json.dumps(found) + "\n")
-        print(*case, f"{found['whole_s']} s, accuracy {found['accuracy'][-1][2]:.3f}", flush=True)
-    shown = [one for one in known if one["task"] == options.task]
+    runs = FinishedRuns(options.out)
+    for case in cases(options, runs.lines):
+        if (found := runs.make(case, run)) is not None:
+            print(*case, f"{found['whole_s']} s, accuracy {found['accuracy'][-1][2]:.3f}", flush=True)
+    shown = [one for one in runs.lines if one["task"] == options.task]
     print(table(shown))
     if options.plot is not None:
         draw(shown, options.plot)

@@ -6,17 +6,16 @@ Guarantee: seconds of a step are between the ends of two steps, from the `WARM_U
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 Result = dict[str, Any]
 Arm = tuple[str, int, int]
-"""Its name, the staleness, and TRL's tasks in flight."""
+"""An arm is its name, the staleness, and the number of TRL's tasks in flight."""
 
-TRL = "TRL AsyncGRPO"
+OWN, SERVED, TRL = "own engine", "vLLM server", "TRL AsyncGRPO"
 WARM_UP = 5
-REFERENCE = "own engine"
 _WORTH = 0.9  # of the best accuracy that any run reached
 
 
@@ -26,7 +25,7 @@ def walls(one: Result) -> list[float]:
 
 
 def step_s(one: Result) -> float:
-    return statistics.fmean(walls(one))
+    return fmean(walls(one))
 
 
 def fastest(results: list[Result], task: str, staleness: int) -> int:
@@ -54,35 +53,31 @@ def table(results: list[Result]) -> str:
     """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness."""
     goal = _WORTH * max(one["accuracy"][-1][2] for one in results)
     rows = [
-        f"| arm | staleness | in flight | runs | seconds a step (quartiles) | beside `{REFERENCE}` | trainer waits "
+        f"| arm | staleness | in flight | runs | seconds a step (quartiles) | beside `{OWN}` | trainer waits "
         f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} |",
         f"|{'---|' * 12}",
     ]
-    reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == REFERENCE}
+    reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == OWN}
     for (arm, staleness, inflight), runs in by_arm(results).items():
         low, high = quartiles([wall for one in runs for wall in walls(one)])
         beside = [
             step_s(one) / reference[staleness, one["round"]] for one in runs if (staleness, one["round"]) in reference
         ]
-        shares = [f"{_mean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
+        shares = [f"{fmean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
         reached = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
         cells = [
             *(arm, str(staleness), str(inflight or "-"), str(len(runs))),
-            f"{_mean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
-            f"{_mean(beside):.2f}" if beside else "-",
-            f"{_mean(map(_share_of_waiting, runs)):.0%}",
+            f"{fmean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
+            f"{fmean(beside):.2f}" if beside else "-",
+            f"{fmean(map(_share_of_waiting, runs)):.0%}",
             ", ".join(shares),
-            f"{_mean(one['dropped'] for one in runs):.0f}",
+            f"{fmean(one['dropped'] for one in runs):.0f}",
             f"{max(one['peak_memory'] for one in runs) / 2**30:.1f} GiB",
-            f"{_mean(one['accuracy'][-1][2] for one in runs):.3f}",
-            f"{_mean(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "-",
+            f"{fmean(one['accuracy'][-1][2] for one in runs):.3f}",
+            f"{fmean(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "-",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _share_of_waiting(one: Result) -> float:
@@ -106,7 +101,7 @@ def draw(results: list[Result], file: Path) -> None:
     figure, row = plt.subplots(
         1, len(columns), figsize=(3.2 * len(columns), 3.2), sharey=True, squeeze=False, layout="constrained"
     )
-    colors = {REFERENCE: "#1f6fb4", "vLLM server": "#7fb3dc", TRL: "#e07b39", "in turns": "#777777"}
+    colors = {OWN: "#1f6fb4", SERVED: "#7fb3dc", TRL: "#e07b39", "in turns": "#777777"}
     for axes, staleness in zip(row[0], columns, strict=True):
         for one in results:
             is_in_turns = one["staleness"] == 0

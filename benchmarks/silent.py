@@ -9,7 +9,6 @@ transformers and PEFT. Every finished run is a line of `--out`, and is not repea
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -18,10 +17,10 @@ import tempfile
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.finished_runs import FinishedRuns
 from benchmarks.silent_producer import VARIABLE, Fault
 from benchmarks.silent_report import NO_PROOF, PROOF, TRL, draw, table
 from benchmarks.tasks import TASKS
@@ -208,20 +207,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="picture to write, of all runs in --out")
     options = parser.parse_args(argv)
     prepare(options.steps)
-    machine = {"machine": f"{os.cpu_count()} CPUs, {platform.platform()}"}
-    machine["commit"] = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-    known = json_lines.read(options.out) if options.out.exists() else []
+    runs = FinishedRuns(options.out)
     for case in (Case(fault, arm, options.dtype, options.steps) for fault in options.faults for arm in options.arms):
-        if not case.exists or any(case._asdict().items() <= one.items() for one in known):
-            continue
-        found = run(case) | machine | {"at": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
-        known.append(found)
-        with options.out.open("a") as stream:
-            stream.write(json.dumps(found) + "\n")
-        print({key: found[key] for key in ("fault", "arm", "code", "refused", "accuracy", "seconds")}, flush=True)
-    print(table(known))
+        if case.exists and (found := runs.make(case, run)) is not None:
+            print({key: found[key] for key in ("fault", "arm", "code", "refused", "accuracy", "seconds")}, flush=True)
+    print(table(runs.lines))
     if options.plot is not None:
-        draw(known, options.plot)
+        draw(runs.lines, options.plot)
 
 
 if __name__ == "__main__":

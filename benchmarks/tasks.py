@@ -4,12 +4,17 @@ Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those
 and held out.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.arithmetic import demo as sums
 from examples.smollm2 import demo as smollm2
+from producer.rewards import builtin
+from protocol.config.functions import load_function
+from protocol.config.loader import load_config
+from protocol.config.rewards import SHIPPED
 
 _TEXT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -41,6 +46,18 @@ class Task(NamedTuple):
         }
 
 
+@functools.cache
+def reward_of(config_file: str) -> Callable[..., Any]:
+    """Load the only reward of a configuration. It takes completions as texts."""
+    config = load_config(config_file)
+    (chosen,) = config.rewards.functions
+    name = str(chosen.function)
+    if name in SHIPPED:
+        return getattr(builtin, name)(**chosen.options)
+    place, _, function = name.rpartition(":")
+    return load_function(f"{Path(config.folder) / place}:{function}", "rewards")
+
+
 def _sums_accuracy(adapter: Path | None) -> float:
     from examples.arithmetic.evaluate import greedy_accuracy
 
@@ -54,11 +71,6 @@ def _smollm2_accuracy(adapter: Path | None) -> float:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from producer.rewards.builtin import numeric_match
-    from protocol.config.loader import load_config
-
-    config = load_config(smollm2.CONFIG)
-    reward = numeric_match(**config.rewards.functions[0].options)
     tokenizer = AutoTokenizer.from_pretrained(smollm2.BASE, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(smollm2.BASE, dtype=torch.float32)
     if adapter is not None:
@@ -66,11 +78,11 @@ def _smollm2_accuracy(adapter: Path | None) -> float:
     rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / "eval.jsonl"), split="train")
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    longest = config.sampling.max_completion_length
+    longest = load_config(smollm2.CONFIG).sampling.max_completion_length
     with torch.no_grad():
         output = model.eval().generate(**inputs, max_new_tokens=longest, do_sample=False)
     answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    scores = reward(completions=answers, answer=list(rows["answer"]))
+    scores = reward_of(smollm2.CONFIG)(completions=answers, answer=list(rows["answer"]))
     return sum(float(score) for score in scores if isinstance(score, float)) / len(scores)
 
 

@@ -13,7 +13,7 @@ _USED = (
     "vllm.v1.worker.cpu_worker",
     "transformers.models.qwen2",
 )
-"""What a producer and its engine core import."""
+"""The modules that a producer and its engine core import."""
 
 
 def preload() -> None:

@@ -22,7 +22,7 @@ _MODULES = {
     "slipstream sft": "trainer",
     "vllm.entrypoints.openai.api_server": "producer",
 }
-"""Whose warm process has the libraries of a module, or of a command of `slipstream`."""
+"""The role whose warm process has the libraries of a module, or of a command of `slipstream`."""
 
 
 def main(python: str, address: str, arguments: list[str]) -> NoReturn:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overlap_report import REFERENCE, TRL, fastest, quartiles, seconds_to, step_s, table, walls
+from benchmarks.overlap_report import OWN, TRL, fastest, quartiles, seconds_to, step_s, table, walls
 
 
 def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 0, **others: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 
 
 
 def test_steps_are_timed_after_the_first_five() -> None:
-    one = result(REFERENCE, [4.0, 6.0, 10.0])
+    one = result(OWN, [4.0, 6.0, 10.0])
     assert walls(one) == [2.0, 4.0]
     assert step_s(one) == 3.0
 
@@ -28,16 +28,16 @@ def test_the_fastest_setting_of_trl_is_that_of_the_first_round() -> None:
 
 
 def test_the_time_to_an_accuracy_is_that_of_the_first_checkpoint_which_has_it() -> None:
-    assert seconds_to(result(REFERENCE, []), 0.8) == 5.0
-    assert seconds_to(result(REFERENCE, []), 0.95) is None
+    assert seconds_to(result(OWN, []), 0.8) == 5.0
+    assert seconds_to(result(OWN, []), 0.95) is None
 
 
 def test_the_table_compares_runs_of_one_round_and_one_staleness() -> None:
-    ours = result(REFERENCE, [4.0, 6.0, 8.0])
+    ours = result(OWN, [4.0, 6.0, 8.0])
     theirs = result(TRL, [4.0, 9.0, 14.0], inflight=32, dropped=24)
     elsewhere = result(TRL, [4.0, 9.0, 14.0], inflight=32, staleness=4)
     rows = [[cell.strip() for cell in line.split("|")] for line in table([ours, theirs, elsewhere]).splitlines()[2:]]
-    assert [row[1:4] for row in rows] == [[TRL, "1", "32"], [TRL, "4", "32"], [REFERENCE, "1", "-"]]
+    assert [row[1:4] for row in rows] == [[TRL, "1", "32"], [TRL, "4", "32"], [OWN, "1", "-"]]
     assert [row[6] for row in rows] == ["2.50", "-", "1.00"]
     assert rows[0][9] == "24"
 

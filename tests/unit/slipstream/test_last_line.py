@@ -1,4 +1,4 @@
-"""What daemons write, and the line below it, in a file."""
+"""The output of daemons in a file, and the line below it."""
 
 import io
 
