@@ -1,9 +1,15 @@
 """All sides of the benchmark of a training step have the same batch and compute the same."""
 
+import multiprocessing
+import os
+import sys
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import trainer_step, trainer_step_side
 from benchmarks.trainer_step import SIZES, measure, unequal_losses
 from benchmarks.trainer_step_async import Kernel, samples_of
 from benchmarks.trainer_step_limit import _kind
@@ -66,8 +72,39 @@ def test_a_step_that_computes_something_else_is_told() -> None:
     assert "gradient norms" in unequal_losses(report | {"gradient_norms": {"ours": 0.2, "trl": 0.21}})
 
 
+class Fork:
+    """Stands for `subprocess.Popen`: a side that need not import again what this process has."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        (asked, asks), (answered, answers) = os.pipe(), os.pipe()
+        self._process = multiprocessing.get_context("fork").Process(target=self._be, args=(command[5:], asked, answers))
+        self._process.start()
+        os.close(asked)
+        os.close(answers)
+        self.stdin, self.stdout = os.fdopen(asks, "w", buffering=1), os.fdopen(answered)
+
+    @staticmethod
+    def _be(arguments: list[str], asked: int, answers: int) -> None:
+        warnings.simplefilter("ignore")
+        sys.argv[1:], sys.stdin, sys.stdout = arguments, os.fdopen(asked), os.fdopen(answers, "w")
+        trainer_step_side.main()
+
+    def communicate(self) -> None:
+        """End it. It does not see the end of its input, because a later fork has it open too."""
+        self.stdin.close()
+        self.stdout.close()
+        self._process.kill()
+        self._process.join()
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
 @pytest.mark.long
-def test_all_sides_compute_the_same_and_each_checkpoints_where_it_is_asked_to() -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_all_sides_compute_the_same_and_each_checkpoints_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_step.subprocess, "Popen", Fork)
     model = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "vocab_size": 64, "dtype": "float32"}  # fmt: skip
     tokens = {"prompt_tokens": 40, "median_tokens": 8, "max_tokens": 16, "tokens_per_micro_batch": 150}
