@@ -28,6 +28,7 @@ from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import FailureWatch, Held, LeaseRecord, PromptTask, failure_class
 from replay.rerolls import RerollRules, attempt_counts
 from replay.rewards import SignalWatch
+from replay.signal_chances import GradedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class RolloutBuffer:
         version = self._version if serves is None else min(serves, self._version)
         record = self.ledger.lease(producer, version=version, policy_floor=floor, now=now, deadline=now + timeout_s)
         self.totals["leased"] += 1
+        self.totals["skipped"] = self.ledger.order.num_skipped
         self.totals["rerolls_leased"] += record.task.key.reroll > 0
         return record
 
@@ -225,6 +227,8 @@ class RolloutBuffer:
             return
         self.failures.note()
         self.signals.note(group, entry.reward, has_signal=outcome == "accepted")
+        if (draws := self.ledger.draws) is not None:
+            draws.chances.note(GradedGroup(key.prompt_id, grade.verdict, outcome == "accepted", entry.policy_version))
         numbers = (1, grade.num_scored, grade.num_successes)
         self.totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
         if outcome == "no_signal":
@@ -335,6 +339,8 @@ class RolloutBuffer:
     def published(self, version: int) -> None:
         """Note that producers can generate with `version` from now on."""
         self._version = version
+        if self.ledger.draws is not None:
+            self.ledger.draws.version = version
         self.newest_version = max(self.newest_version, version)
 
     # Checkpoints
@@ -359,6 +365,9 @@ class RolloutBuffer:
             self.totals.update(state["counts"])
         since_seq, selector = state["journal_seq"] if state else 0, self.selector
         found = recover(self.journal, step, since_seq, selector.budget, partial=selector.partial, comparable=comparable)
+        if self.ledger.draws is not None:
+            for group in found.graded:
+                self.ledger.draws.chances.note(group)
         self._restore_prompts(found.prompts)
         selector.restore(
             found,

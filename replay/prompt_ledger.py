@@ -1,9 +1,10 @@
 """The prompt ledger: which prompt is leased next, who has it, and what becomes of it.
 
-Guarantee: every prompt of an epoch is with one producer at a time and is done exactly once (trained, dropped or failed for good).
-A lease that ends without a group makes its prompt wait again, and it then goes before all others; the first group to arrive
-wins. A prompt that is done may be deferred: it returns, once its version is published, under a key of its own. A lease id tells
-which key it is for, so a lease that an earlier trainer process gave can still be answered.
+Guarantee: every prompt of an epoch, but for those that are not asked (`replay.prompt_draws`), is with one producer at a time and
+is done exactly once (trained, dropped or failed for good). A lease that ends without a group makes its prompt wait again, and it
+then goes before all others; the first group to arrive wins. A prompt that is done may be deferred: it returns, once its version
+is published, under a key of its own. A lease id tells which key it is for, so a lease that an earlier trainer process gave can
+still be answered.
 
     first attempt ------> leased --> held --> done -----> deferred
                            |   ^       |                     |
@@ -11,9 +12,9 @@ which key it is for, so a lease that an earlier trainer process gave can still b
                           waiting <----+        leased <-----+
 
 A prompt is one entry of a `PromptTable`, with its status. A prompt that is not in the table is ahead in the epoch's order, or
-done. The order follows from the seed, the epoch and the prompts in cooldown, so a checkpoint needs only a cursor and the
-cooldowns. It is computed place by place: neither time nor memory of an epoch's beginning grows with the dataset, except for the
-prompts in cooldown.
+done. The order follows from the seed, the epoch, the prompts in cooldown and the draws in the journal, so a checkpoint needs only
+a cursor and the cooldowns. It is computed place by place: neither time nor memory of an epoch's beginning grows with the dataset,
+except for the prompts in cooldown.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from typing import Any
 from protocol.config.learning import RerollSection
 from protocol.errors import DatasetError
 from replay.lease_ids import Key, LeaseId, UnknownLeaseError
+from replay.prompt_draws import BLOCK, PromptDraws
 from replay.prompt_table import (
     Deferred,
     FailureClass,
@@ -86,24 +88,38 @@ def _mixed(value: int) -> int:
 
 
 class EpochOrder:
-    """The order of an epoch's first attempts. Prompt ids are 0..num_prompts-1; without `shuffle` they keep their order."""
+    """The order of an epoch's first attempts. Prompt ids are 0..num_prompts-1; without `shuffle` they keep their order. With
+    `draws` some of them are not asked in the epoch.
 
-    def __init__(self, num_prompts: int, seed: int, *, shuffle: bool) -> None:
+    Attributes:
+        num_skipped: first attempts that were not asked so far.
+    """
+
+    def __init__(self, num_prompts: int, seed: int, *, shuffle: bool, draws: PromptDraws | None = None) -> None:
         self.num_prompts = num_prompts
+        self.num_skipped = 0
         self._seed = seed
         self._shuffle = shuffle
+        self._draws = draws
         self._cooldowns: dict[int, int] = {}  # prompt -> the last epoch that it sits out
+        self._block = -1  # of the epoch's order, the one that was looked at last
+        self._asked: list[bool] = []  # for each of its places
         self._begin_epoch(0)
 
     def next(self, wanted: Key | None = None) -> Key:
-        """Move the cursor to the next prompt that is not in cooldown, or is `wanted`."""
+        """Move the cursor to the next prompt that is asked and not in cooldown, or is `wanted`."""
         while True:
             if self._position == self.num_prompts:
                 self._begin_epoch(self.epoch + 1)
-            key = Key(self.epoch, self._order.at(self._position) if self._order else self._position)
+            key = Key(self.epoch, self._prompt_at(self._position))
+            is_asked = self._is_asked(self._position)
             self._position += 1
-            if key == wanted or self._cooldowns.get(key.prompt_id, -1) < self.epoch:
+            if key == wanted:
                 return key
+            if self._cooldowns.get(key.prompt_id, -1) < self.epoch:
+                if is_asked:
+                    return key
+                self.num_skipped += 1
 
     def is_ahead(self, key: Key) -> bool:
         """Tell whether this first attempt is still to come."""
@@ -111,6 +127,22 @@ class EpochOrder:
             return key.reroll == 0 and key.epoch > self.epoch
         place = self._order.place_of(key.prompt_id) if self._order else key.prompt_id
         return bool(place >= self._position)
+
+    def _prompt_at(self, place: int) -> int:
+        return self._order.at(place) if self._order else place
+
+    def _is_asked(self, place: int) -> bool:
+        """Tell whether the prompt at this place is asked; decide on its block, if that is not decided."""
+        if self._draws is None:
+            return True
+        block, inside = divmod(place, BLOCK)
+        if self._block != block:
+            places = range(block * BLOCK, min((block + 1) * BLOCK, self.num_prompts))
+            prompt_ids = [self._prompt_at(each) for each in places]
+            can_come = [each if self._cooldowns.get(each, -1) < self.epoch else None for each in prompt_ids]
+            self._asked = self._draws.asked(self.epoch, block, can_come)
+            self._block = block
+        return self._asked[inside]
 
     def cool_down(self, prompt_id: int, until_epoch: int) -> None:
         """The prompt sits out every epoch up to this one. When all would, all come back."""
@@ -121,6 +153,7 @@ class EpochOrder:
             "epoch": self.epoch,
             "position": self._position,
             "num_prompts": self.num_prompts,
+            "skipped": self.num_skipped,
             "resting": [[prompt_id, until] for prompt_id, until in self._cooldowns.items()],
         }
 
@@ -133,10 +166,11 @@ class EpochOrder:
             )
         self._begin_epoch(state["epoch"])
         self._cooldowns = dict(state["resting"])  # only now: if all are in cooldown, they come back with the next epoch
-        self._position = state["position"]
+        self._position, self.num_skipped = state["position"], state["skipped"]
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self._position = epoch, 0
+        self._block, self._asked = -1, []
         self._order = Permutation(self.num_prompts, f"{self._seed} {epoch}") if self._shuffle else None
         self._cooldowns = {prompt_id: until for prompt_id, until in self._cooldowns.items() if until >= epoch}
         if len(self._cooldowns) == self.num_prompts:
@@ -155,8 +189,10 @@ class PromptLedger:
         budgets: Mapping[FailureClass, RetryBudget],
         session: str,
         rerolls: RerollSection,
+        draws: PromptDraws | None = None,
     ) -> None:
-        self.order = EpochOrder(num_prompts, seed, shuffle=shuffle)
+        self.order = EpochOrder(num_prompts, seed, shuffle=shuffle, draws=draws)
+        self.draws = draws
         self.leases: PromptTable[Key] = PromptTable(budgets)
         self._session = session
         self._max_deferred = rerolls.max_pending
@@ -257,11 +293,14 @@ class PromptLedger:
             ],
             "deferred": [[*key, self.leases.task(key).min_version] for key in self.leases.keys(Deferred)],
             "answered": [list(key) for key in sorted(self._answered_early)],
+            "chances": None if self.draws is None else self.draws.chances.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore `state`, in a ledger that was not used yet. Raises as `EpochOrder.restore`."""
         self.order.restore(state)
+        if self.draws is not None and state["chances"] is not None:
+            self.draws.chances.restore(state["chances"])
         self._answered_early = {Key(*numbers) for numbers in state["answered"]}
         for epoch, prompt_id, reroll, *numbers in state["unsettled"]:
             self.leases.put(PromptTask(Key(epoch, prompt_id, reroll), *numbers), Waiting())

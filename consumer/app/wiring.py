@@ -53,11 +53,13 @@ from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
+from replay.prompt_draws import PromptDraws
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import FailureClass, FailureWatch, RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import RerollRules
 from replay.rewards import SignalWatch
+from replay.signal_chances import SignalChances
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +217,9 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
     """
     config = setup.config
     pipeline, reroll = config.pipeline, config.reroll
+    draws = None
+    if config.dataset.sampling == "by_signal":
+        draws = PromptDraws(journal, SignalChances(setup.prompts.source_of), config.seed)
     ledger = PromptLedger(
         len(setup.prompts),
         seed=config.seed,
@@ -222,6 +227,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         budgets=retry_budgets(pipeline),
         session=session,
         rerolls=reroll,
+        draws=draws,
     )
     selector = BatchSelector(
         setup.budget,

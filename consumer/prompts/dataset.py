@@ -71,6 +71,10 @@ class PromptDataset:
         source, row = self._mixture[prompt_id]
         return self._sources[source][row]
 
+    def source_of(self, prompt_id: int) -> int:
+        """Return which of `dataset.sources` a prompt is from, counted from 0."""
+        return self._mixture[prompt_id][0]
+
     def place(self, prompt_id: int) -> str:
         """Row and dataset of a prompt, for messages."""
         source, row = self._mixture[prompt_id]
@@ -92,6 +96,10 @@ class Placeholders:
     def __getitem__(self, prompt_id: int) -> Prompt:
         """A text, which is no more than the probe of a swap needs, and no columns."""
         return self.place(prompt_id), {}
+
+    def source_of(self, prompt_id: int) -> int:
+        """Return 0: placeholders have no sources."""
+        return 0
 
     def place(self, prompt_id: int) -> str:
         """Return the group's name, for messages."""

@@ -41,6 +41,7 @@ _TOTALS = {
     "dead_letters": ("dead_letters", "Prompts given up for their epoch."),
     "deferred": ("rerolls_deferred", "Prompts whose group failed and that will return."),
     "rerolls_leased": ("rerolls_leased", "Leases given for prompts that returned."),
+    "skipped": ("prompts_skipped", "Prompts not asked in an epoch, by dataset.sampling."),
     "rested": ("prompts_rested", "Solved prompts in cooldown."),
     "swaps_refused": ("swaps_refused", "Policy versions that producers refused, once for each producer."),
     "bad_frames": ("frames_refused", "Frames that were no message; kept for `slipstream journal quarantine`."),

@@ -140,6 +140,11 @@ class DatasetSection(_RowsSection):
         True,
         description="Shuffle the prompts anew every epoch, from `seed`.",
     )
+    sampling: Literal["fixed", "by_signal"] = Field(
+        "fixed",
+        description="`fixed`: ask every prompt once in an epoch. `by_signal`: ask prompts in proportion to the chance that "
+        "their groups have signal, by what is known of them and of their sources; at least one in ten.",
+    )
     max_prompt_tokens: Positive | None = Field(
         None,
         description="Rows with a longer prompt, in tokens, are skipped and counted.",

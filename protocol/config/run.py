@@ -328,6 +328,8 @@ def _of_evaluation(config: RunConfig) -> Problems:
     known = (WEIGHTED_SUM, *config.reward_names)
     if config.evaluation.metric not in known:
         yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"
+    if config.evaluation.dataset.sampling != "fixed":
+        yield "evaluation.dataset.sampling: all held-out prompts are asked; remove the key"
     if config.evaluation.dataset.chat_template_kwargs not in ({}, config.dataset.chat_template_kwargs):
         yield (
             "evaluation.dataset.chat_template_kwargs: prompts of both datasets are rendered alike; give them in "

@@ -15,6 +15,7 @@ from replay.journal.schema import MAX_TRIES, RecordedBatch
 from replay.journal.writer import Journal
 from replay.lease_ids import Key
 from replay.rerolls import attempt_counts
+from replay.signal_chances import GradedGroup
 from replay.staleness import StalenessBudget
 
 _AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
@@ -39,6 +40,7 @@ class Recovery:
     batches: list[RecordedBatch] = field(default_factory=list)
     ready: list[str] = field(default_factory=list)  # group ids in order of arrival
     prompts: list[RecoveredPrompt] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
+    graded: list[GradedGroup] = field(default_factory=list)  # that the checkpoint does not know of, in order of arrival
     counts: dict[str, int] = field(default_factory=dict)  # of what the checkpoint does not know of
     quarantined: int = 0
     not_replayable: set[str] = field(default_factory=set)  # group ids
@@ -61,6 +63,7 @@ def recover(
         batches=batches,
         ready=[lease_id for (lease_id,) in ready if lease_id not in recorded],
         prompts=_prompts(journal, step, since_seq),
+        graded=_graded(journal, since_seq),
         counts=_counts(journal, since_seq),
         quarantined=quarantined,
         not_replayable={lease_id for (lease_id,) in unfit},
@@ -149,6 +152,15 @@ def _prompts(journal: Journal, step: int, since_seq: int) -> list[RecoveredPromp
     ]
     buried = journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
     return found + [RecoveredPrompt(Key(*numbers), "settled", "unscored", 0, True) for numbers in buried]
+
+
+def _graded(journal: Journal, since_seq: int) -> list[GradedGroup]:
+    rows = journal.query(
+        "SELECT prompt_id, verdict, outcome = 'accepted', policy_version FROM groups"
+        " WHERE seq > ? AND outcome != 'stale' ORDER BY seq",
+        (since_seq,),
+    )
+    return [GradedGroup(prompt_id, verdict, bool(signal), version) for prompt_id, verdict, signal, version in rows]
 
 
 def _counts(journal: Journal, since_seq: int) -> dict[str, int]:

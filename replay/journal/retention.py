@@ -72,6 +72,7 @@ _ROWS_PER_TRANSACTION = 256  # so that an acknowledgement never waits long for a
 _ROWS_PER_COUNT = 1024  # nor for a count
 _PAGES_PER_TRANSACTION = 1024
 _MAX_DEAD_LETTERS = 100_000
+_MAX_DRAWS = 65_536  # blocks of prompts, more than a checkpoint goes back
 _SETTLED = """
 (seq <= :seq AND NOT (
     outcome = 'accepted' AND (dropped IS NULL OR dropped = 'quarantined') AND (last_step IS NULL OR last_step > :step)
@@ -121,6 +122,7 @@ class Retention:
         with journal.transaction() as db:
             newest = "(SELECT max(id) FROM dead_letters)"
             db.execute(f"DELETE FROM dead_letters WHERE id <= {newest} - ?", (_MAX_DEAD_LETTERS,))
+            db.execute("DELETE FROM draws WHERE id <= (SELECT max(id) FROM draws) - ?", (_MAX_DRAWS,))
         while journal.query("PRAGMA freelist_count")[0][0] > 0:
             journal.query(f"PRAGMA incremental_vacuum({_PAGES_PER_TRANSACTION})")
         return len(doomed)

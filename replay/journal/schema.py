@@ -9,7 +9,8 @@ A group's row says what became of it:
     verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.rerolls`)
 
 Each later use of a group that is replayed is a row of `replays`. The table `plans` says how a step was split into passes,
-`advantages` has those of its completions, and `missing_rewards` says why rewards of a group are missing.
+`advantages` has those of its completions, and `missing_rewards` says why rewards of a group are missing. A row of `draws` says
+which places of a block of an epoch's order are asked (`replay.prompt_draws`): bit i is place i.
 
 A group is in exactly one state:
 
@@ -68,6 +69,8 @@ CREATE TABLE IF NOT EXISTS plans(step INTEGER PRIMARY KEY, tokens INTEGER NOT NU
 CREATE TABLE IF NOT EXISTS advantages(step INTEGER PRIMARY KEY, advantages BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS frames(id INTEGER PRIMARY KEY AUTOINCREMENT, received_at REAL NOT NULL, reason TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, frame BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS draws(id INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, block INTEGER NOT NULL,
+    mask INTEGER NOT NULL, UNIQUE(epoch, block));
 CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 

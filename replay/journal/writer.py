@@ -160,6 +160,18 @@ class Journal:
         """The messages of these groups, in the order asked for. Raises as `intact_frame`."""
         return [intact_frame(self.path, lease_id, self.query(FRAME, (lease_id,))) for lease_id in lease_ids]
 
+    # Prompts
+
+    def drawn(self, epoch: int, block: int) -> int | None:
+        """Return the mask that was noted for this block of an epoch's order, if one was."""
+        found = self.query("SELECT mask FROM draws WHERE epoch = ? AND block = ?", (epoch, block))
+        return int(found[0][0]) if found else None
+
+    def note_draw(self, epoch: int, block: int, mask: int) -> None:
+        """Note which places of a block are asked: place i where bit i is set."""
+        with self.transaction() as db:
+            db.execute("INSERT INTO draws(epoch, block, mask) VALUES(?, ?, ?)", (epoch, block, mask))
+
     # Steps
 
     def claim(self, step: int, last_step: int, lease_ids: Sequence[str], num_fresh: int) -> None:

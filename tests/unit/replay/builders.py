@@ -20,6 +20,7 @@ from replay.groups import GroupShape, RolloutGroup
 from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
+from replay.prompt_draws import PromptDraws
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import FailureWatch, RetryBudget
 from replay.replay_table import ReplayTable
@@ -143,10 +144,11 @@ def unpublished_buffer(
     replay: ReplayTable | None = None,
     max_replayed: int = 0,
     partial: bool = False,
+    draws: PromptDraws | None = None,
     **budget: Any,
 ) -> RolloutBuffer:
     return RolloutBuffer(
-        ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session),
+        ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session, draws=draws),
         BatchSelector(
             StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
             journal,

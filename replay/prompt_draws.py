@@ -1,0 +1,62 @@
+"""Decides which prompts of an epoch are asked, by the chance that their groups have signal (`dataset.sampling: by_signal`).
+
+Guarantee: the order of an epoch is decided a block of `BLOCK` places at a time, and the decision is in the journal before a
+prompt of the block is leased. So a run that was killed decides alike. Of each block at least one prompt is asked, and every
+prompt with a probability of `LEAST` or more. The random numbers follow from the seed, the epoch and the prompt. On a full disk
+nothing is decided, and every prompt of the block is asked.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from replay.journal.writer import Journal, JournalFullError
+from replay.signal_chances import SignalChances
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 32
+"""Places of an epoch's order that are decided together."""
+
+LEAST = 0.1
+"""The least probability with which a prompt is asked."""
+
+
+@dataclass(eq=False)
+class PromptDraws:
+    """The decisions of a run."""
+
+    journal: Journal
+    chances: SignalChances
+    seed: int
+    version: int = field(default=0, init=False)  # the newest policy
+
+    def asked(self, epoch: int, block: int, prompt_ids: Sequence[int | None]) -> list[bool]:
+        """Tell for each prompt of a block whether it is asked in this epoch; None is one that sits out anyway."""
+        mask = self.journal.drawn(epoch, block)
+        if mask is None:
+            chosen = self._choose(epoch, prompt_ids)
+            mask = sum(1 << place for place, is_asked in enumerate(chosen) if is_asked)
+            try:
+                self.journal.note_draw(epoch, block, mask)
+            except JournalFullError:
+                return [True] * len(prompt_ids)
+        return [bool(mask >> place & 1) for place in range(len(prompt_ids))]
+
+    def _choose(self, epoch: int, prompt_ids: Sequence[int | None]) -> list[bool]:
+        chances = {each: self.chances.chance(each, self.version) for each in prompt_ids if each is not None}
+        best = max(chances.values(), default=1.0)
+        return [
+            each is not None and self._uniform(epoch, each) < probability(chances[each], best) for each in prompt_ids
+        ]
+
+    def _uniform(self, epoch: int, prompt_id: int) -> float:
+        """Return a number in [0, 1) that is this prompt's in this epoch."""
+        digest = hashlib.blake2b(f"draw {self.seed} {epoch} {prompt_id}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def probability(chance: float, best: float) -> float:
+    """Return the probability with which a prompt is asked: its chance in relation to the best of its block, 0.1 to 1."""
+    return max(LEAST, chance / best)
