@@ -10,13 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.whole_runs import WORTH
+
 Result = dict[str, Any]
 Arm = tuple[str, int, int]
 """An arm is its name, the staleness, and the number of TRL's tasks in flight."""
 
 OWN, SERVED, TRL = "own engine", "vLLM server", "TRL AsyncGRPO"
 WARM_UP = 5
-_WORTH = 0.9  # of the best accuracy that any run reached
 
 
 def walls(one: Result) -> list[float]:
@@ -51,7 +52,7 @@ def by_arm(results: list[Result]) -> dict[Arm, list[Result]]:
 
 def table(results: list[Result]) -> str:
     """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness."""
-    goal = _WORTH * max(one["accuracy"][-1][2] for one in results)
+    goal = WORTH * max(one["accuracy"][-1][2] for one in results)
     rows = [
         f"| arm | staleness | in flight | runs | seconds a step (quartiles) | beside `{OWN}` | trainer waits "
         f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} |",

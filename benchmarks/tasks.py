@@ -5,6 +5,7 @@ and held out.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,25 @@ def reward_of(config_file: str) -> Callable[..., Any]:
         return getattr(builtin, name)(**chosen.options)
     place, _, function = name.rpartition(":")
     return load_function(f"{Path(config.folder) / place}:{function}", "rewards")
+
+
+def sums_easy(row: dict[str, Any]) -> bool:
+    """Tell whether the sum has no carry from its last digits: a filter of rows."""
+    first, second = row["prompt"].rstrip("=").split("+")
+    return int(first[-1]) + int(second[-1]) < 10
+
+
+def sums_hard(row: dict[str, Any]) -> bool:
+    return not sums_easy(row)
+
+
+def smollm2_easy(row: dict[str, Any]) -> bool:
+    """Tell whether both numbers have one digit: a filter of rows."""
+    return not re.search(r"\d\d", row["prompt"][0]["content"])
+
+
+def smollm2_hard(row: dict[str, Any]) -> bool:
+    return not smollm2_easy(row)
 
 
 def _sums_accuracy(adapter: Path | None) -> float:

@@ -1,0 +1,136 @@
+"""`python -m benchmarks.variants SET`: one setting at a time of the pair, on a task that learns, over seeds.
+
+Guarantee: all runs of a task have the same steps, model and cores (`benchmarks.whole_runs`). Variants take turns, in another
+order for each seed. Every finished run is a line of `--out`, with accuracy at its checkpoints over seconds, steps and sampled
+tokens, and is not repeated.
+"""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.finished_runs import FinishedRuns
+from benchmarks.tasks import TASKS
+from benchmarks.variants_report import SHARE, draw, table
+from benchmarks.watch import Watch
+from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
+from examples.folders import fresh_folder
+from replay.journal.reader import JournalReader
+
+FOLDER = Path("runs/bench/variants").absolute()
+
+Settings = tuple[str, ...]
+REMEDIES: dict[str, Settings] = {
+    "default": (),
+    "by source and signal": ("SOURCES", "dataset.sampling=by_signal"),
+    "by prompt and signal": ("dataset.sampling=by_signal",),
+    "without rerolls": ("reroll.max_attempts=0",),
+    "by source and signal, without rerolls": ("SOURCES", "dataset.sampling=by_signal", "reroll.max_attempts=0"),
+    "replay": ("replay.mode=signal",),
+    "partial batches": ("pipeline.fill=partial", "pipeline.fill_timeout_s=5"),
+    "cooldown": ("reroll.solved_cooldown_epochs=1",),
+}
+"""Settings against the wait for groups with signal. `SOURCES` stands for the task's rows as an easy and a hard source."""
+
+CORRECTIONS: dict[str, Settings] = {
+    f"{preset}, staleness {staleness}": (f"correction.preset={preset}", f"pipeline.max_staleness={staleness}")
+    for staleness in (0, 1, 4, 8)
+    for preset in (("none", "token_truncate", "icepop") if staleness else ("token_truncate",))
+}
+"""Corrections over staleness; without staleness they are all the same."""
+
+SETS = {"remedies": REMEDIES, "corrections": CORRECTIONS}
+
+
+class Case(NamedTuple):
+    task: str
+    variant: str
+    seed: int
+    steps: int
+
+    @property
+    def folder(self) -> Path:
+        name = f"{self.task} {self.variant} {self.seed} {self.steps}"
+        return FOLDER / name.replace(",", "").replace(" ", "-")
+
+    @property
+    def settings(self) -> list[str]:
+        changes = (REMEDIES | CORRECTIONS)[self.variant]
+        common = [
+            f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
+            f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",
+        ]  # fmt: skip
+        return common + [
+            word for change in changes for word in (sources(self.task) if change == "SOURCES" else [change])
+        ]
+
+
+def sources(task: str) -> list[str]:
+    """Return the settings that take a task's rows from an easy and from a hard source."""
+    rows = TASKS[task].base.absolute() / "train.jsonl"
+    both = ", ".join(f"{{path: {rows}, filter: 'benchmarks.tasks:{task}_{kind}'}}" for kind in ("easy", "hard"))
+    return ["dataset.path=null", f"dataset.sources=[{both}]"]
+
+
+def run(case: Case) -> dict[str, Any]:
+    fresh_folder(case.folder)
+    with ExitStack() as stack:
+        watch = stack.enter_context(Watch())
+        Run(case, stack, watch).train_pair()
+        lines = steps(case, case.steps)
+        used = watch.between(lines[0]["t"], lines[-1]["t"])
+    with contextlib.closing(JournalReader(case.folder / "journal.sqlite")) as journal:
+        groups = [(row.accepted_at, row.num_tokens, row.outcome) for row in journal.rows()]
+    began = groups[0][0]
+    accuracy = []
+    for number, score in scores(case):
+        at = lines[number - 1]["t"]
+        accuracy.append([at - began, number, sum(count for when, count, _ in groups if when <= at), score])
+    outcomes = [outcome for _, _, outcome in groups]
+    names = ("t", "reward", "wait_s", "step_s", "tokens", "entropy", "staleness/mean", SHARE)
+    return case._asdict() | used | {
+        "outcomes": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+        "skipped": lines[-1]["counts"].get("skipped", 0),
+        "steps_of": {name: [line.get(name) for line in lines] for name in names},
+        "accuracy": accuracy,
+    }  # fmt: skip
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    for seed in options.seeds:
+        names = options.variants or list(SETS[options.set])
+        yield from (Case(options.task, name, seed, options.steps) for name in (names if seed % 2 else reversed(names)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("set", choices=SETS)
+    parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these of the set")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--out", type=Path, default=FOLDER.with_suffix(".jsonl"), help="file to append to")
+    parser.add_argument("--plot", type=Path, help="picture to write, of all runs of the set in --out")
+    options = parser.parse_args(argv)
+    if unknown := set(options.variants or ()) - set(SETS[options.set]):
+        parser.error(f"--variants: {', '.join(sorted(unknown))}: the set has {', '.join(SETS[options.set])}")
+    TASKS[options.task].build()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    runs = FinishedRuns(options.out)
+    for case in cases(options):
+        if (found := runs.make(case, run)) is not None:
+            seconds, _, tokens, score = found["accuracy"][-1]
+            print(*case, f"{seconds:.0f} s, {tokens} tokens, accuracy {score:.3f}", flush=True)
+    shown = [one for one in runs.lines if one["task"] == options.task and one["variant"] in SETS[options.set]]
+    print(table(shown))
+    if options.plot is not None:
+        draw(shown, options.plot)
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).parents[1])
+    main()

@@ -1,0 +1,108 @@
+"""Whole runs of a benchmark's task: the processes of a run, the pair in it, and accuracy at its checkpoints.
+
+Guarantee: an engine has one thread, on core 0. The trainer's processes have one thread each, on both cores. All processes of a
+run end with it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.tasks import TASKS
+from benchmarks.watch import Watch
+from protocol.config.loader import load_config
+from protocol.runtime import json_lines
+
+ENGINE_CORE = "0"
+CHECKPOINTS = 10
+"""Checkpoints of a run."""
+
+WORTH = 0.9
+"""The accuracy to which costs are compared, as a share of the best that any run reached."""
+
+_END_S, _STOP_S = 7200.0, 60.0
+
+
+class RunCase(Protocol):
+    """What is run. `settings` are the values that differ from those of the task's example."""
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def settings(self) -> list[str]: ...
+
+
+class Run:
+    """The processes of a case, which end with `stack`."""
+
+    def __init__(self, case: RunCase, stack: ExitStack, watch: Watch) -> None:
+        self.case, self.stack, self._watch = case, stack, watch
+        self.config = load_config(TASKS[case.task].config, case.settings)
+
+    def start(self, side: str, module: str, words: list[str]) -> "subprocess.Popen[bytes]":
+        """Start a process of the side `engine` or `trainer`, whose output goes to a file."""
+        bound = ["taskset", "-c", ENGINE_CORE] if side == "engine" else []
+        changes = {
+            "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": ENGINE_CORE,
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        with (self.case.folder / f"{module.partition('.')[0]}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*bound, sys.executable, "-m", module, *words], env=os.environ | changes, stdout=log, stderr=log
+            )
+        self.stack.callback(_end, process)
+        self._watch.add(side, process.pid)
+        return process
+
+    def train_pair(self, url: str | None = None) -> None:
+        """Run the pair to its end, with an engine of its own, or with the server at `url`."""
+        case, sockets = self.case, self.stack.enter_context(tempfile.TemporaryDirectory(prefix="pair-"))
+        changes = [*case.settings, f"run_dir={case.folder}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
+        changes += ["evaluation=null", "observability.progress=false"]
+        if url is not None:
+            adapters = f"engine_server.adapter_dir={sockets}/adapters"
+            changes += ["engine={}", "swap.mode=adapter", f"engine_server.url={url}", adapters]
+        words = ["--gpu", "cpu", "--config", TASKS[case.task].config]
+        words += [word for change in changes for word in ("--set", change)]
+        producer = self.start("engine" if url is None else "trainer", "producer.app.cli", words)
+        trainer = self.start("trainer", "consumer.app.cli", words)
+        deadline = time.monotonic() + _END_S
+        while trainer.poll() is None and producer.poll() in (None, 0) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def steps(case: RunCase, wanted: int) -> list[dict[str, Any]]:
+    """Return the lines of a run's steps. Exit with an error if there are fewer than `wanted`."""
+    lines = json_lines.read(case.folder / "steps.jsonl")
+    if len(lines) < wanted:
+        sys.exit(f"{case.folder}: {len(lines)} of {wanted} steps: see its logs")
+    return lines
+
+
+def scores(case: RunCase, checkpoints: str = "checkpoints") -> Iterator[tuple[int, float]]:
+    """Yield the step of each checkpoint and its accuracy."""
+    folders = (case.folder / checkpoints).glob("checkpoint-*")
+    for number, folder in sorted((int(folder.name.rpartition("-")[2]), folder) for folder in folders):
+        yield number, TASKS[case.task].accuracy(folder)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
