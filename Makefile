@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks bench-variants install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -76,6 +76,9 @@ bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour
 
 bench-overlap: $(STAMP) ## the pair beside itself in turns and beside TRL's asynchronous trainer, tuned, over an hour
 	$(BIN)/python -m benchmarks.overlap --out runs/bench/overlap.jsonl --plot runs/bench/overlap.png
+
+bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: waits, corrections, swaps; an hour
+	for each in remedies corrections swaps; do $(BIN)/python -m benchmarks.variants $$each --steps 30 --plot runs/bench/$$each.png || exit; done
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png

@@ -11,7 +11,10 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.finished_runs import FinishedRuns
 from benchmarks.tasks import TASKS
@@ -19,7 +22,11 @@ from benchmarks.variants_report import SHARE, draw, table
 from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
 from examples.folders import fresh_folder
+from protocol.runtime import json_lines
+from protocol.wire.codec import decode
+from protocol.wire.messages import Group
 from replay.journal.reader import JournalReader
+from replay.journal.schema import GroupRow
 
 FOLDER = Path("runs/bench/variants").absolute()
 
@@ -43,7 +50,15 @@ CORRECTIONS: dict[str, Settings] = {
 }
 """Corrections over staleness; without staleness they are all the same."""
 
-SETS = {"remedies": REMEDIES, "corrections": CORRECTIONS}
+_LONG = ("sampling.max_completion_length=192", "engine.max_model_len=320", "trainer.learning_rate=1e-6")
+SWAPS: dict[str, Settings] = {
+    f"{mode}, {in_flight}": (f"swap.mode={mode}", f"swap.in_flight={in_flight}", *_LONG)
+    for mode, ways in {"adapter": ("finish", "continue", "restart"), "merged": ("continue", "restart")}.items()
+    for in_flight in ways
+}
+"""What becomes of requests in flight at a swap. At this learning rate completions keep the long tail that they begin with."""
+
+SETS = {"remedies": REMEDIES, "corrections": CORRECTIONS, "swaps": SWAPS}
 
 
 class Case(NamedTuple):
@@ -59,7 +74,7 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> list[str]:
-        changes = (REMEDIES | CORRECTIONS)[self.variant]
+        changes = (REMEDIES | CORRECTIONS | SWAPS)[self.variant]
         common = [
             f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
             f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",
@@ -84,20 +99,60 @@ def run(case: Case) -> dict[str, Any]:
         lines = steps(case, case.steps)
         used = watch.between(lines[0]["t"], lines[-1]["t"])
     with contextlib.closing(JournalReader(case.folder / "journal.sqlite")) as journal:
-        groups = [(row.accepted_at, row.num_tokens, row.outcome) for row in journal.rows()]
-    began = groups[0][0]
+        groups = [Answered.of(journal, row) for row in journal.rows()]
+    began = groups[0].at
     accuracy = []
     for number, score in scores(case):
         at = lines[number - 1]["t"]
-        accuracy.append([at - began, number, sum(count for when, count, _ in groups if when <= at), score])
-    outcomes = [outcome for _, _, outcome in groups]
+        accuracy.append([at - began, number, sum(one.tokens for one in groups if one.at <= at), score])
+    outcomes = [one.outcome for one in groups]
     names = ("t", "reward", "wait_s", "step_s", "tokens", "entropy", "staleness/mean", SHARE)
     return case._asdict() | used | {
         "outcomes": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
         "skipped": lines[-1]["counts"].get("skipped", 0),
         "steps_of": {name: [line.get(name) for line in lines] for name in names},
         "accuracy": accuracy,
+        "swaps": swaps(case.folder, lines, groups),
     }  # fmt: skip
+
+
+class Answered(NamedTuple):
+    """A group that arrived at `at`, of Unix time, and was begun at `begun`."""
+
+    at: float
+    begun: float
+    version: int
+    tokens: int
+    outcome: str
+    longest: int
+    median: float
+
+    @classmethod
+    def of(cls, journal: JournalReader, row: GroupRow) -> "Answered":
+        message = decode(journal.body(row) or b"", Group)
+        lengths = np.frombuffer(message.completion_lengths, "<i4")
+        begun = row.accepted_at - message.generation_s - message.reward_s
+        numbers = int(lengths.max()), float(np.median(lengths))
+        return cls(row.accepted_at, begun, row.policy_version, row.num_tokens, row.outcome, *numbers)
+
+
+def swaps(folder: Path, lines: list[dict[str, Any]], groups: list[Answered]) -> dict[str, Any]:
+    """Return for each version the seconds from the end of its step until it is live, and until a group is begun with it; and the
+    tokens that were sampled for nothing."""
+    (file,) = folder.glob("producer-*.jsonl")
+    events = json_lines.read(file)
+    live = {event["version"]: event["t"] for event in events if event["event"] == "swap"}
+    ended = {line["step"]: line["t"] for line in lines}
+    versions = sorted(set(live) & set(ended))
+    begun = {each: min((one.begun for one in groups if one.version >= each), default=None) for each in versions}
+    used = sum(one.tokens for one in groups if one.outcome != "stale")
+    return {
+        "live_s": [live[each] - ended[each] for each in versions],
+        "begun_s": [at - ended[each] for each in versions if (at := begun[each]) is not None],
+        "wasted_tokens": max(event["tokens"] for event in events if "tokens" in event) - used,
+        "used_tokens": used,
+        "lengths": {"median": median(one.median for one in groups), "longest": max(one.longest for one in groups)},
+    }
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
