@@ -6,6 +6,7 @@ Tests that start real engines, trainers or daemons are marked `integration`.
 import atexit
 import gc
 import importlib.metadata
+import logging
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # that of trio, which imports trio
 from hypothesis import HealthCheck, settings
 
 from tests.plugins import use_entry_points_of_checkout
@@ -51,15 +54,22 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a module knows torch, its tests may depend on how a CPU rounds."""
+    """Mark the tests of a module that knows torch, which may depend on how a CPU rounds. Long tests come first, so that none is
+    left for the end."""
     for item in items:
         if hasattr(getattr(item, "module", None), "torch"):
             item.add_marker("numeric")
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:
-    """Nor later: looking at all of torch takes half a second each time, also here."""
+    """Look for no garbage in what was imported, which takes half a second each time, and seldom in the rest. Loggers of libraries
+    hand on what they get, or pytest adds its handlers to each of some hundred, and removes them, three times a test."""
     gc.freeze()
+    gc.set_threshold(10_000)
+    for one in logging.root.manager.loggerDict.values():
+        if isinstance(one, logging.Logger):
+            one.propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,13 +1,12 @@
 """What people and services read of the repository: workflows, templates, the citation, the package's description."""
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner, Result
 
 from protocol import __version__
 
@@ -18,7 +17,6 @@ FORMS = [file for file in GITHUB.glob("ISSUE_TEMPLATE/*.yml") if file.name != "c
 MOST_LINES = 60  # of the changelog
 
 
-@pytest.mark.long  # the checker imports for a second
 @pytest.mark.parametrize(
     ("schema", "files"),
     [
@@ -29,12 +27,15 @@ MOST_LINES = 60  # of the changelog
     ],
 )
 def test_a_file_for_a_service_has_the_services_form(schema: str, files: list[Path], tmp_path: Path) -> None:
-    program = str(Path(sys.executable).with_name("check-jsonschema"))
-    command: list[str | Path] = [program, "--builtin-schema", f"vendor.{schema}"]
-    judged = subprocess.run([*command, *files], capture_output=True, text=True, timeout=60)
-    assert (judged.returncode, files != []) == (0, True), judged.stdout + judged.stderr
+    from check_jsonschema import main as check_jsonschema
+
+    def judged(*files: Path) -> Result:
+        return CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", *map(str, files)])
+
+    found = judged(*files)
+    assert (found.exit_code, files != []) == (0, True), found.output
     (tmp_path / "bad.yml").write_text("unknown: 1\n")
-    assert subprocess.run([*command, tmp_path / "bad.yml"], capture_output=True, timeout=60).returncode == 1
+    assert judged(tmp_path / "bad.yml").exit_code == 1
 
 
 def test_what_a_workflow_runs_exists_and_may_only_read() -> None:

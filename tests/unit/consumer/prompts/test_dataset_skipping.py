@@ -65,7 +65,7 @@ def test_filtered_rows_are_left_out_and_counted(rows: Path, caplog: pytest.LogCa
     assert f"dataset: 5 of the 10 rows of {rows} are used; 5 refused by the filter" in caplog.text
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("transformed_here")
 def test_a_transform_may_skip_and_what_raises_is_refused_alone_by_its_own_number(
     rows: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_filter_that_does_not_say_ends_the_start(rows: Path, name: str, messag
     assert str(caught.value).startswith(message.format(rows))
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("transformed_here")
 def test_a_transform_that_returns_something_else(rows: Path) -> None:
     with pytest.raises(DatasetError, match=r"transform returned .* for row 0 of .*; it must return a dict or None"):
         opened(rows, transform="wrong")

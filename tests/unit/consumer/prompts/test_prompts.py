@@ -120,7 +120,7 @@ def test_messages_and_nested_columns(tmp_path: Path) -> None:
     assert opened(path, prompt_column="chat")[0] == (messages, {"tests": [{"in": "1", "out": [1, 2]}]})
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("transformed_here")
 def test_a_transform_makes_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("def to_prompt(row):\n    return {'prompt': row['question'] + '=', 'n': 1}\n")
     path = jsonl(tmp_path / "train.jsonl", {"question": "1+1"})

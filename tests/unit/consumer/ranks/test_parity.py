@@ -87,7 +87,7 @@ def test_a_step_of_several_ranks(tmp_path: Path, one_layer_model: Path, name: st
 
 @pytest.mark.long
 def test_ranks_without_rows(tmp_path: Path, one_layer_model: Path) -> None:
-    assert_same(tmp_path, one_layer_model, {}, (3, 4, 16))
+    assert_same(tmp_path, one_layer_model, {}, (16,))
 
 
 @pytest.mark.long
