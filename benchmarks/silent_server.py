@@ -19,14 +19,14 @@ def loading_with(fault: Fault, right: Callable[[Any, Any], Any]) -> Callable[[An
     """Return vLLM's loading of an adapter, `right`, with this fault from its first version on."""
 
     def load(manager: Any, request: Any) -> Any:
-        from vllm.lora.request import LoRARequest
-
         if int(request.lora_name.rpartition("-v")[2]) < fault.first:
             if fault.keeps_old:
                 shutil.rmtree(fault.other, ignore_errors=True)
                 shutil.copytree(request.lora_path, fault.other)
             return right(manager, request)
         if fault.other:
+            from vllm.lora.request import LoRARequest
+
             request = LoRARequest(request.lora_name, request.lora_int_id, fault.other)
         adapter = right(manager, request)
         for lora in adapter.loras.values():

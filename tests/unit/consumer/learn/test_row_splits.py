@@ -121,7 +121,7 @@ def test_the_busiest_of_eight_ranks_has_little_more_than_the_mean(
     """Of padded rows, or of groups of eight of one prompt, which is computed once more on each rank that has a part of one."""
     draw = np.random.default_rng(0)
     excess = []
-    for _ in range(20):
+    for _ in range(10):
         lengths = (100 + np.minimum(4000, 400 * draw.lognormal(0, sigma, 64))).astype(int).tolist()
         step = Sizes(lengths)
         if prompt is not None:
