@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from protocol.config.functions import plugin_place
-from protocol.config.rewards import ENVIRONMENT_PLUGINS, EnvironmentSection
+from protocol.config.functions import ENVIRONMENT_PLUGINS, plugin_place
+from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.gpu.nvml import environment_of
 from protocol.runtime.child import ChildEndedError, ChildProcess

@@ -14,9 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from protocol.config.functions import load_function, make_plugin
-from protocol.config.rewards import ENVIRONMENT_PLUGINS
-from protocol.config.section import is_plugin
+from protocol.config.functions import ENVIRONMENT_PLUGINS, is_plugin, load_function, make_plugin
 from protocol.errors import ConfigError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 

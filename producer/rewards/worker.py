@@ -17,7 +17,6 @@ from typing import Any, Literal
 import msgspec
 
 from protocol.config.functions import load_function, make_plugin
-from protocol.config.rewards import RewardModel
 from protocol.errors import ConfigError, DeviceError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
@@ -112,6 +111,7 @@ def main(descriptor: int, sources: bytes) -> None:
 def _function(source: Source) -> Callable[..., Any]:
     if source.is_model:
         from producer.rewards.builtin import reward_model
+        from protocol.config.rewards import RewardModel  # only here: importing it takes as long as all else
 
         return reward_model(source.place, RewardModel.model_validate(source.options))
     if ":" in source.place:

@@ -16,9 +16,10 @@ import yaml
 
 from protocol.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, encode, requirements
 from protocol.bundle.sources import RunSources
+from protocol.config.functions import ENVIRONMENT_PLUGINS
 from protocol.config.operation import LOOPBACK_HOSTS
 from protocol.config.places import is_local
-from protocol.config.rewards import ATROPOS_ITEMS, ENVIRONMENT_PLUGINS, REWARD_PLUGINS, EnvironmentSection
+from protocol.config.rewards import ATROPOS_ITEMS, REWARD_PLUGINS, EnvironmentSection
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, MOST_FILES, check_size, is_plain
-from protocol.config.functions import PACKAGES, plugin_module
-from protocol.config.section import is_plugin
+from protocol.config.functions import PACKAGES, is_plugin, plugin_module
 from protocol.errors import BundleError
 
 _CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}

@@ -22,7 +22,13 @@ from typing import Any
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
+ENVIRONMENT_PLUGINS = "slipstream.environments"
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_plugin(place: str) -> bool:
+    """Return whether `place` names a plugin by its entry point, and not code of the user's by file or module."""
+    return ":" not in place
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:

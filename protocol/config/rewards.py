@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from protocol.config.functions import check_plugin
+from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
 from protocol.config.section import (
     Count,
     HttpUrl,
@@ -18,7 +18,6 @@ from protocol.config.section import (
     PositiveSeconds,
     Problems,
     Section,
-    is_plugin,
     option_problems,
     place_or_plugin,
 )
@@ -316,7 +315,6 @@ REWARD_NAME = "environment"
 ATROPOS_ITEMS = "atropos"
 """`dataset.path` of a run whose prompts are the items of environments of Atropos."""
 
-ENVIRONMENT_PLUGINS = "slipstream.environments"
 _OF_A_FACTORY = ("tool_parser", "max_turns", "max_turn_tokens", "call_timeout_s")
 
 

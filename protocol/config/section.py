@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from protocol.config.functions import check_plugin
+from protocol.config.functions import check_plugin, is_plugin
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -31,11 +31,6 @@ def _place_and_name(value: str) -> str:
 
 
 PlaceAndName = Annotated[str, AfterValidator(_place_and_name)]
-
-
-def is_plugin(place: str) -> bool:
-    """Return whether `place` names a plugin by its entry point, and not code of the user's by file or module."""
-    return ":" not in place
 
 
 def place_or_plugin(group: str, shipped: Iterable[str]) -> AfterValidator:
