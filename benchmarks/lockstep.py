@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumer.app.setup import Setup
 from consumer.link.policy_store import Snapshot
-from protocol.config.functions import load_function
 from protocol.wire.adapter_blob import AdapterBlob
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.groups import RolloutGroup
@@ -55,6 +54,13 @@ class Sampler:
             adapter = msgspec.msgpack.decode(blob, type=AdapterBlob)
             set_peft_model_state_dict(self.model, load(adapter.safetensors))
             self._loaded = blob
+
+    def tokenize(self, prompt: Any) -> list[int]:
+        """Return the tokens of a prompt, which is text or a list of messages."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.inference_mode()
     def sample(
@@ -135,19 +141,24 @@ class LockstepFeed:
 
     As in a live run, groups without signal are not trained: prompts are drawn in rounds of a batch, and the first groups
     with signal make the batch. Where `rounds` do not give enough, groups without signal fill it, so that a policy which
-    gets everything right, or everything wrong, still takes its steps.
+    gets everything right, or everything wrong, still takes its steps. `reward` is the only one; it takes completions as texts.
     """
 
-    def __init__(self, setup: Setup, sampler: Sampler, policies: Policies, staleness: int, rounds: int) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        sampler: Sampler,
+        policies: Policies,
+        staleness: int,
+        rounds: int,
+        reward: Callable[..., Any],
+    ) -> None:
         self._setup = setup
         self._sampler = sampler
         self._policies = policies
         self._staleness = staleness
         self._rounds = rounds
-        self._rewards = [
-            load_function(str(one.function), f"rewards.functions.{index}.function")
-            for index, one in enumerate(setup.config.rewards.functions)
-        ]
+        self._reward = reward
         self.wait_s = 0.0
         self.last: TrainingBatch | None = None
         self.num_fillers = 0  # groups trained without signal
@@ -181,7 +192,7 @@ class LockstepFeed:
         sampling, count = config.sampling, config.pipeline.groups_per_step
         rows = self._prompt_ids(count * (step * self._rounds + turn), count)
         prompts, columns = zip(*(self._setup.prompts[row] for row in rows), strict=True)
-        prompt_ids = self._sampler.tokenizer(list(prompts))["input_ids"]
+        prompt_ids = [self._sampler.tokenize(prompt) for prompt in prompts]
         samples = self._sampler.sample(
             prompt_ids,
             sampling.num_generations,
@@ -213,10 +224,9 @@ class LockstepFeed:
         completion_ids = [row[:length].tolist() for row, length in zip(samples.ids, samples.lengths, strict=True)]
         texts = self._sampler.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         repeated = {column: [value] * len(texts) for column, value in columns.items()}
-        scores = [
-            reward(prompts=[prompt] * len(texts), completions=texts, completion_ids=completion_ids, **repeated)
-            for reward in self._rewards
-        ]
+        scores = self._reward(
+            prompts=[prompt] * len(texts), completions=texts, completion_ids=completion_ids, **repeated
+        )
         last = samples.ids.gather(1, samples.lengths[:, None] - 1)[:, 0]
         return RolloutGroup(
             lease_id=name,
@@ -225,7 +235,7 @@ class LockstepFeed:
             completion_lengths=samples.lengths.numpy().astype(np.int32),
             completion_ids=samples.ids[kept].numpy().astype(np.int32),
             logprobs=samples.logprobs[kept].numpy(),
-            rewards=np.array(scores, np.float32).T.copy(),
+            rewards=np.array([scores], np.float32).T.copy(),
             truncated=(last != self._sampler.tokenizer.eos_token_id).numpy(),
         )
 
@@ -235,14 +245,17 @@ def _split(samples: Samples, num_generations: int) -> list[Samples]:
     return [Samples(*part) for part in zip(*parts, strict=True)]
 
 
-def greedy_accuracy(sampler: Sampler, rows: list[dict[str, Any]], blob: bytes, max_length: int) -> float:
-    """Share of rows {"prompt", "answer"} that the policy answers exactly right."""
+def greedy_accuracy(
+    sampler: Sampler, rows: list[dict[str, Any]], blob: bytes, reward: Callable[..., Any], max_length: int
+) -> float:
+    """Return the mean reward of greedy answers to rows {"prompt", "answer"}; one without a reward counts as 0."""
     sampler.load(blob)
-    right = 0
+    right = 0.0
     for start in range(0, len(rows), _EVALUATED_AT_ONCE):
         part = rows[start : start + _EVALUATED_AT_ONCE]
-        prompts = sampler.tokenizer([row["prompt"] for row in part])["input_ids"]
+        prompts = [sampler.tokenize(row["prompt"]) for row in part]
         samples = sampler.sample(prompts, 1, max_length, 1.0, None)
         texts = sampler.tokenizer.batch_decode(samples.ids, skip_special_tokens=True)
-        right += sum(text == row["answer"] for text, row in zip(texts, part, strict=True))
+        asked = {"prompts": [row["prompt"] for row in part], "answer": [row["answer"] for row in part]}
+        right += sum(score or 0.0 for score in reward(completions=texts, **asked))
     return right / len(rows)

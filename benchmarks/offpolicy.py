@@ -10,21 +10,23 @@ import json
 import multiprocessing
 import os
 import platform
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tqdm import tqdm
 
 from benchmarks.offpolicy_report import tables
 from benchmarks.offpolicy_run import Case, Plan, train
+from benchmarks.tasks import TASKS
 from examples.folders import fresh_folder
+from protocol.config.learning import Preset
 
 STALENESSES = (0, 1, 4, 8)
 PRESETS = ("none", "token_truncate", "token_mask", "geometric_mask", "icepop")
-PAIR_PRESET, PAIR_STALENESS = "token_truncate", 4
+LEARNING_RATES = {"sums": 3e-3, "smollm2": 4e-4}
+"""Two to three times those of the examples, at which staleness shows."""
 
 
 def main() -> None:
@@ -33,31 +35,33 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="picture to write, e.g. docs/images/offpolicy.png")
     parser.add_argument("--seeds", type=int, default=3, help="runs per cell (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="(default: %(default)s)")
+    parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--staleness", type=int, nargs="+", default=STALENESSES)
+    parser.add_argument("--presets", nargs="+", choices=get_args(Preset), default=PRESETS)
+    parser.add_argument("--learning-rate", type=float, help=f"(default: {LEARNING_RATES})")
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps, a divisor of --steps (default: 5)")
     parser.add_argument("--base", help="folder of the model with train.jsonl and eval.jsonl (default: the demo's)")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--pair", action=argparse.BooleanOptionalAction, default=True, help="run the real pair too")
     parser.add_argument("--again", action="store_true", help="repeat what is there already")
     parser.add_argument("--quick", action="store_true", help="a few steps of a few runs: does it work at all?")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.steps, arguments.evaluate_every, arguments.seeds, arguments.pair = 4, 2, 1, False
-    stalenesses, presets = ((0, 2), PRESETS[:2]) if arguments.quick else (STALENESSES, PRESETS)
+        arguments.steps, arguments.evaluate_every, arguments.seeds = 4, 2, 1
+    stalenesses, presets = ((0, 2), PRESETS[:2]) if arguments.quick else (arguments.staleness, arguments.presets)
     if arguments.steps % arguments.evaluate_every:
         parser.error("--evaluate-every must divide --steps")
 
-    plan = Plan(arguments.steps, arguments.learning_rate, arguments.evaluate_every, arguments.base or _demo_base())
+    if arguments.base is None:
+        TASKS[arguments.task].build()
+    base = str(arguments.base or TASKS[arguments.task].base.absolute())
+    rate = arguments.learning_rate or LEARNING_RATES[arguments.task]
+    plan = Plan(arguments.task, arguments.steps, rate, arguments.evaluate_every, base)
     seeds = range(1, arguments.seeds + 1)
     cases = [Case(preset, *one) for *one, preset in itertools.product(reversed(stalenesses), seeds, presets)]
     results = _scripted(plan, cases, arguments.out, arguments.workers, arguments.again)
-    pairs = []
-    if arguments.pair:
-        pair_cases = [Case(PAIR_PRESET, PAIR_STALENESS, seed) for seed in seeds]
-        pairs = _pairs(plan, pair_cases, arguments.out, arguments.again)
-    summary = tables(results, pairs, stalenesses, presets)
+    summary = tables(results, stalenesses, presets)
     machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
-    report = {"plan": asdict(plan), "machine": machine, "scripted": results, "pairs": pairs}
+    report = {"plan": asdict(plan), "machine": machine, "scripted": results}
     (arguments.out / "results.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     (arguments.out / "tables.md").write_text(summary + "\n", encoding="utf-8")
     print(f"\n{summary}\n\nwritten: {arguments.out}/results.json, {arguments.out}/tables.md")
@@ -68,37 +72,19 @@ def main() -> None:
         draw(results, stalenesses, presets, arguments.plot)
 
 
-def _demo_base() -> str:
-    from examples.arithmetic.demo import BASE, build_base_model
-
-    build_base_model()
-    return str(BASE)
-
-
 def _scripted(plan: Plan, cases: list[Case], out: Path, workers: int, again: bool) -> list[dict[str, Any]]:
     """The results of all cases; what is missing is trained, each run by one thread of a process of its own."""
     missing = [case for case in cases if again or _finished(plan, _file(out, case)) is None]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_train_and_write, train, plan, case, _file(out, case)): case for case in missing}
+        futures = {pool.submit(_train_and_write, plan, case, _file(out, case)): case for case in missing}
         for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not futures):
             result = future.result()
             tqdm.write(f"{futures[future].name}: {result['final']:.3f} after {result['wall_s']:.0f} s")
     return [json.loads(_file(out, case).read_text(encoding="utf-8")) for case in cases]
 
 
-def _pairs(plan: Plan, cases: list[Case], out: Path, again: bool) -> list[dict[str, Any]]:
-    from benchmarks.offpolicy_pair import train_pair
-
-    results = []
-    for case in cases:
-        file = _file(out, case, "pair-")
-        known = None if again else _finished(plan, file)
-        results.append(known or _train_and_write(train_pair, plan, case, file))
-    return results
-
-
-def _file(out: Path, case: Case, kind: str = "") -> Path:
-    return out / f"{kind}{case.name}.json"
+def _file(out: Path, case: Case) -> Path:
+    return out / f"{case.name}.json"
 
 
 def _finished(plan: Plan, file: Path) -> dict[str, Any] | None:
@@ -109,13 +95,11 @@ def _finished(plan: Plan, file: Path) -> dict[str, Any] | None:
     return result if result["plan"] == asdict(plan) else None
 
 
-def _train_and_write(
-    training: Callable[[Plan, Case, Path], dict[str, Any]], plan: Plan, case: Case, file: Path
-) -> dict[str, Any]:
+def _train_and_write(plan: Plan, case: Case, file: Path) -> dict[str, Any]:
     """Trains in an empty folder; the file appears whole or not at all."""
     run_dir = file.parent / "work" / file.stem
     fresh_folder(run_dir)
-    result = training(plan, case, run_dir)
+    result = train(plan, case, run_dir)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
     partial.replace(file)

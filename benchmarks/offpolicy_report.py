@@ -21,7 +21,7 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def tables(results: list[Result], pairs: list[Result], stalenesses: Sequence[int], presets: Sequence[str]) -> str:
+def tables(results: list[Result], stalenesses: Sequence[int], presets: Sequence[str]) -> str:
     """Everything that is known, as Markdown."""
 
     def accuracy(key: str) -> Callable[[list[Result]], str]:
@@ -40,8 +40,6 @@ def tables(results: list[Result], pairs: list[Result], stalenesses: Sequence[int
         _grid("effective sample share / KL / share out of bounds", results, stalenesses, presets, measured),
         verdict(results, stalenesses, presets),
     ]
-    if pairs:
-        parts.append(_pairs(results, pairs))
     return "\n\n".join(parts)
 
 
@@ -76,30 +74,6 @@ def _grid(
     for preset in presets:
         cells = [show(select(results, staleness, preset)) for staleness in stalenesses]
         rows.append(f"| `{preset}` | {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _pairs(results: list[Result], pairs: list[Result]) -> str:
-    """The real pair, and the scripted runs of its preset."""
-    preset, bound = pairs[0]["case"]["preset"], pairs[0]["case"]["staleness"]
-    scripted = sorted({one["case"]["staleness"] for one in results})
-    kinds = [
-        (f"real pair, `max_staleness: {bound}`", pairs),
-        *((f"scripted, staleness {staleness}", select(results, staleness, preset)) for staleness in scripted),
-    ]
-    rows = [
-        f"| `{preset}` | mean staleness | accuracy at the end | over training | effective sample share | KL |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for name, runs in kinds:
-        staleness, share, kl = (
-            statistics.fmean(run[key] for run in runs) for key in ("staleness", "effective_sample_share", "kl")
-        )
-        final, over = (
-            "{:.3f} ± {:.3f}".format(*mean_and_spread([run[key] for run in runs]))
-            for key in ("final", "mean_over_training")
-        )
-        rows.append(f"| {name} | {staleness:.2f} | {final} | {over} | {share:.3f} | {kl:.4f} |")
     return "\n".join(rows)
 
 

@@ -18,13 +18,13 @@ import transformers
 from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
+from benchmarks.tasks import TASKS, reward_of
 from consumer.app.run import Run
 from consumer.app.setup import RunStart, Setup
 from consumer.waiting import WaitPolicy
 from protocol.config.loader import load_config
 from protocol.runtime import json_lines as rotated_lines
 
-CONFIG = "examples/arithmetic/run.yaml"
 ROUNDS = 4  # of prompts, at most, for a batch of groups with signal
 _RATIO = "sampling/importance_sampling_ratio"
 _STATISTICS = {
@@ -39,13 +39,14 @@ _STATISTICS = {
 class Plan:
     """What is the same for every run of a table."""
 
+    task: str  # of `benchmarks.tasks`
     steps: int
     learning_rate: float
     evaluate_every: int
     base: str  # folder of the model, train.jsonl and eval.jsonl
 
     def settings(self, case: "Case", run_dir: Path) -> list[str]:
-        """The overrides of `CONFIG` for one run."""
+        """The values of one run that differ from those of the task's example."""
         return [
             f"run_dir={run_dir}",
             f"seed={case.seed}",
@@ -78,16 +79,17 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     started = time.monotonic()
     settings = [*plan.settings(case, run_dir), 'trainer.save_strategy="no"', "observability.progress=false"]
-    config = load_config(CONFIG, settings)
+    task = TASKS[plan.task]
+    config, reward = load_config(task.config, settings), reward_of(task.config)
     setup = Setup.load(config, [], lambda: False)
     rows = [json.loads(line) for line in Path(plan.base, "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     sampler = Sampler(setup)
 
     def evaluate(blob: bytes) -> float:
-        return greedy_accuracy(sampler, rows, blob, config.sampling.max_completion_length)
+        return greedy_accuracy(sampler, rows, blob, reward, config.sampling.max_completion_length)
 
     policies = Policies(case.staleness + 1, plan.evaluate_every, evaluate)
-    feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS)
+    feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS, reward)
     report = setup.report(Counter(), 0, CollectorRegistry())
     waits = WaitPolicy(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     run = Run(setup, RunStart(case.name), feed, waits, report)

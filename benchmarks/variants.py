@@ -43,13 +43,6 @@ REMEDIES: dict[str, Settings] = {
 }
 """Settings against the wait for groups with signal. `SOURCES` stands for the task's rows as an easy and a hard source."""
 
-CORRECTIONS: dict[str, Settings] = {
-    f"{preset}, staleness {staleness}": (f"correction.preset={preset}", f"pipeline.max_staleness={staleness}")
-    for staleness in (0, 1, 4, 8)
-    for preset in (("none", "token_truncate", "icepop") if staleness else ("token_truncate",))
-}
-"""Corrections over staleness; without staleness they are all the same."""
-
 _LONG = ("sampling.max_completion_length=192", "engine.max_model_len=320", "trainer.learning_rate=1e-6")
 SWAPS: dict[str, Settings] = {
     f"{mode}, {in_flight}": (f"swap.mode={mode}", f"swap.in_flight={in_flight}", *_LONG)
@@ -58,7 +51,7 @@ SWAPS: dict[str, Settings] = {
 }
 """What becomes of requests in flight at a swap. At this learning rate completions keep the long tail that they begin with."""
 
-SETS = {"remedies": REMEDIES, "corrections": CORRECTIONS, "swaps": SWAPS}
+SETS = {"remedies": REMEDIES, "swaps": SWAPS}
 
 
 class Case(NamedTuple):
@@ -74,7 +67,7 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> list[str]:
-        changes = (REMEDIES | CORRECTIONS | SWAPS)[self.variant]
+        changes = (REMEDIES | SWAPS)[self.variant]
         common = [
             f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
             f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
 from consumer.app.setup import Setup
+from protocol.config.functions import load_function
 from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs
@@ -69,10 +70,16 @@ def completions(group: RolloutGroup) -> list[tuple[list[int], torch.Tensor]]:
     return [(one.tolist(), values) for one, values in zip(ids, logprobs, strict=True)]
 
 
+def exact(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
 def run(setup: Setup, blobs: list[bytes], staleness: int = STALENESS) -> list[list[RolloutGroup]]:
     """The batches of a run whose step s publishes the s-th blob, however it was trained."""
     policies = Policies(staleness + 1, STEPS, lambda blob: 0.0)
-    feed = LockstepFeed(setup, Sampler(setup), policies, staleness, ROUNDS)
+    (chosen,) = setup.config.rewards.functions
+    reward = load_function(str(chosen.function), "rewards")
+    feed = LockstepFeed(setup, Sampler(setup), policies, staleness, ROUNDS, reward)
     policies.submit(0, 0, snapshot(blobs[0]))
     batches = []
     for step, batch in enumerate(feed):
@@ -115,5 +122,5 @@ def test_greedy_accuracy_counts_exact_answers(setup: Callable[..., Setup], blobs
     prompts = sampler.tokenizer(PROMPTS)["input_ids"]
     texts = sampler.tokenizer.batch_decode(sampler.sample(prompts, 1, 5, 1.0, None).ids, skip_special_tokens=True)
     rows = [{"prompt": prompt, "answer": text} for prompt, text in zip(PROMPTS, texts, strict=True)]
-    assert greedy_accuracy(sampler, rows, blobs[0], 5) == 1.0
-    assert greedy_accuracy(sampler, [rows[0] | {"answer": "never"}, *rows[1:]], blobs[0], 5) == 0.75
+    assert greedy_accuracy(sampler, rows, blobs[0], exact, 5) == 1.0
+    assert greedy_accuracy(sampler, [rows[0] | {"answer": "never"}, *rows[1:]], blobs[0], exact, 5) == 0.75
