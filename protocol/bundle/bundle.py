@@ -143,7 +143,8 @@ def requirements(installed: Mapping[str, str]) -> list[Requirement]:
     Args:
         installed: modules that are no files of the run, each with a file that imports it.
     """
-    owners = packages_distributions() if installed else {}
+    is_any_there = any(map(_is_there, installed))  # or there is no need to read what files each package has
+    owners = packages_distributions() if is_any_there else {}
     return [_requirement(module, owners.get(module, [module])[0], by) for module, by in sorted(installed.items())]
 
 
