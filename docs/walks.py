@@ -135,13 +135,21 @@ class Tracer:
 
 
 def run_traced(command: str, engine: str) -> None:
-    """Become a daemon: the command of this name, with the arguments of this process."""
+    """Become a daemon that is traced, with its children: the command of this name, with the arguments of this process."""
+    folder = Path(os.environ[_FOLDER])
+    hook = folder / "site"
+    hook.mkdir(exist_ok=True)
+    (hook / "sitecustomize.py").write_text(
+        f"import os, pathlib, docs.walks\ndocs.walks.Tracer(pathlib.Path(os.environ['{_FOLDER}'])).start()\n"
+    )
+    os.environ["PYTHONPATH"] = f"{hook}:{REPOSITORY}"
+    Tracer(folder).start()
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     main = pkgutil.resolve_name(scripts[command])
     if engine == "scripted":
         from tests import scripted_engine
 
-        phase = Phase(Path(os.environ[_FOLDER]))
+        phase = Phase(folder)
         scripted_engine.install(
             scripted_engine.Pace(share_slow=0.0), 0, lambda _: phase.set(_OFF) if phase.byte[0] == _IN else None
         )
@@ -150,17 +158,12 @@ def run_traced(command: str, engine: str) -> None:
 
 @contextmanager
 def daemon(folder: Path, command: str, engine: str = "scripted") -> "Iterator[subprocess.Popen[bytes]]":
-    """The command as a process that is traced, with its children."""
-    hook = folder / "site"
-    hook.mkdir(exist_ok=True)
-    (hook / "sitecustomize.py").write_text(
-        f"import os, pathlib, docs.walks\ndocs.walks.Tracer(pathlib.Path(os.environ['{_FOLDER}'])).start()\n"
-    )
-    code = f"import docs.walks; docs.walks.run_traced({command!r}, {engine!r})"
-    variables = {_FOLDER: str(folder), "PYTHONPATH": f"{hook}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+    """The command as a process of `docs.traced_daemon`."""
+    variables = {_FOLDER: str(folder), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    arguments = [command, engine, "--config", str(folder / "run.yaml"), "--gpu", "cpu"]
     with (folder / f"{command}.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, "--config", str(folder / "run.yaml"), "--gpu", "cpu"],
+            [sys.executable, "-m", "docs.traced_daemon", *arguments],
             env=os.environ | variables | {"HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,

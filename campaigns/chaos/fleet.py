@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 Role = Literal["trainer", "producer"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -30,12 +30,6 @@ class Zygote:
     """
 
     def __init__(self, child: str, log: Path, temporary: Path) -> None:
-        self._child = child
-        self._ids = 0
-        self._pids: dict[int, int] = {}
-        self._statuses: dict[int, int] = {}
-        self._changed = threading.Condition()
-        self._ready = False
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "campaigns.chaos.zygote", child, str(os.getpid())],
@@ -47,6 +41,18 @@ class Zygote:
                 start_new_session=True,
                 bufsize=0,
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._listen(child, self._process.stdin, self._process.stdout)
+
+    def _listen(self, child: str, requests: IO[bytes], reports: IO[bytes]) -> None:
+        self._child = child
+        self._requests, self._reports = requests, reports
+        self._ids = 0
+        self._pids: dict[int, int] = {}
+        self._statuses: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._ready = self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -58,8 +64,8 @@ class Zygote:
         self._ids += 1
         number = self._ids
         request = {"id": number, "argv": argv, "log": str(log), "evidence": str(evidence)} | options
-        assert self._process.stdin is not None
-        self._process.stdin.write((json.dumps(request) + "\n").encode())
+        self._requests.write((json.dumps(request) + "\n").encode())
+        self._requests.flush()
         self._await(lambda: number in self._pids, _FORK_S)
         return Daemon(self, self._pids[number], log, evidence)
 
@@ -73,19 +79,17 @@ class Zygote:
             self._process.kill()
         self._process.wait(30)
         self._reader.join(30)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        for stream in (self._requests, self._reports):
+            stream.close()
 
     def _await(self, condition: Any, timeout_s: float) -> None:
         with self._changed:
-            done = self._changed.wait_for(lambda: condition() or self._process.poll() is not None, timeout_s)
+            done = self._changed.wait_for(lambda: condition() or self._ended, timeout_s)
         if not done or not condition():
-            raise AssertionError(f"the zygote of {self._child} did not answer (exit code {self._process.poll()})")
+            raise AssertionError(f"the zygote of {self._child} {'has ended' if self._ended else 'did not answer'}")
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._reports:
             report = json.loads(line)
             with self._changed:
                 if "ready" in report:
@@ -97,6 +101,7 @@ class Zygote:
                     self._statuses[report["ended"]] = report["status"]
                 self._changed.notify_all()
         with self._changed:
+            self._ended = True
             self._changed.notify_all()
 
 

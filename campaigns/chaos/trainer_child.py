@@ -21,9 +21,10 @@ from campaigns.chaos.forked_ranks import forked_ranks
 _USED = (
     "consumer.app.daemon",
     "consumer.app.follower",
+    "consumer.learn.trainer",  # before anything else imports TRL: it does so without vLLM
+    "slipstream.sft",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen2.tokenization_qwen2",
-    "trl.trainer.grpo_trainer",
     "peft.tuners.lora",
     "safetensors.torch",
 )

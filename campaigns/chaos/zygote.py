@@ -6,6 +6,10 @@ end is reported once, with its status. Run as `python -m campaigns.chaos.zygote 
 input and reports on standard output, one JSON object a line; MODULE has `preload()`, and `main(request)` for the child, unless
 the request names another module as its `child`. A request may set variables of its `environment`, and name files for its
 `input` and `errors`.
+
+With the name of an abstract socket as third argument it has several users: each that connects gets a fork that is a zygote of
+its own, with the connection in place of input and output, and that ends with the connection. It itself ends with the process
+of STARTER_PID, whether or not that one has started it, and at once where the name is taken.
 """
 
 import atexit
@@ -15,6 +19,8 @@ import json
 import os
 import select
 import signal
+import socket
+import struct
 import sys
 import tempfile
 from typing import Any, TextIO
@@ -25,7 +31,16 @@ _POLL_S = 0.5
 
 
 def main() -> int:
-    die_with_parent(int(sys.argv[2]))
+    starter, name = int(sys.argv[2]), sys.argv[3:]
+    if name:
+        users = socket.socket(socket.AF_UNIX)
+        try:
+            users.bind(f"\0{name[0]}")
+        except OSError:
+            return 0
+        users.listen()
+    else:
+        die_with_parent(starter)
     atexit.register(_quieten_libraries)
     gc.disable()
     child = importlib.import_module(sys.argv[1])
@@ -33,9 +48,11 @@ def main() -> int:
     gc.enable()
     gc.collect()
     gc.freeze()  # a fork would look at all of it again and again, and once more at its end, and copy the pages for that
+    if name:
+        _fork_for_each(users, starter)
     request = _serve()
     if request is None:
-        return 0
+        os._exit(0)  # it has nothing to tidy up, and looking through all that it has imported takes a second
     if "child" in request:
         child = importlib.import_module(request["child"])
     return child.main(request)
@@ -45,6 +62,26 @@ def _quieten_libraries() -> None:
     """The last of what runs at the exit. Libraries in C then report as leaked what is frozen; Python still writes to the log."""
     sys.stderr = sys.__stderr__ = os.fdopen(os.dup(2), "w", buffering=1)  # type: ignore[misc]
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _fork_for_each(users: socket.socket, starter: int) -> None:
+    """Returns in the forks."""
+    watched, own = os.pidfd_open(starter), os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while watched not in select.select([users.fileno(), watched], [], [])[0]:
+        connection, _ = users.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        is_own = struct.unpack("3i", credentials)[1] == os.getuid()
+        if is_own and os.fork() == 0:
+            die_with_parent(own)
+            for target in (0, 1):
+                os.dup2(connection.fileno(), target)
+            for descriptor in (connection, users):
+                descriptor.close()
+            os.close(watched)
+            return
+        connection.close()
+    os._exit(0)
 
 
 def _serve() -> dict[str, Any] | None:

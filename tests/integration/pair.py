@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ class Daemon:
     Args:
         variables: of its environment, beside those of this process.
         network: the namespace that it lives in, as a file of /proc; None: that of this process.
+        python: see `WarmProcess`.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class Daemon:
         spawns: bool = False,
         variables: Mapping[str, str] = _NO_VARIABLES,
         network: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         self._log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | variables
         arguments = (*arguments, "--gpu", "cpu") if module == "slipstream" else ("--gpu", "cpu", *arguments)
-        self.process = WarmProcess(module, arguments, log, environment, spawns=spawns, network=network)
+        self.process = WarmProcess(module, arguments, log, environment, spawns=spawns, network=network, python=python)
 
     @property
     def output(self) -> str:

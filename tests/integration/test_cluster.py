@@ -1,5 +1,6 @@
 """`slipstream cluster` with real Ray nodes, a real trainer of two ranks, and producers whose engine is scripted."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from campaigns.cluster.machine import REPOSITORY, ClusterRun, cluster_run, event
 from slipstream.cli import run as slipstream
 
 from .runs import Run
+from .warm_commands import WarmCommands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -22,7 +24,7 @@ UP = ("up", "--config", "run.yaml", "--gpus", "0", "--ranks", "2", "--trainer-no
 
 
 @pytest.fixture
-def run(tmp_path: Path, start: "Callable[..., Run]") -> Iterator[ClusterRun]:
+def run(tmp_path: Path, start: "Callable[..., Run]", warm: WarmCommands) -> Iterator[ClusterRun]:
     """Of a configuration as a user writes it: without keys and endpoint."""
     start(trainer={"max_steps": 5000, "save_steps": 10}, sampling={"num_generations": 4, "max_completion_length": 4})
     file = tmp_path / "run.yaml"
@@ -32,8 +34,15 @@ def run(tmp_path: Path, start: "Callable[..., Run]") -> Iterator[ClusterRun]:
     (tmp_path / "rewards.py").write_text(
         "def reward(completion_ids, **columns):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
     )
-    with cluster_run(tmp_path) as found:
+    with cluster_run(tmp_path, num_nodes=2, CLUSTER_WARM=warm.python) as found:
         yield found
+
+
+def rank_of_the_trainer(run: ClusterRun) -> psutil.Process:
+    """Below the daemon, for which another process stands."""
+    [file] = (run.run_dir / "metrics").glob("rl-trainer-*.json")
+    [target] = json.loads(file.read_text())
+    return rank_of(psutil.Process(int(target["labels"]["pid"])))
 
 
 def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun) -> None:
@@ -47,7 +56,7 @@ def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun
     for process in daemons.values():
         assert not [word for word in process.cmdline() if "secret" in word]
 
-    kill(rank_of(daemons["trainer"]))
+    kill(rank_of_the_trainer(run))
     kill(daemons["producer-1"])
     eventually(lambda: not daemons["trainer"].is_running())
     run.wait_for_steps(2)

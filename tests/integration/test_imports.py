@@ -1,11 +1,15 @@
 """What importing costs: the trainer stays without vLLM."""
 
-import subprocess
-import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.warm import run_to_its_end
+
+pytestmark = pytest.mark.integration
 
 
-def test_importing_the_trainers_does_not_import_vllm() -> None:
+def test_importing_the_trainers_does_not_import_vllm(tmp_path: Path) -> None:
     """TRL imports it where it is installed, which takes seconds, memory and, with another release, a warning."""
-    code = "import sys, consumer.learn.trainer, slipstream.sft; print('vllm' in sys.modules)"
-    checked = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert (checked.stdout, checked.returncode) == ("False\n", 0), checked.stderr
+    said = run_to_its_end("tests.integration.importing_trainer", [], tmp_path / "log", 120)
+    assert said.splitlines()[-1] == "without vLLM"

@@ -1,6 +1,7 @@
 """The notebook of the demo, executed from its first cell to its last, with few steps."""
 
 import os
+import sys
 from pathlib import Path
 
 import nbformat
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]
 FILE = Path(__file__).parents[2] / "examples" / "arithmetic" / "notebook.ipynb"
 
 
-def test_every_cell_of_the_notebook_runs(short_dir: Path, warm: WarmCommands) -> None:
+def test_every_cell_of_the_notebook_runs(short_dir: Path, warm: WarmCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm.python)  # of the kernel too
     notebook = nbformat.read(FILE, as_version=4)
     (first,) = [cell for cell in notebook.cells if "STEPS, RUN_DIR =" in cell.source]
     first.source = first.source.replace('60, Path("runs/notebook")', f'3, Path("{short_dir}/run")')

@@ -23,13 +23,13 @@ from tests.scripted import ScriptedProducer, facts
 
 from .runs import eventually
 from .slurm import Slurm, edited_scripts, free_ports
+from .warm_commands import WarmCommands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTED = "from tests.scripted_engine import Pace, install; install(Pace(0.03, 0.1, 0.2))"
 COMMANDS = {
-    "rl-trainer": "from consumer.app.cli import main",
     "rl-producer": f"{SCRIPTED}; from producer.app.cli import main",
     "slipstream": "from slipstream.cli import main",
 }
@@ -44,7 +44,7 @@ def slurm() -> Iterator[Slurm]:
 class Project:
     """A run's folder with its files for SLURM."""
 
-    def __init__(self, folder: Path, slurm: Slurm, *, nodes: int = 1, **trainer: Any) -> None:
+    def __init__(self, folder: Path, slurm: Slurm, warm: WarmCommands, *, nodes: int = 1, **trainer: Any) -> None:
         self.folder, self.slurm = folder, slurm
         self.values = run_folder.prepare(folder, folder, 0, run_folder.DEFAULT)
         self.values["transport"]["endpoint"] = f"tcp://127.0.0.1:{free_ports(3)[0]}"
@@ -54,10 +54,13 @@ class Project:
         self.set(**trainer)
         programs = folder / "bin"
         programs.mkdir()
-        for name, code in COMMANDS.items():
-            (programs / name).write_text(
-                f'#!{sys.executable}\nif __name__ == "__main__":\n    {code}; raise SystemExit(main())\n'
-            )
+        texts = {
+            name: f'#!{sys.executable}\nif __name__ == "__main__":\n    {code}; raise SystemExit(main())\n'
+            for name, code in COMMANDS.items()
+        }
+        texts["rl-trainer"] = f'#!/bin/sh\nexec {warm.python} -m consumer.app.cli "$@"\n'
+        for name, text in texts.items():
+            (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         own = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._environment = slurm.environment | own
@@ -106,8 +109,10 @@ class Project:
         eventually(reached, 240)
 
 
-def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(tmp_path: Path, slurm: Slurm) -> None:
-    project = Project(tmp_path, slurm)
+def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(
+    tmp_path: Path, slurm: Slurm, warm: WarmCommands
+) -> None:
+    project = Project(tmp_path, slurm, warm)
     trainer, producers = project.submit()
     project.wait_for_step(2)
     assert slurm.fields(trainer)["NodeList"] == "n2"
@@ -131,8 +136,8 @@ def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(tmp_
         eventually(lambda number=number: slurm.state(f"{producers}_{number}") == "COMPLETED", 60)  # type: ignore[misc]
 
 
-def test_a_trainer_of_two_nodes(tmp_path: Path, slurm: Slurm) -> None:
-    project = Project(tmp_path, slurm, nodes=2, max_steps=3)
+def test_a_trainer_of_two_nodes(tmp_path: Path, slurm: Slurm, warm: WarmCommands) -> None:
+    project = Project(tmp_path, slurm, warm, nodes=2, max_steps=3)
     trainer, producers = project.submit()
     slurm.ask("scancel", producers)
     config, model = load_config(str(tmp_path / "run.yaml")), tmp_path / "model"

@@ -1,19 +1,22 @@
 """The command that traces the four walks through the house."""
 
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.warm_commands import WarmCommands
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_each_walk_is_traced_from_its_first_file_to_its_last() -> None:
-    command = [sys.executable, "-m", "docs.walks", "--list"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+def test_each_walk_is_traced_from_its_first_file_to_its_last(warm: WarmCommands) -> None:
+    command = [warm.python, "-m", "docs.walks", "--list"]
+    environment = os.environ | warm.variables
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
     walks = re.split(r"^a ", ended.stdout, flags=re.MULTILINE)[1:]
     files = [re.findall(r"^    (\S+\.py): ", walk, re.MULTILINE) for walk in walks]

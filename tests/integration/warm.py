@@ -1,4 +1,4 @@
-"""Daemons that start at once: forks of a process that has imported their heavy libraries, one per test process and role.
+"""Daemons that start at once: forks of a process that has imported their heavy libraries, one per session and role.
 
 Guarantee: a fork runs the command as `python -m` does, with the arguments, environment and working directory of its
 starter, as the leader of a session of its own; all of them end with the process that started them.
@@ -10,12 +10,12 @@ import os
 import runpy
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from campaigns.chaos.fleet import Role, Zygote
+from tests.integration.shared_zygote import SharedZygote
 
 _CLONE_NEWNET = 0x40000000  # of sched.h
 _zygotes: dict[Role, Zygote] = {}
@@ -27,6 +27,7 @@ class WarmProcess:
     Args:
         spawns: a producer lets vLLM start its engine core, and a trainer its other ranks, in their own way, which takes
             longer; see `forked_cores` and `forked_ranks`.
+        python: what it takes for its interpreter, where it starts itself again.
         network: the namespace that it enters first, as a file of /proc.
     """
 
@@ -39,6 +40,7 @@ class WarmProcess:
         *,
         spawns: bool = False,
         network: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         log.touch()
         is_trainer = module.startswith(("consumer.", "benchmarks.", "slipstream")) or module.endswith("_trainer")
@@ -50,6 +52,7 @@ class WarmProcess:
             cwd=os.getcwd(),
             spawns=spawns,
             network=None if network is None else str(network),
+            python=python,
         )
         self.pid = self._daemon.pid
 
@@ -85,9 +88,7 @@ def run_to_its_end(module: str, arguments: list[str], log: Path, timeout_s: floa
 def zygote(role: Role) -> Zygote:
     """That of this process, which it starts once."""
     if role not in _zygotes:
-        started = _zygotes[role] = Zygote(
-            f"tests.integration.warm_{role}", Path(os.devnull), Path(tempfile.gettempdir())
-        )
+        started = _zygotes[role] = SharedZygote(f"tests.integration.warm_{role}")
         atexit.register(started.close)
         started.wait_until_ready()
     return _zygotes[role]

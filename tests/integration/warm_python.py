@@ -15,27 +15,33 @@ _MODULES = {
     "benchmarks.gpu_check.part": "producer",
     "benchmarks.trainer_step_side": "trainer",
     "consumer.app.cli": "trainer",
+    "docs.traced_daemon rl-producer": "producer",
+    "docs.traced_daemon rl-trainer": "trainer",
+    "docs.walks": "trainer",
+    "examples.arithmetic.build_model": "trainer",
+    "examples.calculator.demo": "trainer",
     "examples.calculator.build_model": "trainer",
+    "ipykernel_launcher": "trainer",
     "producer.app.cli": "producer",
     "slipstream export": "trainer",
     "slipstream reward": "producer",
     "slipstream sft": "trainer",
     "vllm.entrypoints.openai.api_server": "producer",
 }
-"""The role whose warm process has the libraries of a module, or of a command of `slipstream`."""
+"""The role whose warm process has the libraries of a module, or of one that begins with this argument."""
 
 
 def main(python: str, address: str, arguments: list[str]) -> NoReturn:
     command = arguments[arguments.index("-m") if "-m" in arguments[:3] else 0 :]
-    module = " ".join(command[1:3] if command[1:2] == ["slipstream"] else command[1:2])
-    if command[:1] != ["-m"] or module not in _MODULES:
+    roles = [_MODULES[module] for module in (" ".join(command[1:3]), *command[1:2]) if module in _MODULES]
+    if command[:1] != ["-m"] or not roles:
         os.execv(python, [python, *arguments])
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: server.sendall(bytes([number])))
-    request = {"role": _MODULES[module], "argv": command[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}
+    request = {"role": roles[0], "argv": command[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}
     server.sendall(json.dumps(request | {"pid": os.getpid()}).encode() + b"\n")
     status = int(server.makefile().readline())
     if status < 0:

@@ -1,6 +1,6 @@
 """On the path of every Python of a cluster under test: `rl-producer` gets an engine that needs no model, and the ranks of
 `rl-trainer` are forks of it, which need not import its libraries again. Where `CLUSTER_EVIDENCE` names a folder, both write there
-what they did, as in `campaigns.chaos`.
+what they did, as in `campaigns.chaos`. Where `CLUSTER_WARM` names a Python, that one runs `rl-trainer`.
 
 Guarantee: no other process is changed. Everything around the engine is the product's own.
 """
@@ -27,6 +27,8 @@ if "producer.app.cli" in sys.orig_argv:
 
         producer_child._watch(_evidence("producer"), Aim())
 elif "consumer.app.cli" in sys.orig_argv:
+    if warm := os.environ.get("CLUSTER_WARM"):
+        os.execv(warm, [warm, *sys.orig_argv[1:]])
     from campaigns.chaos import trainer_child
     from campaigns.chaos.forked_ranks import forked_ranks
 
