@@ -41,6 +41,8 @@ class RolloutGroup:
     token_versions: NDArray[np.int32] | None = None  # (T,), none older than policy_version; None: all of that version
     sampled: NDArray[np.bool_] | None = None  # (T,), at least one of each record; None: all
     episodes: NDArray[np.int32] | None = None  # (R,), the completion of each record, in order; None: one record each
+    credit: NDArray[np.float32] | None = None  # (T,), the reward of the span that ends with a token; 0 where none ends
+    span_ends: NDArray[np.bool_] | None = None  # (T,), some of `sampled`; None, like `credit`: no span has a reward
 
     @cached_property
     def lease(self) -> LeaseId:
@@ -113,6 +115,13 @@ class RolloutGroup:
         combine.at(result, owners, values)
         return result
 
+    def span_rewards(self, tokens: slice) -> dict[int, float]:
+        """Return the rewards of spans by the token that they end with, counted from the first of these tokens."""
+        if self.credit is None or self.span_ends is None:
+            return {}
+        ends = np.flatnonzero(self.span_ends[tokens])
+        return dict(zip(ends.tolist(), self.credit[tokens][ends].tolist(), strict=True))
+
     def tokens_by_version(self, tokens: slice) -> dict[int, int]:
         """Return how many of these tokens each policy version sampled, the oldest first."""
         found, counts = np.unique(self.versions[tokens][self.is_sampled[tokens]], return_counts=True)
@@ -151,6 +160,8 @@ class GroupShape:
             token_versions = _array(message.token_versions, _INT32, "token_versions", num_tokens)
             if token_versions.min() != message.policy_version:
                 raise InvalidGroupError("policy_version must be the oldest of token_versions")
+        sampled = _sampled(message.sampled, lengths, logprobs) if message.sampled else None
+        credit, span_ends = _credit(message, num_tokens, sampled)
         return RolloutGroup(
             lease_id=message.lease_id,
             policy_version=message.policy_version,
@@ -161,8 +172,10 @@ class GroupShape:
             rewards=rewards.reshape(self.num_generations, self.num_rewards),
             truncated=_array(message.truncated, _UINT8, "truncated", num_records).astype(np.bool_),
             token_versions=token_versions,
-            sampled=_sampled(message.sampled, lengths, logprobs) if message.sampled else None,
+            sampled=sampled,
             episodes=episodes,
+            credit=credit,
+            span_ends=span_ends,
         )
 
     def load(self, frame: bytes) -> RolloutGroup:
@@ -193,6 +206,25 @@ def _sampled(data: bytes, lengths: NDArray[np.int32], logprobs: NDArray[np.float
     return sampled.astype(np.bool_)
 
 
+def _credit(
+    message: Group, num_tokens: int, sampled: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.float32] | None, NDArray[np.bool_] | None]:
+    """Parse the rewards of spans: finite, and at the ends of spans alone, which are sampled tokens."""
+    if not message.credit and not message.span_ends:
+        return None, None
+    credit: NDArray[np.float32] = _array(message.credit, _FLOAT32, "credit", num_tokens)
+    ends: NDArray[np.uint8] = _array(message.span_ends, _UINT8, "span_ends", num_tokens)
+    if ends.max() != 1 or (sampled is not None and ends[~sampled].any()):
+        raise InvalidGroupError("span_ends must be 0 or 1, 1 for some token, and 0 for tokens that were not sampled")
+    refused = ~np.isfinite(credit) | ((credit != 0) & (ends == 0))
+    if refused.any():
+        token = int(refused.argmax())
+        raise InvalidGroupError(
+            f"credit must be finite, and 0 where no span ends, and is {credit[token]} at token {token}"
+        )
+    return credit, ends.astype(np.bool_)
+
+
 def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> Any:
     item_bytes = dtype.itemsize
     if len(data) % item_bytes or (count is not None and len(data) != count * item_bytes):
@@ -217,4 +249,6 @@ def message_of(group: RolloutGroup) -> Group:
         token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
         sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),
         episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
+        credit=b"" if group.credit is None else group.credit.astype("<f4").tobytes(),
+        span_ends=b"" if group.span_ends is None else group.span_ends.astype("u1").tobytes(),
     )

@@ -256,7 +256,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     whose history the chat template rewrote takes several of R records, each a sequence of its own: `completion_lengths` and
     `truncated` then have R entries, and `episodes` int32 (R,) says which of the n episodes each belongs to, in order (empty:
     one record each). `prompt_ids` is what all records begin with.  `missing` says of rewards that are missing why, as far as
-    that is known; it is for people."""
+    that is known; it is for people.  `span_ends` uint8 (T,) is 1 for the last sampled token of every span that has a reward of
+    its own, and `credit` float32 (T,) has that reward there, times its weight, and 0 elsewhere (both empty: no span has one)."""
 
     lease_id: Name
     policy_version: Version
@@ -272,6 +273,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     sampled: bytes = b""
     episodes: bytes = b""
     missing: Annotated[tuple[MissingReward, ...], Meta(max_length=16)] = ()
+    credit: bytes = b""
+    span_ends: bytes = b""
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):

@@ -59,6 +59,8 @@ def _record(row: GroupRow, content: Content) -> dict[str, Any]:
         "episodes": group.completion_of.tolist(),
         "reward_names": content.reward_names,
         "rewards": plain(group.rewards.tolist()),
+        "credit": None if group.credit is None else [part.tolist() for part in np.split(group.credit, ends)],
+        "span_ends": None if group.span_ends is None else [part.tolist() for part in np.split(group.span_ends, ends)],
     }
 
 
@@ -109,4 +111,5 @@ def _schema() -> "pa.Schema":
     columns += [("completion_ids", pa.list_(whole)), ("logprobs", pa.list_(real)), ("token_versions", pa.list_(whole))]
     columns += [("truncated", truth), ("sampled", pa.list_(truth)), ("episodes", whole)]
     columns += [("reward_names", pa.list_(text)), ("rewards", pa.list_(real))]
+    columns += [("credit", pa.list_(real)), ("span_ends", pa.list_(truth))]
     return pa.schema(columns)

@@ -36,12 +36,13 @@ def spans(group: RolloutGroup, tokens: slice, pieces: list[str], colour: Colour)
     """Return one span for each of these tokens; `pieces` are their texts."""
     columns = (group.completion_ids, group.logprobs, group.versions, group.is_sampled)
     numbers = zip(*(column[tokens].tolist() for column in columns), strict=True)
-    found = []
-    for piece, kind, (token, logprob, version, sampled) in zip(
-        pieces, _kinds(group, tokens, colour), numbers, strict=True
+    found, rewards = [], group.span_rewards(tokens)
+    for place, (piece, kind, (token, logprob, version, sampled)) in enumerate(
+        zip(pieces, _kinds(group, tokens, colour), numbers, strict=True)
     ):
         title = f"id {token} {printable(piece)!r}"
         title += f", log-prob {logprob:.4f}, version {version}" if sampled else ", not sampled"
+        title += f", reward {rewards[place]:g} of the span up to it" if place in rewards else ""
         found.append(Span(printable(piece, keep="\n\t"), kind if sampled else "masked", title))
     return found
 

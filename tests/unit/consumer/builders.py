@@ -49,15 +49,18 @@ def rollout_group(
     token_versions: list[int] | None = None,
     sampled: list[list[bool]] | None = None,
     episodes: list[int] | None = None,
+    credit: dict[int, float] | None = None,
 ) -> RolloutGroup:
     """A group of exactly these completions, or records with `episodes`; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... (0 for
-    what is not sampled) unless given."""
+    what is not sampled) unless given. `credit` has the rewards of spans by the tokens that they end with."""
     count = len(set(episodes)) if episodes else len(completions)
     lengths = np.array([len(ids) for ids in completions], np.int32)
     flat = [-0.1 * (i + 1) for i in range(int(lengths.sum()))]
     mask = None if sampled is None else np.concatenate(sampled).astype(np.bool_)
     if mask is not None and logprobs is None:
         flat = np.where(mask, flat, 0.0).tolist()
+    ends = np.isin(np.arange(lengths.sum()), list(credit or {}))
+    spans = np.array([(credit or {}).get(token, 0.0) for token in range(int(lengths.sum()))], np.float32)
     values = np.array(rewards if rewards is not None else range(count), np.float32)
     return RolloutGroup(
         lease_id=lease_id,
@@ -71,6 +74,8 @@ def rollout_group(
         token_versions=None if token_versions is None else np.array(token_versions, np.int32),
         sampled=mask,
         episodes=None if episodes is None else np.array(episodes, np.int32),
+        credit=None if credit is None else spans,
+        span_ends=None if credit is None else ends,
     )
 
 

@@ -75,6 +75,8 @@ SAMPLES = [
         reward_s=0.25,
         token_versions=b"\x03\x00\x00\x00\x04\x00\x00\x00",
         missing=(m.MissingReward("exact", "timeout", "did not return within 5 seconds", (1,)),),
+        credit=b"\x00\x00\x00?" + b"\x00" * 4,
+        span_ends=b"\x01\x00",
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),

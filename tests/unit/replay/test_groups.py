@@ -79,6 +79,21 @@ def test_rewards_are_completion_by_function() -> None:
             {"sampled": b"\1\0\1\1", "logprobs": floats(-1, math.nan, -1, -1)},
             "logprobs must be 0 for tokens that were not",
         ),
+        ({"credit": floats(0, 1, 0)}, "credit has 12 bytes, expected 4 x 4"),
+        ({"credit": floats(0, 1, 0, 0)}, "span_ends has 0 bytes, expected 4 x 1"),
+        ({"span_ends": b"\0\1\0\0"}, "credit has 0 bytes, expected 4 x 4"),
+        ({"credit": bytes(16), "span_ends": bytes(4)}, "span_ends must be 0 or 1, 1 for some token"),
+        ({"credit": bytes(16), "span_ends": b"\0\2\0\1"}, "span_ends must be 0 or 1, 1 for some token"),
+        (
+            {"credit": bytes(16), "span_ends": b"\0\1\0\0", "sampled": b"\1\0\1\1", "logprobs": bytes(16)},
+            "0 for tokens that were not sampled",
+        ),
+        ({"credit": floats(0, 1, 0, 2), "span_ends": b"\0\1\0\0"}, "and is 2.0 at token 3"),
+        *(
+            ({"credit": floats(0, value, 0, 0), "span_ends": b"\0\1\0\0"}, f"and is {value} at token 1")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        ({"credit": floats(math.nan, 1, 0, 0), "span_ends": b"\0\1\0\0"}, "and is nan at token 0"),
         ({"episodes": ints(0, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(1, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(0, 1, 2)}, "episodes must name each of 0..1, in order"),
@@ -104,6 +119,8 @@ def episode_message(**changes: Any) -> Group:
         "sampled": bytes([1, 0, 0, 1, 1, 1]),
         "episodes": ints(0, 0, 1),
         "token_versions": ints(0, 0, 1, 1, 2, 2),
+        "credit": floats(0.5, 0, 0, 0, 0, -1),
+        "span_ends": bytes([1, 0, 0, 0, 1, 1]),
     }
     return group_message(**(values | changes))
 
@@ -119,6 +136,10 @@ def test_an_episode_may_take_several_records() -> None:
     assert group.longest_lengths.tolist() == [3, 1]
     assert group.was_truncated.tolist() == [True, False]
     assert group.tokens_by_version(slice(0, 5)) == {0: 1, 1: 1, 2: 1}
+    assert group.credit is not None
+    assert group.credit.tolist() == [0.5, 0, 0, 0, 0, -1]
+    assert group.span_ends is not None
+    assert group.span_ends.tolist() == [True, False, False, False, True, True], "one of them is worth 0"
 
 
 @pytest.mark.parametrize("message", [group_message("s-7", 3), episode_message()], ids=["plain", "episodes"])

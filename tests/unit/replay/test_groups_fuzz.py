@@ -57,8 +57,15 @@ def nearly_valid(draw: st.DrawFn, shape: GroupShape) -> Group:
         buffers["sampled"] = bytes(byte % 2 for byte in mask)
         values = np.frombuffer(buffers["logprobs"], "<f4")
         buffers["logprobs"] = np.where(np.frombuffer(buffers["sampled"], "u1"), values, 0).astype("<f4").tobytes()
+    if draw(st.booleans()):
+        ends = draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens).filter(any))
+        if "sampled" in buffers:
+            ends = [end and bool(byte) for end, byte in zip(ends, buffers["sampled"], strict=True)]
+        buffers["span_ends"] = bytes(ends)
+        values = np.array(draw(st.lists(score.filter(math.isfinite), min_size=tokens, max_size=tokens)))
+        buffers["credit"] = floats(np.where(ends, values, 0).tolist())
     for name in draw(st.lists(st.sampled_from(sorted(buffers)), max_size=2, unique=True)):
-        count = len(buffers[name]) // (1 if name in ("truncated", "sampled") else 4)
+        count = len(buffers[name]) // (1 if name in ("truncated", "sampled", "span_ends") else 4)
         same_size = st.lists(INT32, min_size=count, max_size=count).map(ints)
         same_floats = st.lists(st.floats(width=32), min_size=count, max_size=count).map(floats)
         extended = st.binary(max_size=9).map(buffers[name].__add__)
@@ -94,6 +101,12 @@ def check(shape: GroupShape, group: RolloutGroup, message: Group) -> None:
     assert group.rewards.shape == (shape.num_generations, shape.num_rewards)
     assert group.rewards.tobytes() == message.rewards
     assert not any(math.isinf(reward) for row in group.rewards.tolist() for reward in row)
+    assert (group.credit is None) == (group.span_ends is None) == (not message.credit)
+    if group.credit is not None and group.span_ends is not None:
+        assert (group.credit.tobytes(), group.span_ends.tobytes()) == (message.credit, message.span_ends)
+        assert any(message.span_ends)
+        for value, ends, one in zip(group.credit.tolist(), message.span_ends, sampled, strict=True):
+            assert math.isfinite(value) if ends and one else (value, ends) == (0, 0)
     assert group.truncated.tolist() == [bool(byte) for byte in message.truncated]
     assert (group.lease_id, group.policy_version) == (message.lease_id, message.policy_version)
 

@@ -51,6 +51,9 @@ def test_hovering_says_the_numbers() -> None:
     group = SHAPE.parse(group_message(version=3))
     first, *_ = spans(group, slice(0, 3), ["\u202ex\n", "b", "c"], "logprob")
     assert first == Span("\\u202ex\n", "l2", "id 3 '\\\\u202ex\\\\n', log-prob -0.1000, version 3")
+    credit = {"credit": np.array([0, 0.5, 0, 0], "<f4").tobytes(), "span_ends": bytes([0, 1, 0, 1])}
+    _, rewarded, _ = spans(SHAPE.parse(group_message(**credit)), slice(0, 3), ["a", "b", "c"], "logprob")
+    assert "0.5" in rewarded.title
 
 
 CHAT = "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n<think>\nHm</think>\n\n<tool_call>add</tool_call>5<|im_end|>"
