@@ -1,12 +1,14 @@
-"""The two tasks that benchmarks of whole runs learn: the demo's sums, and those of SmolLM2-135M-Instruct.
+"""The tasks that benchmarks of whole runs learn: the demo's sums, and two of SmolLM2-135M-Instruct, sums and a sparse one.
 
 Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of an example's configuration. Accuracy is greedy
 and held out.
 """
 
 import functools
+import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,9 @@ from protocol.config.functions import load_function
 from protocol.config.loader import load_config
 from protocol.config.rewards import SHIPPED
 
+_CHATML = "<|im_start|>assistant\n", r"<\|im_end\|>"
+_LCM = "What is the least common multiple of {} and {}? Answer with the number alone."
+_HELD_OUT = 100
 _TEXT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -24,6 +29,7 @@ class Task(NamedTuple):
     """An example that can be run.
 
     Args:
+        rows: the file in `base` with the prompts to train.
         template: the chat template that TRL's asynchronous trainer needs, which takes messages alone; None for the model's own.
         start, end: the last text before an answer, and a pattern of what ends it.
     """
@@ -35,6 +41,11 @@ class Task(NamedTuple):
     template: str | None
     start: str
     end: str
+    rows: str = "train.jsonl"
+
+    @property
+    def dataset(self) -> Path:
+        return self.base.absolute() / self.rows
 
     def tell_template(self, tokenizer: Any) -> None:
         """Tell a tokenizer how TRL's asynchronous trainer makes prompts and finds answers."""
@@ -78,13 +89,39 @@ def smollm2_hard(row: dict[str, Any]) -> bool:
     return not smollm2_easy(row)
 
 
+def lcm_easy(row: dict[str, Any]) -> bool:
+    """Tell whether one number is the answer: a filter of rows."""
+    return row["answer"] in re.findall(r"\d+", row["prompt"][0]["content"])
+
+
+def lcm_hard(row: dict[str, Any]) -> bool:
+    return not lcm_easy(row)
+
+
 def _sums_accuracy(adapter: Path | None) -> float:
     from examples.arithmetic.evaluate import greedy_accuracy
 
     return greedy_accuracy(sums.BASE, sums.BASE / "eval.jsonl", adapter)
 
 
-def _smollm2_accuracy(adapter: Path | None) -> float:
+def _build_lcm() -> None:
+    """Write questions for a least common multiple, on which SmolLM2 is right once in fifty samples."""
+    import reasoning_gym
+
+    smollm2.build_base_model()
+    items = reasoning_gym.create_dataset(
+        "lcm", size=3000, seed=1, min_numbers=2, max_numbers=2, min_value=1, max_value=20
+    )
+    asked = {tuple(item["metadata"]["numbers"]): item["answer"] for item in items}
+    rows = [
+        {"prompt": [{"role": "user", "content": _LCM.format(*numbers)}], "answer": answer}
+        for numbers, answer in asked.items()
+    ]
+    for name, part in (("eval", rows[:_HELD_OUT]), ("train", rows[_HELD_OUT:])):
+        (smollm2.BASE / f"lcm-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def _smollm2_accuracy(rows_file: str, adapter: Path | None) -> float:
     """Return the share of right answers by the example's own reward."""
     import datasets
     import torch
@@ -95,7 +132,7 @@ def _smollm2_accuracy(adapter: Path | None) -> float:
     model = AutoModelForCausalLM.from_pretrained(smollm2.BASE, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
-    rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / "eval.jsonl"), split="train")
+    rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / rows_file), split="train")
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     longest = load_config(smollm2.CONFIG).sampling.max_completion_length
@@ -109,7 +146,10 @@ def _smollm2_accuracy(adapter: Path | None) -> float:
 TASKS = {
     "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, _sums_accuracy, _TEXT, "=", "<eos>"),
     "smollm2": Task(
-        smollm2.CONFIG, smollm2.BASE, smollm2.build_base_model, _smollm2_accuracy, None,
-        "<|im_start|>assistant\n", r"<\|im_end\|>",
+        smollm2.CONFIG, smollm2.BASE, smollm2.build_base_model, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
+    ),
+    "lcm": Task(
+        smollm2.CONFIG, smollm2.BASE, _build_lcm, partial(_smollm2_accuracy, "lcm-eval.jsonl"), None, *_CHATML,
+        "lcm-train.jsonl",
     ),
 }  # fmt: skip

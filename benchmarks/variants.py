@@ -38,6 +38,7 @@ REMEDIES: dict[str, Settings] = {
     "without rerolls": ("reroll.max_attempts=0",),
     "by source and signal, without rerolls": ("SOURCES", "dataset.sampling=by_signal", "reroll.max_attempts=0"),
     "replay": ("replay.mode=signal",),
+    "replay, without rerolls": ("replay.mode=signal", "reroll.max_attempts=0"),
     "partial batches": ("pipeline.fill=partial", "pipeline.fill_timeout_s=5"),
     "cooldown": ("reroll.solved_cooldown_epochs=1",),
 }
@@ -69,6 +70,7 @@ class Case(NamedTuple):
     def settings(self) -> list[str]:
         changes = (REMEDIES | SWAPS)[self.variant]
         common = [
+            f"dataset.path={TASKS[self.task].dataset}",
             f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
             f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",
         ]  # fmt: skip
@@ -79,7 +81,7 @@ class Case(NamedTuple):
 
 def sources(task: str) -> list[str]:
     """Return the settings that take a task's rows from an easy and from a hard source."""
-    rows = TASKS[task].base.absolute() / "train.jsonl"
+    rows = TASKS[task].dataset
     both = ", ".join(f"{{path: {rows}, filter: 'benchmarks.tasks:{task}_{kind}'}}" for kind in ("easy", "hard"))
     return ["dataset.path=null", f"dataset.sources=[{both}]"]
 
