@@ -4,15 +4,17 @@ In float64, with ranks that are threads; `tests/integration/test_ranks.py` has p
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from consumer.learn.importance import PRESETS
+from consumer.learn.importance import PRESETS, resolve
 from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
+from protocol.config.learning import CorrectionSection
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.learn.test_loss_parity import LOSS_TYPES, off_policy, some_groups
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
@@ -21,7 +23,6 @@ from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slips
 pytestmark = pytest.mark.usefixtures("float64")
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{loss_type: {"loss_type": loss_type} for loss_type in LOSS_TYPES},
     "kl": {"beta": 0.1},
     "sequence": {"importance_sampling_level": "sequence"},
     "entropy": {"entropy_coef": 0.05},
@@ -48,49 +49,70 @@ def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch
     return loss.item(), gradient, metrics
 
 
-def assert_same(folder: Path, model: Path, options: dict[str, Any], worlds: tuple[int, ...], **sections: Any) -> None:
-    config = run_config(
-        folder, model, trainer=options, correction={"ratio_max": 1.5} | sections.pop("correction", {}), **sections
-    )
-    alone = slipstream_trainer(config, model)
+Trainers = list[SlipstreamTrainer]
+
+
+@pytest.fixture
+def trainers_of(tmp_path: Path, one_layer_model: Path) -> Callable[[int, dict[str, Any]], Trainers]:
+    """Makes one that is alone, and so many ranks."""
+
+    def made(world: int, options: dict[str, Any]) -> Trainers:
+        config = run_config(tmp_path, one_layer_model, trainer=options, correction={"ratio_max": 1.5})
+        return [slipstream_trainer(config, one_layer_model) for _ in range(1 + world)]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, one_layer_model: Path) -> Trainers:
+    """One that is alone, and three ranks, for tests of what the loss looks at in every step."""
+    config = run_config(tmp_path_factory.mktemp("plain"), one_layer_model, correction={"ratio_max": 1.5})
+    return [slipstream_trainer(config, one_layer_model) for _ in range(1 + 3)]
+
+
+def assert_same(alone: SlipstreamTrainer, *trainers: SlipstreamTrainer) -> None:
     groups = off_policy(alone, some_groups(3))
     loss, gradient, metrics = of_step(alone, groups)
     assert gradient.abs().max() > 1e-4
-    for world in worlds:
-        trainers = [slipstream_trainer(config, model) for _ in range(world)]
 
-        def step(ranks: ThreadRanks, trainers: list[SlipstreamTrainer] = trainers) -> Any:
-            trainer = trainers[ranks.rank]
-            trainer._ranks = ranks
-            trainer.recipe = dataclasses.replace(trainer.recipe, rank=ranks.rank, world=ranks.world)
-            trainer._splitter = StepSplitter(30, ranks, lambda step: None)
-            return of_step(trainer, groups)
+    def step(ranks: ThreadRanks) -> Any:
+        trainer = trainers[ranks.rank]
+        trainer._ranks = ranks
+        trainer.recipe = dataclasses.replace(trainer.recipe, rank=ranks.rank, world=ranks.world)
+        trainer._splitter = StepSplitter(30, ranks, lambda step: None)
+        return of_step(trainer, groups)
 
-        found = on_ranks(world, step)
-        assert found[0][2] == pytest.approx(metrics, rel=1e-10, abs=1e-12)
-        for other_loss, other_gradient, other_metrics in found:
-            assert other_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
-            torch.testing.assert_close(other_gradient, gradient, rtol=1e-10, atol=1e-12)
-            assert other_metrics in (found[0][2], {}), "rank 0 alone reports"
-            assert torch.equal(other_gradient, found[0][1])
-
-
-FIRST = {"grpo", "kl", "entropy quantile", "two iterations"}
+    found = on_ranks(len(trainers), step)
+    assert found[0][2] == pytest.approx(metrics, rel=1e-10, abs=1e-12)
+    for other_loss, other_gradient, other_metrics in found:
+        assert other_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
+        torch.testing.assert_close(other_gradient, gradient, rtol=1e-10, atol=1e-12)
+        assert other_metrics in (found[0][2], {}), "rank 0 alone reports"
+        assert torch.equal(other_gradient, found[0][1])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in OPTIONS]
+    "name", [pytest.param(name, marks=() if name == "two iterations" else pytest.mark.long) for name in OPTIONS]
 )
-def test_a_step_of_several_ranks(tmp_path: Path, one_layer_model: Path, name: str) -> None:
-    assert_same(tmp_path, one_layer_model, OPTIONS[name], (2,))
+def test_a_step_of_several_ranks(trainers_of: Callable[..., Trainers], name: str) -> None:
+    assert_same(*trainers_of(2, OPTIONS[name]))
 
 
 @pytest.mark.long
-def test_ranks_without_rows(tmp_path: Path, one_layer_model: Path) -> None:
-    assert_same(tmp_path, one_layer_model, {}, (16,))
+def test_ranks_without_rows(trainers_of: Callable[..., Trainers]) -> None:
+    assert_same(*trainers_of(16, {}))
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type(plain: Trainers, monkeypatch: pytest.MonkeyPatch, loss_type: str) -> None:
+    for trainer in plain:
+        monkeypatch.setattr(trainer.args, "loss_type", loss_type)
+    assert_same(*plain)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_correction(tmp_path: Path, one_layer_model: Path, preset: str) -> None:
-    assert_same(tmp_path, one_layer_model, {}, (3,), correction={"preset": preset, "token_veto": 1e-4})
+def test_every_correction(plain: Trainers, monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    section = CorrectionSection(preset=preset, ratio_max=1.5, token_veto=1e-4)
+    for trainer in plain:
+        monkeypatch.setattr(trainer, "_correction", resolve(section))
+    assert_same(*plain)
