@@ -346,8 +346,12 @@ async def test_a_policy_that_a_server_refuses_is_refused_and_leaves_nothing(tmp_
 async def test_an_engine_that_dies_while_it_loads_refuses_nothing(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started) as engine:
         (server,) = started
-        server.answers["/v1/load_lora_adapter"] = deque([lambda: refusal(500, "EngineDeadError")])
-        server.answers["/health"] = deque([lambda: web.Response(status=503)] * 3)  # the regular check may take one
+
+        def dies() -> web.Response:
+            server.answers["/health"] = deque([lambda: web.Response(status=503)] * 10)  # the regular check may take some
+            return refusal(500, "EngineDeadError")
+
+        server.answers["/v1/load_lora_adapter"] = deque([dies])
         policy = adapter(tmp_path, 1)
         await publish(engine, policy)
         check_exact(server, policy, await generate(engine, policy))
