@@ -17,6 +17,8 @@ from slipstream import cli
 from slipstream.cli import run, slipstream
 from tests.unit.protocol.config.files import MINIMAL
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 REPOSITORY = Path(__file__).parents[3]
 HEAVY = (
     "torch",

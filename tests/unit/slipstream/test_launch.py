@@ -11,6 +11,8 @@ from slipstream.launch import Places, progress
 from slipstream.status.reading import TrainerView, View
 from tests.unit.protocol.config.files import MINIMAL
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 
 @pytest.mark.parametrize(
     ("count", "overrides", "named", "expected", "shared"),

@@ -348,7 +348,9 @@ async def test_an_engine_that_dies_while_it_loads_refuses_nothing(tmp_path: Path
         (server,) = started
 
         def dies() -> web.Response:
-            server.answers["/health"] = deque([lambda: web.Response(status=503)] * 10)  # the regular check may take some
+            server.answers["/health"] = deque(
+                [lambda: web.Response(status=503)] * 10
+            )  # the regular check may take some
             return refusal(500, "EngineDeadError")
 
         server.answers["/v1/load_lora_adapter"] = deque([dies])
