@@ -10,10 +10,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from campaigns.chaos.fleet import Role, Zygote
 from campaigns.soak.load import Load, Plan, Record, SoakError
 from campaigns.soak.report import DEFAULT_BOUNDS, Bounds, summarize
 
@@ -51,10 +52,14 @@ def main() -> int:
 
 
 def run(
-    folder: Path, plan: Plan, bounds: Bounds = DEFAULT_BOUNDS, say: Callable[[str], None] = lambda text: None
+    folder: Path,
+    plan: Plan,
+    bounds: Bounds = DEFAULT_BOUNDS,
+    say: Callable[[str], None] = lambda text: None,
+    zygotes: Mapping[Role, Zygote] | None = None,
 ) -> tuple[dict[str, Any], Record]:
     """One soak, its summary and its samples."""
-    record = Load(folder, plan, say).run()
+    record = Load(folder, plan, say, zygotes).run()
     summary = summarize(record, warm_up_s=plan.warm_up_s, bounds=bounds)
     return {"duration_s": plan.duration_s, "seed": plan.seed} | summary, record
 

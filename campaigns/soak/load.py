@@ -9,9 +9,11 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from campaigns.chaos.fleet import Daemon, Role, Zygote, zygotes
 from campaigns.soak import samples
@@ -86,14 +88,26 @@ class Record:
 
 
 class Load:
-    def __init__(self, folder: Path, plan: Plan, say: Callable[[str], None] = lambda text: None) -> None:
+    """
+    Args:
+        zygotes: that have imported the daemons' libraries; None: of its own. It takes longer, and finds also lost processes that
+            are mere forks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        say: Callable[[str], None] = lambda text: None,
+        zygotes: Mapping[Role, Zygote] | None = None,
+    ) -> None:
         self._folder = folder
         self._plan = plan
         self._say = say
         self._random = random.Random(plan.seed)
         self._temporary = folder / "tmp"
         self._logs = folder / "logs"
-        self._zygotes: dict[Role, Zygote] = {}
+        self._zygotes = zygotes
         self._places: list[Place] = []
         self._killed: dict[Path, float] = {}  # scratch folders of daemons that got SIGKILL, and when
         self.record = Record()
@@ -104,7 +118,8 @@ class Load:
         runs = prepare(self._folder, self._plan.seed)
         self._places = [place for run in runs for place in self._places_of(run)]
         try:
-            with zygotes("campaigns.soak", self._logs, self._temporary) as self._zygotes:
+            own = zygotes("campaigns.soak", self._logs, self._temporary)
+            with nullcontext(self._zygotes) if self._zygotes else own as self._zygotes:
                 self.record.runs = [Lifetime(run.name, time.monotonic()) for run in runs]
                 with Clients(runs, self._plan.seed) as clients:
                     self._hold(runs, clients)
@@ -160,11 +175,13 @@ class Load:
 
     def _start(self, place: Place) -> None:
         arguments = [f"rl-{place.role}", "--gpu", "cpu", "--config", str(place.run.config_file)]
-        options: dict[str, object] = {"seed": 100 * self._plan.seed + len(self.record.daemons), "plant": place.plants}
+        options: dict[str, Any] = {"seed": 100 * self._plan.seed + len(self.record.daemons), "plant": place.plants}
+        options |= {"child": f"campaigns.soak.{place.role}_child", "environment": {"TMPDIR": str(self._temporary)}}
         if place.role == "trainer":
             arguments.append("--resume")
         place.starts += 1
         log = self._logs / f"{place.name.replace(': ', '-')}-{place.starts:04}.log"
+        assert self._zygotes is not None
         place.daemon = self._zygotes[place.role].start(arguments, log=log, **options)
         place.told = None
         place.lifetime = Lifetime(f"{place.name} {place.starts}", time.monotonic())
@@ -213,6 +230,9 @@ class Load:
                 self.record.left.append(f"folder: {folder}")
 
     def _clear(self) -> None:
+        for place in self._places:
+            if place.daemon is not None:
+                place.daemon.send(signal.SIGKILL)
         for process in samples.processes_with(self._temporary):
             process.kill()
         for folder in {folder for lifetime in self.record.daemons for folder in lifetime.folders}:

@@ -17,6 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.runtime import json_lines as rotated_lines
+from protocol.runtime.processes import descendants
 from protocol.runtime.scratch import PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,8 +49,7 @@ def of_process(pid: int) -> dict[str, float] | None:
         daemon = psutil.Process(pid)
         if daemon.status() == psutil.STATUS_ZOMBIE:
             return None
-        family = [daemon, *daemon.children(recursive=True)]
-        counts = [_count(daemon), *(_count_if_there(process) for process in family[1:])]
+        counts = [_count(daemon), *map(_count_if_there, descendants(pid)[1:])]
     except psutil.Error:
         return None
     memory, descriptors, threads = (float(sum(column)) for column in zip(*counts, strict=True))
@@ -57,7 +57,7 @@ def of_process(pid: int) -> dict[str, float] | None:
         MEMORY: memory,
         "descriptors": descriptors,
         "threads": threads,
-        "processes": float(len(family)),
+        "processes": float(len(counts)),
         "files_in_shared_memory": float(
             sum(num_files(folder) for folder in scratch_of(pid) if folder.parent == SHARED_MEMORY)
         ),
@@ -69,9 +69,9 @@ def _count(process: psutil.Process) -> tuple[int, int, int]:
         return process.memory_info().rss, process.num_fds(), process.num_threads()
 
 
-def _count_if_there(process: psutil.Process) -> tuple[int, int, int]:
+def _count_if_there(pid: int) -> tuple[int, int, int]:
     try:
-        return _count(process)
+        return _count(psutil.Process(pid))
     except psutil.Error:
         return 0, 0, 0
 

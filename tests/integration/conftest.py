@@ -14,12 +14,18 @@ from .pair import Daemon
 from .runs import Run
 from .warm_commands import WarmCommands
 
-_LONG = {"test_tutorial.py", "test_view.py", "test_walks.py"}
+_LONG = (
+    "test_cluster.py", "test_notebook.py", "test_systemd.py", "test_soak.py", "test_slurm.py", "test_readme.py",
+    "test_calculator_example.py", "test_engine_server.py", "test_chaos.py", "test_view.py", "test_tutorial.py", "test_engine.py",
+    "test_ranks.py", "test_pair.py",
+)  # fmt: skip
+"""Those that mostly wait are among those that compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files of the end of the alphabet begin first, or one process is left with them at the end."""
-    items.sort(key=lambda item: item.path.name not in _LONG)
+    """Long files begin first, or one process is left with them at the end."""
+    first = dict(zip(_LONG, range(-len(_LONG), 0), strict=True))
+    items.sort(key=lambda item: first.get(item.path.name, 0))
 
 
 @pytest.fixture(scope="session")

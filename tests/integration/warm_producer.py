@@ -19,6 +19,8 @@ _USED = (
 def preload() -> None:
     for name in _USED:
         importlib.import_module(name)
+    with forked_cores():  # what that prepares is there in each fork
+        pass
 
 
 def main(request: dict[str, Any]) -> int:
