@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from tests.gpu import reports
-from tests.gpu.stand_in import cuda, driver
+from tests.gpu.stand_in import cuda, driver, interpreter
 from tests.integration import warm
 
 _USED = (
@@ -33,6 +33,7 @@ def preload() -> None:
     importlib.import_module("bitsandbytes")  # it would look for its library for CUDA once there is a GPU
     cuda.install()
     driver.install()
+    interpreter.install()
     importlib.import_module("tests.gpu.stand_in.flex").install()
     for name in _USED:
         importlib.import_module(name)

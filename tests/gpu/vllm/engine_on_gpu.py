@@ -1,6 +1,6 @@
 """Tests of vLLM's GPU worker: our worker extensions, vLLM's LoRA kernels, and weights that are installed from pinned memory.
 
-`test_engines.py` runs them in processes with the plugin `tests.gpu.vllm.worker`. Numbers are the interpreter's, which computes
+`test_engines.py` runs them in a process with the plugin `tests.gpu.vllm.worker`. Numbers are the interpreter's, which computes
 in float16 and float32 as a GPU does, and wrongly in bfloat16.
 """
 

@@ -1,7 +1,7 @@
 """Tests of the engine under Model Runner V2, which GPUs take: short ones of tests/integration, and of versions side by side.
 
-`test_engines.py` runs them in processes with the plugin `tests.gpu.vllm.v2`. Lengths are small, because the interpreter takes
-some seven steps a second, and decoding is never guided, which it cannot do.
+`test_engines.py` runs them in a process with the plugin `tests.gpu.vllm.v2`. Lengths are small, because steps are interpreted,
+and decoding is never guided, which the interpreter cannot do.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import torch
 from producer.engine_contract import Completion
 from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import Sampling
-from tests.integration.engines import LiveEngine, live_engine, on_engine
+from tests.integration.engines import NUM_BLOCKS, LiveEngine, live_engine, on_engine
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.test_engine import (  # noqa: F401 - pytest finds them here, too
     generate,
@@ -26,7 +26,13 @@ from tests.integration.test_engine import (  # noqa: F401 - pytest finds them he
 from tests.integration.test_merged import PROMPT, across_a_swap
 from tests.policies import registry_of
 
-ENGINE = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
+ENGINE = {
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+}
 LENGTH = 24
 
 

@@ -55,13 +55,10 @@ def test_a_producer_on_a_gpu_is_given_the_batches_of_a_server() -> None:
     assert min(row["max_num_batched_tokens"] for row in rows) >= 2048
 
 
-@pytest.mark.parametrize("mode", ["adapter", "merged"])
-def test_engines_under_model_runner_v2(mode: str) -> None:
-    chosen = {"adapter": "not merged and not never", "merged": "merged"}
-    run("pytest", "-q", "--timeout=540", "-p", "tests.gpu.vllm.v2", "-k", chosen[mode], f"{HERE}/engine_under_v2.py")
+def test_engines_under_model_runner_v2() -> None:
+    run("pytest", "-q", "--timeout=540", "-p", "tests.gpu.vllm.v2", "-k", "not never", f"{HERE}/engine_under_v2.py")
 
 
-@pytest.mark.parametrize("mode", ["adapters", "merged"])
-def test_the_gpu_worker(mode: str) -> None:
+def test_the_gpu_worker() -> None:
     require(building.COMPILER, "g++")
-    run("pytest", "-q", "--timeout=540", "-p", "tests.gpu.vllm.worker", "-k", mode, f"{HERE}/engine_on_gpu.py")
+    run("pytest", "-q", "--timeout=540", "-p", "tests.gpu.vllm.worker", f"{HERE}/engine_on_gpu.py")
