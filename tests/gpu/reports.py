@@ -3,6 +3,7 @@
 Guarantee: the test runs as it would here, with its fixtures, its parameters and pytest's configuration.
 """
 
+import gc
 import json
 import os
 import signal
@@ -17,7 +18,8 @@ import pytest
 from campaigns.chaos.fleet import Zygote
 from protocol.command_line import leave
 
-_OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-q")
+_WITHOUT = ("cacheprovider", "xdist", "typeguard")
+_OPTIONS = (*(f"-pno:{plugin}" for plugin in _WITHOUT), "-W", "ignore::pytest.PytestAssertRewriteWarning", "-q")
 _INSIDE = "TEST_RUNS_INSIDE"
 _POLL_S = 0.02
 
@@ -47,6 +49,7 @@ def are_made_here() -> bool:
 def run(request: dict[str, Any]) -> NoReturn:
     """In a fork of the zygote: runs the test, and ends the process with pytest's exit code."""
     os.environ[_INSIDE] = str(os.getpid())
+    gc.unfreeze = lambda: None  # at its end pytest would look through all that the zygote has imported
     leave(int(pytest.main(request["pytest"], plugins=[_Recorder(Path(request["reports"]))])))
 
 
