@@ -253,7 +253,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "model": set(),
         "dataset": {
             *("path", "name", "revision", "split", "streaming", "max_rows", "prompt_column", "filter", "transform"),
-            *("sources", "shuffle", "max_prompt_tokens"),
+            *("sources", "shuffle", "sampling", "max_prompt_tokens"),
         },
         "pipeline": {
             *("trainer_tokens_per_micro_batch", "fill", "fill_timeout_s", "sync_interval"),
