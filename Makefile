@@ -40,7 +40,7 @@ test: rehearse ## run every test
 unit: $(STAMP) ## run the unit tests but for the long ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" tests/unit tests/contract
 
-rehearse: $(STAMP) ## the paths of a GPU on a stand-in that has the host's memory and the CPU's kernels, at most four minutes
+rehearse: $(STAMP) ## the paths of a GPU on a stand-in that has the host's memory and the CPU's kernels, two to three minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/gpu
 
 portable: $(STAMP) ## the unit tests that compute, as on other CPUs, with one and two threads, some ten minutes
