@@ -4,7 +4,7 @@ Guarantee: every record begins with the group's prompt, which is all that the re
 behind it; log-probs of tokens that were not sampled are 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from producer.engine_contract import Completion
 from protocol.wire.messages import FailureReason, Group, MissingReward
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class LeaseFailure(Exception):  # noqa: N818 - a result that travels to the trainer, not a defect
@@ -26,11 +28,16 @@ class LeaseFailure(Exception):  # noqa: N818 - a result that travels to the trai
 
 @dataclass(eq=False)
 class Record:
-    """A sequence that the policy saw, from its first token on. What it did not sample has log-prob 0 and version -1."""
+    """A sequence that the policy saw, from its first token on. What it did not sample has log-prob 0 and version -1. `credit`
+    has the reward of a span at the last sampled token of it, and NaN everywhere else."""
 
     token_ids: list[int]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    credit: NDArray[np.float32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.credit = np.full(len(self.token_ids), np.nan, "<f4")
 
     @classmethod
     def of(cls, prompt_ids: list[int]) -> "Record":
@@ -48,6 +55,7 @@ class Record:
         self.token_ids += rest.token_ids
         self.logprobs = np.concatenate([self.logprobs, rest.logprobs])
         self.versions = np.concatenate([self.versions, rest.versions])
+        self.credit = np.concatenate([self.credit, rest.credit])
 
     @property
     def is_sampled(self) -> NDArray[np.bool_]:
@@ -61,10 +69,24 @@ class Record:
     def first_sampled(self) -> int:
         return int(self.is_sampled.argmax())
 
+    def reward(self, end: int, reward: float) -> None:
+        """Add the reward of a span of which `end` is the place behind its last token. It lies on the last sampled token up to
+        there, or on the first one of the record if there is none."""
+        place = int(np.flatnonzero(self.is_sampled[:end]).max(initial=-1))
+        place = self.first_sampled if place < 0 else place
+        before = 0.0 if np.isnan(self.credit[place]) else float(self.credit[place])
+        self.credit[place] = min(max(before + reward, -_LARGEST), _LARGEST)
+
     def cut(self, length: int) -> "Record":
-        """Return its first tokens, at most `length`, up to the last sampled one among them."""
+        """Return its first tokens, at most `length`, up to the last sampled one among them, which gets the rewards of spans that
+        end behind it."""
         end = int(np.flatnonzero(self.is_sampled[:length]).max(initial=-1)) + 1
-        return Record(self.token_ids[:end], self.logprobs[:end], self.versions[:end])
+        kept = Record(self.token_ids[:end], self.logprobs[:end], self.versions[:end])
+        kept.credit = self.credit[:end].copy()
+        lost = self.credit[end:][~np.isnan(self.credit[end:])]
+        if end and len(lost):
+            kept.reward(end, float(lost.sum(dtype=np.float64)))
+        return kept
 
 
 @dataclass(eq=False)
@@ -84,6 +106,16 @@ class Episode:
         record = Record.of(prompt_ids)
         record.sampled(completion)
         return cls(len(prompt_ids), [record], truncated=completion.truncated)
+
+    def reward_spans(self, spans: Iterable[tuple[int, float]]) -> None:
+        """Add rewards of spans; an end counts the tokens of the last record after the prompt."""
+        for end, reward in spans:
+            self.records[-1].reward(self.prompt_length + end, reward)
+
+    def forget_spans(self) -> None:
+        """Drop all rewards of spans."""
+        for record in self.records:
+            record.credit[:] = np.nan
 
     @property
     def num_sampled(self) -> int:
@@ -164,6 +196,8 @@ def group_message(
     token_ids = np.concatenate([np.array(record.token_ids[start:], "<i4") for record in records])
     sampled = np.concatenate([record.is_sampled[start:] for record in records])
     versions = np.concatenate([_filled(record.versions[start:]) for record in records])
+    credit = np.concatenate([record.credit[start:] for record in records])
+    span_ends = ~np.isnan(credit)
     oldest = int(versions.min())
     return Group(
         lease_id=lease_id,
@@ -180,6 +214,8 @@ def group_message(
         sampled=b"" if sampled.all() else sampled.tobytes(),
         episodes=np.array(numbers, "<i4").tobytes() if len(records) > len(episodes) else b"",
         missing=missing,
+        credit=np.where(span_ends, credit, 0).astype("<f4").tobytes() if span_ends.any() else b"",
+        span_ends=span_ends.tobytes() if span_ends.any() else b"",
     )
 
 

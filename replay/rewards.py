@@ -1,9 +1,9 @@
 """The worth of a group's rewards to the policy, before any tensor is made of them, and the watch for rewards that differ.
 
-Guarantee: `signal(group) > 0` exactly if the group gives some completion an advantage, whatever the baseline and the
-scaling; rewards that differ by float noise only do not count as different. A group of eight takes 20 to 30 microseconds. A run
-whose last groups all had no signal ends with `NoSignalError`, which says what the rewards were and the likely causes; a run that
-merely waits does not.
+Guarantee: `signal(group) > 0` exactly if the group gives some completion, or one of its spans, an advantage, whatever the
+baseline and the scaling; rewards that differ by float noise only do not count as different. A group of eight takes 20 to 30
+microseconds. A run whose last groups all had no signal ends with `NoSignalError`, which says what the rewards were and the
+likely causes; a run that merely waits does not.
 
 Conventions: n completions of a group, F reward functions, F' = F + 1 columns with an overlong punishment and F without;
 NaN means "this function gave none".
@@ -18,12 +18,9 @@ from numpy.typing import NDArray
 
 from protocol.config.run import RunConfig
 from protocol.errors import NoSignalError
+from replay.credit import CreditRecipe
+from replay.deviations import EPSILON, RELATIVE, deviations
 from replay.groups import RolloutGroup
-
-EPSILON = 1e-4
-"""Added to every standard deviation, as TRL does."""
-
-_RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # values closer than this are equal, as in numpy.isclose
 
 
 def weighted_sums(rewards: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -64,6 +61,7 @@ class RewardRecipe:
     weights: NDArray[np.float32]
     aggregation: str = "sum_then_normalize"
     overlong: OverlongPenalty | None = None
+    credit: CreditRecipe | None = None  # None: a token has the advantage of its completion
 
     @classmethod
     def of(cls, config: RunConfig, aggregation: str) -> "RewardRecipe":
@@ -73,7 +71,11 @@ class RewardRecipe:
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
         )
         weights = np.array(config.reward_weights, np.float32)
-        return cls(weights, aggregation, overlong if buffer_tokens else None)
+        section = config.rewards
+        credit = (
+            CreditRecipe(section.credit, section.gamma, section.outcome_weight) if section.credit != "outcome" else None
+        )
+        return cls(weights, aggregation, overlong if buffer_tokens else None, credit)
 
     @cached_property
     def column_weights(self) -> NDArray[np.float32]:
@@ -104,28 +106,22 @@ class RewardRecipe:
 
         `sum_then_normalize`: sum_i |R_i - mean R| over the scored completions, R the weighted sum of the columns.
         `normalize_then_sum`: sum_i |sum_f w_f (r_if - mean_f) / (std_f + eps)|; its last division is by the batch's.
+        With `credit` rewards of spans count beside it.
         """
+        of_outcome = self._signal_of_outcome(group)
+        return of_outcome if self.credit is None else self.credit.signal(group, of_outcome)
+
+    def _signal_of_outcome(self, group: RolloutGroup) -> float:
         columns = self.columns(group)
         if self.aggregation == "sum_then_normalize":
-            deviations, _ = _deviations(weighted_sums(columns, self.column_weights)[:, None])
-            return float(np.abs(deviations).sum())
-        deviations, counts = _deviations(columns.astype(np.float64))
-        std = np.sqrt((deviations * deviations).sum(axis=0) / np.maximum(counts - 1, 1))
-        total = np.abs(deviations @ (self.column_weights / (std + EPSILON)))
-        if total.max() <= _RELATIVE * np.abs(self.column_weights).sum():  # the functions cancel out
+            own, _ = deviations(weighted_sums(columns, self.column_weights)[:, None])
+            return float(np.abs(own).sum())
+        own, counts = deviations(columns.astype(np.float64))
+        std = np.sqrt((own * own).sum(axis=0) / np.maximum(counts - 1, 1))
+        total = np.abs(own @ (self.column_weights / (std + EPSILON)))
+        if total.max() <= RELATIVE * np.abs(self.column_weights).sum():  # the functions cancel out
             return 0.0
         return float(total.sum())
-
-
-def _deviations(columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Compute deviations from the mean of a column's scored values (0 where a value is missing and in columns of equals), and
-    count the scored values: (n, k) -> (n, k), (k,)."""
-    missing = np.isnan(columns)
-    low, high = np.fmin.reduce(columns, axis=0), np.fmax.reduce(columns, axis=0)
-    differ = high - low > _ABSOLUTE + _RELATIVE * np.abs(low)
-    counts = len(columns) - missing.sum(axis=0)
-    means = np.where(missing, 0.0, columns).sum(axis=0) / np.maximum(counts, 1)
-    return np.where(missing | ~differ, 0.0, columns - means), counts
 
 
 class SignalWatch:

@@ -38,13 +38,15 @@ _PROMPT_WIDTH, _COMPLETION_WIDTH = 40, 60
 @dataclass
 class Group:
     """A prompt with its completions, as reward functions get them. Scoring sets `rewards`, float32 (completions, functions)
-    with NaN for missing, and `problem`, the reason why nothing was scored."""
+    with NaN for missing, `spans`, the ends in tokens and the rewards of each completion's spans, and `problem`, the reason why
+    nothing was scored."""
 
     prompt: Any
     columns: dict[str, Any]
     completions: list[Any]
     completion_ids: list[list[int]]
     rewards: NDArray[np.float32] = field(init=False)
+    spans: Sequence[list[tuple[int, float]]] = ()
     problem: str = ""
 
 
@@ -55,6 +57,7 @@ class Trial:
     names: tuple[str, ...]
     weights: list[float]
     groups: list[Group]
+    by_span: bool = False  # spans that differ are a signal
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -159,11 +162,13 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     rewards = config.rewards.computed
     if not rewards.functions:
         raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")
-    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups)
+    by_span = rewards.credit == "per_step"
+    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, by_span)
 
     async def score(pool: RewardPool, group: Group) -> None:
         try:
-            group.rewards, *_ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+            found = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+            group.rewards, group.spans = found.rewards, found.spans
         except LeaseFailure as failure:
             group.rewards = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
             group.problem = failure.detail
@@ -172,7 +177,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
         pool = RewardPool(rewards, trial)
         try:
             await pool.start()
-            pool.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
+            pool.read_with(tokenizer, config.dataset.chat_template_kwargs)
             await asyncio.gather(*(score(pool, group) for group in groups))
         finally:
             await pool.close()
@@ -188,13 +193,18 @@ def report(trial: Trial) -> dict[str, Any]:
     for number, group in enumerate(trial.groups, 1):
         totals = weighted_sums(group.rewards, np.array(trial.weights))
         known = totals[~np.isnan(totals)]
-        has_signal = len(known) > 1 and not np.allclose(known, known[0], rtol=1e-5, atol=1e-8)
+        of_spans = np.array([reward for spans in group.spans for _, reward in spans if trial.by_span])
+        has_signal = any(
+            len(each) > 1 and not np.allclose(each, each[0], rtol=1e-5, atol=1e-8) for each in (known, of_spans)
+        )
         rows = [
             {"completion": completion, "rewards": dict(zip(trial.names, values, strict=True)), "sum": total}
             for completion, values, total in zip(
                 group.completions, group.rewards.tolist(), totals.tolist(), strict=True
             )
         ]
+        for row, spans in zip(rows, group.spans, strict=False):
+            row |= {"spans": sorted(spans)} if spans else {}
         found = {"signal": has_signal, "problem": group.problem or None}
         groups.append({"prompt": group.prompt, "completions": rows} | found)
         if group.problem:
@@ -219,12 +229,15 @@ def report(trial: Trial) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    table = Table("prompt", "completion", *found["rewards"], "sum", title="Completions")
+    has_spans = any("spans" in row for group in found["groups"] for row in group["completions"])
+    more = ["spans, to token"] if has_spans else []
+    table = Table("prompt", "completion", *found["rewards"], "sum", *more, title="Completions")
     for group in found["groups"]:
         prompt = _short(group["prompt"], _PROMPT_WIDTH)
         for row in group["completions"]:
             shown = [_number(value) for value in (*row["rewards"].values(), row["sum"])]
-            table.add_row(prompt, _short(row["completion"], _COMPLETION_WIDTH), *shown)
+            spans = [", ".join(f"{end}: {reward:.4g}" for end, reward in row.get("spans", ()))] if has_spans else []
+            table.add_row(prompt, _short(row["completion"], _COMPLETION_WIDTH), *shown, *spans)
             prompt = Text("")
         table.add_section()
     console.print(table)

@@ -102,7 +102,7 @@ def importance_factors(
         current: float (B, T), log π. Equal to `proximal` in the first update over a batch.
         proximal: float (B, T), log p.
         behaviour: float (B, T), log b; NaN where the sampler gave none.
-        advantages: float (B,).
+        advantages: float (B,), or (B, T).
         mask: (B, T), 1 for tokens in the loss.
     """
     current, proximal, in_loss = current.detach(), proximal.detach(), mask.bool()
@@ -180,4 +180,4 @@ def moved_away(
     if bound is None:
         return torch.zeros_like(current, dtype=torch.bool)
     difference = current.exp() - behaviour.exp()
-    return (difference.abs() > bound) & (difference.sign() == advantages[:, None].sign())
+    return (difference.abs() > bound) & (difference.sign() == advantages.view(len(current), -1).sign())

@@ -110,7 +110,7 @@ def policy_losses(
     options: Any, batch: MicroBatch, current: torch.Tensor, factors: Factors
 ) -> tuple[torch.Tensor, Seen]:
     """Return losses (B, T), or (B, 1) where all tokens of a completion share one."""
-    mask, advantages = loss_mask(batch), batch["advantages"][:, None]
+    mask, advantages = loss_mask(batch), batch["advantages"].view(len(current), -1)
     log_ratio = current - _proximal(batch, current)
     ratio = _level_ratio(options, log_ratio, mask)
     low, high = options.epsilon, options.epsilon if options.epsilon_high is None else options.epsilon_high

@@ -30,9 +30,10 @@ from consumer.learn.tree import Row, shared_beginnings, tree_order
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
+from replay.deviations import EPSILON
 from replay.groups import RolloutGroup
 from replay.journal.schema import MicroBatchPlan
-from replay.rewards import EPSILON, RewardRecipe
+from replay.rewards import RewardRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class _Row(NamedTuple):
     prompt_ids: NDArray[np.int32]
     completion_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    advantage: float  # of the completion
+    advantage: float | NDArray[np.float64]  # of the completion, or of each token
     in_loss: bool  # in the loss
     sampled: NDArray[np.bool_] | None  # None: all of it
 
@@ -136,9 +137,9 @@ class BatchRecipe:
             dealt_by: tokens of a micro-batch by which rows are dealt out to the ranks, where it is not `max_tokens`.
 
         Each has `row` (B,), by which rows are found again in another cut of the batch, `prompt_ids`, `prompt_mask` (left-padded),
-        `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch`
-        (tokens in the loss, of the whole step). Where there are tokens that the policy did not sample, it has TRL's `tool_mask`,
-        0 for them.
+        `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,), or (B, T) where spans
+        have rewards (`rewards.credit`), and `num_items_in_batch` (tokens in the loss, of the whole step). Where there are tokens
+        that the policy did not sample, it has TRL's `tool_mask`, 0 for them.
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
@@ -172,7 +173,7 @@ class BatchRecipe:
     def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
-        return row.in_loss and (bool(row.advantage) or not self.only_advantages)
+        return row.in_loss and (bool(np.any(row.advantage)) or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
         """Return float32 (N,), of the completions in the order of the groups."""
@@ -186,14 +187,15 @@ class BatchRecipe:
         )
 
     def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
-        values = self.advantages_of(groups).tolist()
+        values, credit = self.advantages_of(groups), self.rewards.credit
         result = list[_Row]()
-        for first, group in zip(range(0, len(values), self.num_generations), groups, strict=True):
+        for of_group, group in zip(values.split(self.num_generations), groups, strict=True):
+            own = of_group.tolist() if credit is None else credit.advantages(group, of_group.double().numpy())
             for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
                 completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
                 sampled = None if group.sampled is None else group.sampled[tokens]
                 in_loss = not (cut and self.mask_truncated)
-                advantage = values[first + completion]
+                advantage = own[completion if credit is None else tokens]
                 result.append(
                     _Row(len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled)
                 )
@@ -211,6 +213,8 @@ class BatchRecipe:
             "completion_mask": np.zeros((num_rows, width), np.int64),
             "sampling_per_token_logps": np.zeros((num_rows, width)),
         }
+        if self.rewards.credit is not None:
+            batch["advantages"] = np.zeros((num_rows, width))
         if any(row.sampled is not None for row in rows):
             batch["tool_mask"] = np.ones((num_rows, width), np.int64)
         for i, row in enumerate(rows):
@@ -222,10 +226,13 @@ class BatchRecipe:
             batch["sampling_per_token_logps"][i, :end] = row.logprobs
             if row.sampled is not None:
                 batch["tool_mask"][i, :end] = row.sampled
+            if self.rewards.credit is not None:
+                batch["advantages"][i, :end] = row.advantage
+        if self.rewards.credit is None:
+            batch["advantages"] = np.array([row.advantage for row in rows])
+        real = torch.get_default_dtype()
         tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
-        tensors["advantages"] = torch.tensor([row.advantage for row in rows])
-        logprobs = tensors["sampling_per_token_logps"].to(tensors["advantages"].dtype)  # torch's default
-        return tensors | {"sampling_per_token_logps": logprobs}
+        return {name: each.to(real) if each.is_floating_point() else each for name, each in tensors.items()}
 
 
 def combined_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

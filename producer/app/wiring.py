@@ -313,7 +313,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
         trust_remote_code=config.model.trust_remote_code,
         without_torch=config.engine_server is not None,
     )
-    rewards.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
+    rewards.read_with(tokenizer, config.dataset.chat_template_kwargs)
     max_groups = most_groups(can.max_num_seqs, config.sampling.num_generations)
     admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
     limit = config.transport.max_message_bytes

@@ -25,6 +25,7 @@ from protocol.runtime.logs import Throttle
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
+_METHODS = {"reward": "get_reward", "turn_reward": "get_turn_reward"}
 
 
 class EnvironmentFailedError(Exception):
@@ -53,13 +54,17 @@ class EnvironmentSession:
         """Return the environment's own reward of the episode."""
         return (await self._ask(Call("reward"))).value  # type: ignore[no-any-return]
 
-    async def describe(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the JSON schemas of the tools, and whether there is a `get_reward`."""
-        tools, has_reward = (await self._ask(Call("describe"))).value
-        return tools, has_reward
+    async def turn_reward(self) -> float | None:
+        """Return the environment's own reward of the last turn."""
+        return (await self._ask(Call("turn_reward"))).value  # type: ignore[no-any-return]
+
+    async def describe(self) -> tuple[list[dict[str, Any]], bool, bool]:
+        """Return the JSON schemas of the tools, and whether there is a `get_reward`, and a `get_turn_reward`."""
+        tools, has_reward, rewards_turns = (await self._ask(Call("describe"))).value
+        return tools, has_reward, rewards_turns
 
     async def _ask(self, call: Call) -> Answer:
-        what = f"tool {call.name}" if call.kind == "tool" else {"reward": "get_reward"}.get(call.kind, call.kind)
+        what = f"tool {call.name}" if call.kind == "tool" else _METHODS.get(call.kind, call.kind)
         if not self.is_usable:
             raise EnvironmentFailedError(f"{what}: the process of the environment has ended")
         self.is_usable = False  # until it has answered
@@ -80,7 +85,8 @@ class EnvironmentSession:
 
 
 class EnvironmentPool:
-    """Keeps the processes of `environment.factory`. `tools` has the JSON schemas of the tools after the start."""
+    """Keeps the processes of `environment.factory`. After the start `tools` has the JSON schemas of the tools, and
+    `rewards_turns` says whether turns have rewards of their own."""
 
     def __init__(self, section: EnvironmentSection) -> None:
         assert section.factory is not None
@@ -92,13 +98,14 @@ class EnvironmentPool:
         self._idle: list[ChildProcess] = []
         self._children = ChildProcesses(Throttle(logger))
         self.tools: list[dict[str, Any]] = []
+        self.rewards_turns = False
 
     async def start(self) -> None:
         """Start the first environment and ask it for its tools. Raise ConfigError if it cannot be imported or made, its tools
         have no schemas, or it does not fit the configuration."""
         try:
             async with self.session() as environment:
-                self.tools, has_reward = await environment.describe()
+                self.tools, has_reward, self.rewards_turns = await environment.describe()
         except EnvironmentFailedError as error:
             raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
         if has_reward != (self._section.reward_weight is not None):

@@ -18,14 +18,14 @@ from protocol.config.functions import ENVIRONMENT_PLUGINS, is_plugin, load_funct
 from protocol.errors import ConfigError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
-_NOT_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request. `describe` asks for a JSON schema of each tool, and for the existence of a `get_reward`; the others are the
-    calls of TRL's trainer to an environment."""
+    """A request. `describe` asks for a JSON schema of each tool, and for the existence of `get_reward` and `get_turn_reward`;
+    the others are the calls of TRL's trainer to an environment, and `turn_reward`."""
 
-    kind: Literal["describe", "reset", "tool", "reward"]
+    kind: Literal["describe", "reset", "tool", "reward", "turn_reward"]
     name: str = ""
     arguments: dict[str, Any] = {}
 
@@ -64,13 +64,14 @@ class Environment:
                 case "describe":
                     from transformers.utils import get_json_schema  # takes seconds, and only the first process is asked
 
-                    return Answer(
-                        [[get_json_schema(tool) for tool in self._tools.values()], "get_reward" in self._names]
-                    )
+                    schemas = [get_json_schema(tool) for tool in self._tools.values()]
+                    return Answer([schemas, "get_reward" in self._names, "get_turn_reward" in self._names])
                 case "reset":
                     return Answer(_observation(self._run(self._instance.reset, call.arguments)))
                 case "reward":
-                    return Answer(_number(self._run(self._instance.get_reward, {})))
+                    return Answer(_number(self._run(self._instance.get_reward, {}), "get_reward"))
+                case "turn_reward":
+                    return Answer(_number(self._run(self._instance.get_turn_reward, {}), "get_turn_reward"))
                 case "tool":
                     return self._tool(call)
         except Exception:
@@ -118,12 +119,12 @@ def _observation(value: Any) -> str | list[Any] | None:
     raise TypeError(f"reset returned a {type(value).__name__}; return text, a list of content parts, or None")
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any, method: str) -> float | None:
     if value is None:
         return None
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"get_reward returned {number}; return a finite number, or None for missing")
+        raise ValueError(f"{method} returned {number}; return a finite number, or None for missing")
     return number
 
 

@@ -12,14 +12,16 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.groups import LeaseFailure
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
+from producer.rewards.spans import Spans
 from producer.rewards.thinking import Thinking, view, with_hidden_rows
 from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
@@ -55,6 +57,7 @@ class Scored(NamedTuple):
     rewards: NDArray[np.float32]  # (completions, functions), NaN for missing
     seconds: float  # that it took
     failures: RewardFailures
+    spans: Sequence[list[tuple[int, float]]] = ()  # of each completion: ends in tokens, and rewards times their weights
 
 
 class RewardObserver(Protocol):
@@ -73,6 +76,7 @@ class RewardPool:
         self._observer = observer
         self._warn = Throttle(logger)
         self._thinking: Thinking | None = None
+        self._tokenizer: Any = None
         self._sources = sources_of(section)
         self._pools = {source.workers for source in self._sources if isinstance(source, WorkerReward)}
         self._limiters = {
@@ -94,8 +98,9 @@ class RewardPool:
         services = [source.close() for source in self._sources if isinstance(source, HttpReward)]
         await asyncio.gather(*(pool.close() for pool in self._pools), *services)
 
-    def read_thinking(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
-        """Prepare to read reasoning; call it before the first `score`."""
+    def read_with(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
+        """Prepare to read reasoning, and spans in characters; call it before the first `score`."""
+        self._tokenizer = tokenizer
         if self._section.reads_thinking:
             self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
@@ -108,14 +113,16 @@ class RewardPool:
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None
         if self._section.reads_thinking:
-            assert self._thinking is not None, "call read_thinking first"
+            assert self._thinking is not None, "call read_with first"
             counts = self._section.counts_reasoning
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
         views = [view(self._section, function, job, reasoning) for function in functions]
         answers = await self._ask_all([seen for seen, _ in views])
         rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
         excluded, problems, failed = set[int](), list[str](), RewardFailures()
-        for column, (function, (_, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
+        spans: list[list[tuple[int, float]]] = [[] for _ in completions]
+        for column, (function, (seen, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
+            answer = await asyncio.to_thread(self._in_tokens, answer, seen) if answer.spans else answer
             scores = with_hidden_rows(answer, hidden)
             unseen = {row for row, reward in hidden.items() if math.isnan(reward)}
             if unseen:
@@ -129,11 +136,28 @@ class RewardPool:
                 rewards[:, column] = scores.rewards
                 for row, why in scores.failed.items():
                     failed.add(function.name, *why, [row])
+                for row, found in scores.spans.items() if function.weight else ():
+                    spans[row] += zip(found.ends, (function.weight * reward for reward in found.rewards), strict=True)
             problems += [self._failed(function, prompt, *failure) for failure in failures]
         rewards[list(excluded)] = np.nan
+        spans = [[] if row in excluded else each for row, each in enumerate(spans)]
         if problems and np.isnan(rewards).all():
             raise LeaseFailure("reward_failed", "\n".join(problems))
-        return Scored(rewards, time.monotonic() - started, failed)
+        return Scored(rewards, time.monotonic() - started, failed, spans)
+
+    def _in_tokens(self, scores: Scores, job: Job) -> Scores:
+        """Return the scores with the ends of all spans in tokens; where that cannot be, the completion failed."""
+        rewards, failed, spans = list(scores.rewards or ()), dict(scores.failed), dict[int, Spans]()
+        for row, found in scores.spans.items():
+            try:
+                spans[row] = found.in_tokens(job.completions[row], job.completion_ids[row], self._decode)
+            except ValueError as error:
+                rewards[row], failed[row] = math.nan, ("invalid", f"reward {row} {error}")
+        return msgspec.structs.replace(scores, rewards=rewards, failed=failed, spans=spans)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)  # as completions are decoded
+        return text
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
         """Ask every function, in order. The workers' asynchronous functions are awaited together, as in TRL."""

@@ -4,7 +4,8 @@ Guarantee: a source returns scores or a reason within its limit. A service gets 
 and at most `max_answer_bytes` are read. An answer of another form is a failure with that reason.
 
     POST URL  {"prompt": ..., "completions": [...], "completion_ids": [[...]], "columns": {"answer": ...}}
-    200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing
+    200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing, or spans:
+              {"rewards": [{"tokens": [[3, 0.5], [9, 1.0]]}, ...]}
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class WorkerReward:
 
 
 class _Answer(msgspec.Struct):
-    rewards: list[float | None]
+    rewards: list[float | dict[str, list[tuple[int, float]]] | None]
 
 
 class HttpReward:
@@ -89,13 +90,13 @@ class HttpReward:
                 asyncio.timeout(limit_s),
                 self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as response,
             ):
-                return await self._read(response, len(job.completions))
+                return await self._read(response, job)
         except TimeoutError:
             return _failed(f"did not answer within {limit_s:g} seconds", "timeout")
         except (aiohttp.ClientError, OSError) as error:
             return _failed(f"could not be reached: {error or type(error).__name__}", "unavailable")
 
-    async def _read(self, response: "ClientResponse", count: int) -> Scores:
+    async def _read(self, response: "ClientResponse", job: Job) -> Scores:
         content, status = bytearray(), response.status
         async for part in response.content.iter_any():
             content += part
@@ -109,7 +110,7 @@ class HttpReward:
             answer = msgspec.json.decode(content, type=_Answer)
         except UNREADABLE as error:
             return _failed(f'sent another answer than {{"rewards": [...]}}: {error}', "invalid")
-        return checked(answer.rewards, count)
+        return checked(answer.rewards, job)
 
 
 def _body(job: Job) -> bytes:

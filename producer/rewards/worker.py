@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from producer.rewards.spans import FLOAT32_MAX, Spans
 from protocol.config.functions import load_function, make_plugin
 from protocol.errors import ConfigError, DeviceError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
 Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
-FLOAT32_MAX = 3.4028234663852886e38
 _MAX_PROBLEM_CHARS = 500
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 _KILLED_FIRST = "1000"  # of oom_score_adj: when the host is out of memory, a worker goes before the engine
@@ -62,7 +62,8 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """The scores of one function: a float per completion (NaN for missing), or the reason for having none."""
+    """The scores of one function: a float per completion (NaN for missing), or the reason for having none. A completion with
+    `spans` is worth their sum."""
 
     rewards: list[float] | None
     problem: str = ""
@@ -70,6 +71,7 @@ class Scores(msgspec.Struct, frozen=True):
     failed: dict[int, tuple[Failure, str]] = {}  # completions that failed alone, by index; their rewards are NaN
     seconds: float = 0.0  # that the function took, if the worker knows
     is_final: bool = False  # whether another attempt would give the same
+    spans: dict[int, Spans] = {}  # by completion
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -136,7 +138,7 @@ async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> 
     started = time.monotonic()
     try:
         async with asyncio.timeout(limit_s) as limit:
-            scores = checked(await function(**_arguments(job)), len(job.completions))
+            scores = checked(await function(**_arguments(job)), job)
     except Exception:
         late = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
         scores = late if limit.expired() else Scores(None, raised())
@@ -149,7 +151,7 @@ def _score(function: Callable[..., Any], job: Job) -> Scores:
         returned = function(**_arguments(job))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
-        scores = checked(returned, len(job.completions))
+        scores = checked(returned, job)
     except MemoryError:
         scores = Scores(None, "ran out of memory", "memory")
     except Exception:
@@ -166,9 +168,9 @@ def _arguments(job: Job) -> dict[str, Any]:
     return ours | repeated
 
 
-def checked(returned: Any, count: int) -> Scores:
-    """Return the scores in the value that a function returned: a number, None or an exception for each completion."""
-    problem = ""
+def checked(returned: Any, job: Job) -> Scores:
+    """Return the scores in the value that a function returned: a number, spans, None or an exception for each completion."""
+    problem, count = "", len(job.completions)
     if not isinstance(returned, list | tuple):
         problem = f"returned a {type(returned).__name__}; return a list with one number or None per completion"
     elif len(returned) != count:
@@ -177,19 +179,23 @@ def checked(returned: Any, count: int) -> Scores:
         return Scores(None, problem, "invalid")
     rewards = [math.nan] * count
     failed: dict[int, tuple[Failure, str]] = {}
+    spans: dict[int, Spans] = {}
     for index, reward in enumerate(returned):
         if isinstance(reward, Exception):
             detail = f"reward {index}: {reward!s:.{_MAX_PROBLEM_CHARS}}"
             failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", detail
         elif reward is not None:
             try:
+                if isinstance(reward, dict):
+                    spans[index] = Spans.of(reward, job.completions[index], len(job.completion_ids[index]))
+                    reward = sum(spans[index].rewards)
                 rewards[index] = _number(reward)
             except ValueError as error:
                 failed[index] = "invalid", f"reward {index} {error}"
     if failed and len(failed) == count:
         reason, problem = failed[0]
         return Scores(None, problem, reason)
-    return Scores(rewards, failed=failed)
+    return Scores(rewards, failed=failed, spans={row: each for row, each in spans.items() if row not in failed})
 
 
 def _number(reward: Any) -> float:

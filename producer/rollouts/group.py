@@ -51,16 +51,19 @@ class GroupBuilder:
         rewards = np.empty((len(rollouts.episodes), len(is_included)), np.float32)
         rewards[:, is_included] = rollouts.own_rewards
         if not is_included.all():
-            rewards[:, ~is_included], reward_s, failures = await self.rewards.score(
+            rewards[:, ~is_included], reward_s, failures, spans = await self.rewards.score(
                 lease.prompt,
                 rollouts.completions,
                 [episode.token_ids for episode in rollouts.episodes],
                 lease.columns,
             )
+            for episode, found in zip(rollouts.episodes, spans, strict=False):  # none of them has any: no spans at all
+                episode.reward_spans(found)
         rewards[has_failed] = np.nan
         for number, episode in enumerate(rollouts.episodes):
             if episode.failure:
                 failures.add("", "environment", episode.failure, [number])
+                episode.forget_spans()
         self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
         limit = lease.sampling.max_completion_length
         message: Group = await self.in_thread(

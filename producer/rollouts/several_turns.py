@@ -99,9 +99,11 @@ class PlayedRollouts:
         for turn in range(1, self.section.max_turns + 1):
             ended_by, calls = await self._turn(lease.sampling, sample, episode, messages, num_calls)
             episode.messages = messages[first:]
-            if not calls or turn == self.section.max_turns:
-                break
+            calls = calls if turn < self.section.max_turns else []
             answers = [await self._answer(environment, call, num_calls + place) for place, call in enumerate(calls)]
+            await self._reward_turn(environment, episode.records[-1])
+            if not answers:
+                break
             num_calls += len(answers)
             messages += answers
             following = await self.chat.in_thread(self.chat.go_on, text, messages, len(answers), ended_by)
@@ -114,6 +116,12 @@ class PlayedRollouts:
                 episode.reward = await environment.reward()
             except EnvironmentFailedError as error:
                 self._warn("reward", f"the environment's reward is missing: {error}")
+
+    async def _reward_turn(self, environment: EnvironmentSession, record: Record) -> None:
+        """Put the reward of the turn with which the record ends on its last token."""
+        weight = 1.0 if self.section.reward_weight is None else self.section.reward_weight
+        if self.pool.rewards_turns and weight and (reward := await environment.turn_reward()) is not None:
+            record.reward(len(record.token_ids), weight * reward)
 
     async def _turn(
         self, sampling: Sampling, sample: Sample, episode: Episode, messages: list[dict[str, Any]], num_calls: int

@@ -267,6 +267,15 @@ class RewardsSection(Section):
         None,
         description="GPU that functions may use, counted as for --gpu. Default: none.",
     )
+    credit: Literal["outcome", "per_turn", "per_step"] = Field(
+        "outcome",
+        description="What credits a token: its completion's reward, or also those of turns, or of spans, from its own on. "
+        "See docs/algorithms.md.",
+    )
+    gamma: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="Discount of the next turn's or span's reward.")
+    outcome_weight: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Weight of the completion's advantage beside these."
+    )
     thinking: ThinkingSection = Field(default_factory=lambda: ThinkingSection(), description="Models that think aloud.")
 
     @field_validator("functions")
@@ -279,6 +288,11 @@ class RewardsSection(Section):
                     f"two reward functions are called {name!r}: metrics need different names; give one a `name`"
                 )
         return functions
+
+    def problems(self) -> Problems:
+        for key in ("gamma", "outcome_weight") if self.credit == "outcome" else ():
+            if getattr(self, key) != 1.0:
+                yield f"{key} is for credit: per_turn or per_step; set credit, or remove it"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -65,6 +65,16 @@ class Silent:
         pass
 
 
+class Encouraging(Silent):
+    """Rewards turns."""
+
+    def __init__(self) -> None:
+        self.rewards = iter([0.5, None, float("nan")])
+
+    def get_turn_reward(self) -> float | None:
+        return next(self.rewards)
+
+
 class NoReset:
     pass
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from protocol.config.run import RunConfig
+from replay.deviations import EPSILON
 from replay.groups import RolloutGroup
-from replay.rewards import EPSILON, OverlongPenalty, RewardRecipe
+from replay.rewards import OverlongPenalty, RewardRecipe
 
 NAN = math.nan
 

@@ -49,6 +49,20 @@ def test_what_no_producer_could_be_leased_is_refused_with_its_line(tmp_path: Pat
         given(tmp_path / "given.jsonl", no_tokens)
 
 
+def test_spans_are_reported_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": "a", "completions": ["one", "b"]}))
+    groups = given(tmp_path / "given.jsonl", no_tokens)
+    groups[0].rewards, groups[0].spans = np.zeros((2, 1), np.float32), [[(7, 1.0), (3, 0.25)], []]
+    found = report(Trial(("right",), [1.0], groups))
+    first, second = found["groups"][0]["completions"]
+    assert first["spans"] == [(3, 0.25), (7, 1.0)]
+    assert "spans" not in second
+    assert not found["groups"][0]["signal"]
+    assert report(Trial(("right",), [1.0], groups, by_span=True))["groups"][0]["signal"]
+    show(found, Console(width=120))
+    assert "3: 0.25, 7: 1" in capsys.readouterr().out
+
+
 def test_a_completion_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"prompt": "a", "completions": ["\x1b[2Jgone\r\n", "b"]}
     (tmp_path / "given.jsonl").write_text(json.dumps(row))

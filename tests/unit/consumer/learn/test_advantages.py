@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from consumer.learn.micro_batches import advantages, centred
 from protocol.runtime.processes import block_import
-from replay.rewards import EPSILON, RewardRecipe
+from replay.deviations import EPSILON
+from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import GRPOTrainer, trl_inputs, trl_trainer
 

@@ -16,6 +16,7 @@ from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
 from protocol.config.learning import CorrectionSection
 from tests.unit.consumer.builders import run_config
+from tests.unit.consumer.learn.test_credit_steps import rewarded
 from tests.unit.consumer.learn.test_loss_parity import LOSS_TYPES, off_policy, some_groups
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
 from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slipstream_trainer
@@ -56,8 +57,9 @@ Trainers = list[SlipstreamTrainer]
 def trainers_of(tmp_path: Path, one_layer_model: Path) -> Callable[[int, dict[str, Any]], Trainers]:
     """Makes one that is alone, and so many ranks."""
 
-    def made(world: int, options: dict[str, Any]) -> Trainers:
-        config = run_config(tmp_path, one_layer_model, trainer=options, correction={"ratio_max": 1.5})
+    def made(world: int, options: dict[str, Any], **rewards: Any) -> Trainers:
+        correction = {"ratio_max": 1.5}
+        config = run_config(tmp_path, one_layer_model, trainer=options, correction=correction, rewards=rewards)
         return [slipstream_trainer(config, one_layer_model) for _ in range(1 + world)]
 
     return made
@@ -71,7 +73,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, one_layer_model: Path) -> Tr
 
 
 def assert_same(alone: SlipstreamTrainer, *trainers: SlipstreamTrainer) -> None:
-    groups = off_policy(alone, some_groups(3))
+    groups = rewarded(off_policy(alone, some_groups(3)))
     loss, gradient, metrics = of_step(alone, groups)
     assert gradient.abs().max() > 1e-4
 
@@ -101,6 +103,14 @@ def test_a_step_of_several_ranks(trainers_of: Callable[..., Trainers], name: str
 @pytest.mark.long
 def test_ranks_without_rows(trainers_of: Callable[..., Trainers]) -> None:
     assert_same(*trainers_of(16, {}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("credit", ["per_turn", "per_step"])
+def test_rewards_of_spans(trainers_of: Callable[..., Trainers], credit: str) -> None:
+    alone, *trainers = trainers_of(4, {}, credit=credit, gamma=0.5)
+    for world in (2, 3, 4):
+        assert_same(alone, *trainers[:world])
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -81,15 +81,24 @@ async def test_as_many_at_once_as_there_may_be(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tools_are_described_as_transformers_describes_functions() -> None:
-    tools, has_reward = Environment(SHOP, {}).answer(Call("describe")).value
-    assert has_reward
+    tools, has_reward, rewards_turns = Environment(SHOP, {}).answer(Call("describe")).value
+    assert (has_reward, rewards_turns) == (True, False)
     assert [tool["function"]["name"] for tool in tools] == ["buy", "die", "hang", "wait"]
     assert tools[0]["function"]["parameters"] == {
         "type": "object",
         "properties": {"count": {"type": "integer", "description": "How many."}},
         "required": ["count"],
     }
-    assert Environment("tests.unit.producer.toys:Silent", {}).answer(Call("describe")).value == [[], False]
+    assert Environment("tests.unit.producer.toys:Silent", {}).answer(Call("describe")).value == [[], False, False]
+
+
+def test_a_method_that_rewards_turns_is_no_tool() -> None:
+    environment = Environment("tests.unit.producer.toys:Encouraging", {})
+    assert environment.answer(Call("describe")).value == [[], False, True]
+    assert environment.answer(Call("turn_reward")) == Answer(0.5)
+    assert environment.answer(Call("turn_reward")) == Answer(None)
+    assert "get_turn_reward returned nan" in environment.answer(Call("turn_reward")).problem
+    assert environment.answer(Call("tool", "get_turn_reward")).raised
 
 
 def test_only_text_lists_and_finite_numbers_come_out() -> None:

@@ -142,7 +142,7 @@ def with_pool(
 
 def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
     async def use(pool: RewardPool) -> np.ndarray:
-        rewards, _, failures = await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"})
+        rewards, _, failures, _ = await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"})
         seen.missing = failures.entries()
         return rewards
 

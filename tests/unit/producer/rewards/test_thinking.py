@@ -98,8 +98,8 @@ def test_the_pool_strips_counts_and_scores_what_never_ends(unclosed, last):
     texts = ["<think>ab</think>42", "42", "<think>4"]
 
     async def score(pool: RewardPool) -> np.ndarray:
-        pool.read_thinking(made, {})
-        rewards, _, failures = await pool.score(
+        pool.read_with(made, {})
+        rewards, _, failures, _ = await pool.score(
             "p", texts, [made(text)["input_ids"] for text in texts], {"answer": "42"}
         )
         expected = [("exact_match", "unclosed", (2,))] if unclosed == "missing" else []

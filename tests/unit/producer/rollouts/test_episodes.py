@@ -50,6 +50,11 @@ class Environment:
         self.sum += arguments["a"]
         return str(self.sum), False
 
+    async def turn_reward(self) -> float | None:
+        if self.sum == 11:
+            raise EnvironmentFailedError("get_turn_reward returned nan")
+        return float(self.sum) if self.sum else None
+
     async def reward(self) -> float | None:
         if self.sum == 13:
             raise EnvironmentFailedError("get_reward raised")
@@ -60,6 +65,7 @@ class Pool:
     def __init__(self) -> None:
         self.resets: list[dict[str, Any]] = []
         self.failing_resets = self.failing_starts = 0
+        self.rewards_turns = False
 
     @asynccontextmanager
     async def session(self):
@@ -204,6 +210,33 @@ def test_a_failed_episode_keeps_what_was_sampled_and_is_not_scored(argument: int
 def test_a_reward_that_failed_is_missing_alone() -> None:
     rollouts = Setup(['{"add": {"a": 13}}', "13"], ["7"]).generate()
     np.testing.assert_array_equal(rollouts.own_rewards, [[math.nan], [0.0]])
+
+
+def turn_rewards(*scripts: list[str], **changes: Any) -> list[Episode]:
+    setup = Setup(*scripts, **changes)
+    setup.pool.rewards_turns = True
+    return setup.play()
+
+
+def test_the_reward_of_a_turn_lies_on_its_last_token() -> None:
+    call = '{"add": {"a": 5}}'  # a turn of 18 tokens, behind which 21 are shown
+    first, second = turn_rewards([call, call, "10"], ["7"], reward_weight=0.5)
+    [record] = first.records
+    ends = np.flatnonzero(~np.isnan(record.credit))
+    assert (ends - first.prompt_length).tolist() == [17, 56, 81]
+    assert record.is_sampled[ends].all()
+    assert record.credit[ends].tolist() == [2.5, 5.0, 5.0], "half of the sums 5, 10 and 10"
+    assert np.isnan(second.records[0].credit).all(), "None is no reward"
+    for changes in ({"reward_weight": 0.0}, {"max_turns": 1}):
+        unrewarded, _ = turn_rewards([call, "never"], ["7"], **changes)
+        assert np.isnan(unrewarded.records[0].credit).all()
+
+
+def test_a_reward_of_a_turn_that_fails_fails_the_episode_which_keeps_its_tokens() -> None:
+    failed, other = turn_rewards(['{"add": {"a": 11}}', "never"], ["7"])
+    assert "get_turn_reward returned nan" in failed.failure
+    assert sampled_text(failed) == ['{"add": {"a": 11}}<|end|>']
+    assert not other.failure
 
 
 def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:

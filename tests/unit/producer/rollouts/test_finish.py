@@ -25,7 +25,7 @@ class Rewards:
     async def score(self, prompt, completions, completion_ids, columns):
         self.calls += 1
         assert (completions, completion_ids, columns) == (["a", "b"], [[10], [12]], {"answer": "2"})
-        return Scored(np.array([[7.0], [8.0]], "f4"), 0.25, RewardFailures())
+        return Scored(np.array([[7.0], [8.0]], "f4"), 0.25, RewardFailures(), [[(1, 7.0)], [(1, 8.0)]])
 
 
 class Setup:
@@ -70,6 +70,13 @@ def test_rewards_stand_in_the_order_of_the_file_and_only_missing_columns_are_com
     assert rewards_of(group) == expected
     assert setup.rewards.calls == ("computed" in columns)
     assert (setup.progress.stage, setup.progress.reason) == ("scoring", "reward_failed")
+
+
+def test_spans_are_rewarded_but_not_those_of_failed_episodes():
+    for failures, expected in (((), [7, 8]), (("", "it hangs"), [7, 0])):
+        group = Setup(("computed", "environment"), ("environment",)).group([[1], [0]], *failures)
+        assert np.frombuffer(group.credit, "<f4").tolist() == expected
+        assert group.span_ends == bytes([1, expected[1] > 0])
 
 
 def test_what_was_sampled_is_counted_once_without_what_was_shown():

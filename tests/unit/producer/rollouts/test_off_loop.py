@@ -80,6 +80,8 @@ async def test_prompts_and_completions() -> None:
 @asynchronous
 async def test_episodes() -> None:
     class Pool:
+        rewards_turns = False
+
         @asynccontextmanager
         async def session(self) -> Any:
             async def reset(_: object) -> None: ...

@@ -1,0 +1,86 @@
+"""Rewards of parts of a completion, as a reward function returns them in place of a number.
+
+Guarantee: spans that exist end one behind the other, within the completion, and have finite rewards; what is refused is named
+with its place.
+
+    {"tokens": [(end, reward), ...]}       `end`: number of tokens of `completion_ids` up to the end of the span
+    {"characters": [(end, reward), ...]}   number of characters of the completion's text
+
+A span begins where the one before it ends, the first with the completion.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import msgspec
+
+FLOAT32_MAX = 3.4028234663852886e38
+_Unit = Literal["tokens", "characters"]
+
+
+class Spans(msgspec.Struct, frozen=True):
+    """The spans of one completion."""
+
+    unit: _Unit
+    ends: list[int]
+    rewards: list[float]
+
+    @classmethod
+    def of(cls, returned: dict[Any, Any], completion: Any, num_tokens: int) -> "Spans":
+        """Check what a function returned for a completion of so many tokens. Raise ValueError if it is not of that form."""
+        unit, pairs = next(iter(returned.items()), ("", None))
+        if len(returned) != 1 or unit not in get_args(_Unit) or not isinstance(pairs, list | tuple) or not pairs:
+            raise ValueError(f'is {returned!r:.80}; return {{"tokens": [(end, reward), ...]}}, or "characters"')
+        ends, rewards = list[int](), list[float]()
+        for place, pair in enumerate(pairs):
+            end, reward = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+            if isinstance(end, bool) or not hasattr(type(end), "__index__"):
+                raise ValueError(f"has span {place}: {pair!r:.80}; a span is (end, reward), and its end a whole number")
+            ends.append(int(end))  # type: ignore[arg-type]
+            rewards.append(finite(reward, f"has span {place}, whose reward"))
+        for place, (begin, end) in enumerate(pairwise([0, *ends])):
+            if end <= begin:
+                raise ValueError(f"has span {place}, which ends at {end} and begins at {begin}")
+        text = text_of(completion)
+        if unit == "characters" and text is None:
+            raise ValueError("has ends in characters, and the completion has several messages; give them in tokens")
+        length = num_tokens if unit == "tokens" else len(text or "")
+        if ends[-1] > length:
+            raise ValueError(f"has a span that ends at {ends[-1]}, and the completion has {length} {unit}")
+        return cls(unit, ends, rewards)  # type: ignore[arg-type]
+
+    def in_tokens(self, completion: Any, ids: list[int], decode: Callable[[list[int]], str]) -> "Spans":
+        """Return them with ends in tokens: a span ends with the token in which its last character ends. Raise ValueError if the
+        completion is not the text of its tokens."""
+        if self.unit == "tokens":
+            return self
+        text = text_of(completion)
+        if text is None or decode(ids) != text:
+            raise ValueError("has ends in characters of a text that is not that of its tokens; give them in tokens")
+
+        def holds(num: int, end: int) -> bool:
+            return decode(ids[:num]).startswith(text[:end])
+
+        ends = [bisect_left(range(len(ids)), True, key=partial(holds, end=end)) for end in self.ends]
+        return Spans("tokens", ends, self.rewards)
+
+
+def text_of(completion: Any) -> str | None:
+    """Return the text of a completion; None for several messages, or one that has other content."""
+    if isinstance(completion, list) and len(completion) == 1:
+        completion = completion[0].get("content")
+    return completion if isinstance(completion, str) else None
+
+
+def finite(value: Any, what: str) -> float:
+    """Return a number that float32 has. Raise ValueError for anything else."""
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"{what} is {value!r:.80}: {error!s:.200}") from None
+    if not abs(number) <= FLOAT32_MAX:
+        raise ValueError(f"{what} is {number}; return a finite number")
+    return number
