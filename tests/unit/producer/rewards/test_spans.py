@@ -3,12 +3,14 @@
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from producer.engine_contract import Completion
 from producer.groups import Episode, Record, group_message
 from producer.rewards.pool import RewardPool, Scored
+from producer.rewards.services import _Answer
 from producer.rewards.spans import Spans
 from producer.rewards.thinking import with_hidden_rows
 from producer.rewards.worker import Job, Scores, _score, checked
@@ -74,6 +76,16 @@ def test_a_completion_with_spans_is_worth_their_sum() -> None:
     hidden = with_hidden_rows(found, {0: 7.0})
     assert hidden.rewards == pytest.approx([7.0, 2.5, math.nan, 3.0], nan_ok=True)
     assert list(hidden.spans) == [1]
+
+
+def test_a_service_answers_with_spans_too() -> None:
+    body = b'{"rewards": [{"tokens": [[1, 0.5], [4, 2]]}, null, 3]}'
+    answer = msgspec.json.decode(body, type=_Answer)
+    found = checked(answer.rewards, Job("p", [TEXT, "x", "y"], [IDS, [1], [2]], {}))
+    assert found.rewards == pytest.approx([2.5, math.nan, 3.0], nan_ok=True)
+    assert found.spans == {0: Spans("tokens", [1, 4], [0.5, 2.0])}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"rewards": [{"tokens": [[1.5, 0.5]]}]}', type=_Answer)
 
 
 @pytest.mark.parametrize("completion", [TEXT, [{"role": "assistant", "content": TEXT}]])
