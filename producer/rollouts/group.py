@@ -57,7 +57,7 @@ class GroupBuilder:
                 [episode.token_ids for episode in rollouts.episodes],
                 lease.columns,
             )
-            for episode, found in zip(rollouts.episodes, spans, strict=False):  # none of them has any: no spans at all
+            for episode, found in zip(rollouts.episodes, spans, strict=False):  # empty if no function gave any
                 episode.reward_spans(found)
         rewards[has_failed] = np.nan
         for number, episode in enumerate(rollouts.episodes):
