@@ -54,7 +54,7 @@ class CreditRecipe:
         sum_k |r_k - mean r| over its spans."""
         result = self.outcome_weight * of_outcome
         if group.credit is not None:
-            own, _ = deviations(self._spans(group).rewards[:, None])
+            own, _ = deviations(self.spans(group).rewards[:, None])
             result += float(np.abs(own).sum())
         return result
 
@@ -74,23 +74,26 @@ class CreditRecipe:
         """
         result = self.outcome_weight * of_outcome[_owners(group)]
         if group.credit is not None:
-            result = result + self._returns(group)
+            spans = self.spans(group)
+            own = np.searchsorted(
+                spans.ends, np.arange(group.num_tokens)
+            )  # the first that ends with a token or behind it
+            known = np.minimum(own, len(spans.ends) - 1)
+            is_own = (own < len(spans.ends)) & (spans.completions[known] == _owners(group))
+            result = result + np.where(is_own, self.returns(spans)[known], 0.0)
         return np.where(group.is_sampled, result, 0.0)
 
-    def _spans(self, group: RolloutGroup) -> Spans:
+    def spans(self, group: RolloutGroup) -> Spans:
+        """Return the spans that have rewards: turns, with `per_turn`."""
         return Spans.of(group, per_turn=self.unit == "per_turn")
 
-    def _returns(self, group: RolloutGroup) -> NDArray[np.float64]:
-        """Return the discounted sum of normalised rewards from each token's span on, (T,); 0 where it belongs to none."""
-        spans = self._spans(group)
+    def returns(self, spans: Spans) -> NDArray[np.float64]:
+        """Return the discounted sum of normalised rewards from each span on, (K,)."""
         returns = normalised(spans.rewards)
         for k in range(len(returns) - 2, -1, -1):
             if spans.completions[k] == spans.completions[k + 1]:
                 returns[k] += self.gamma * returns[k + 1]
-        own = np.searchsorted(spans.ends, np.arange(group.num_tokens))  # the first that ends with a token or behind it
-        known = np.minimum(own, len(returns) - 1)
-        is_own = (own < len(returns)) & (spans.completions[known] == _owners(group))
-        return np.where(is_own, returns[known], 0.0)
+        return returns
 
 
 def normalised(rewards: NDArray[np.float64]) -> NDArray[np.float64]:

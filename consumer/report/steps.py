@@ -25,7 +25,9 @@ from protocol.runtime import logs
 from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.batch_selection import GroupStats, TrainingBatch
-from replay.rewards import weighted_sums
+from replay.credit import CreditRecipe
+from replay.groups import RolloutGroup
+from replay.rewards import RewardRecipe, weighted_sums
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ _GAUGES = {
         "reward_std",
         "Standard deviation of rewards since the last step.",
     ),
+    "spans/share": ("groups_with_spans_ratio", "Share of groups with rewards of spans."),
+    "spans/reward": ("span_reward", "Mean reward of spans (rewards.credit)."),
+    "spans/reward_std": ("span_reward_std", "Standard deviation of span rewards."),
     "frac_reward_zero_std": (
         "zero_signal_ratio",
         "Share of groups since the last step with equal rewards.",
@@ -179,16 +184,17 @@ class LearningMetrics:
 _MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
 
 
-def batch_metrics(batch: TrainingBatch, version: int, weights: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+def batch_metrics(batch: TrainingBatch, version: int, recipe: RewardRecipe, names: Sequence[str]) -> dict[str, float]:
     """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
     selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
-    that cut them, and of a group that of its oldest token; replayed groups have an age of their own.
+    that cut them, and of a group that of its oldest token; replayed groups have an age of their own. Spans are of all groups
+    of the batch.
     """
     arrivals = batch.arrivals or [GroupStats.of(group) for group in batch.groups]
     rewards = np.concatenate([arrival.rewards for arrival in arrivals])
-    total = weighted_sums(rewards, weights)
+    total = weighted_sums(rewards, recipe.weights)
     total = total[~np.isnan(total)]
     lengths = np.concatenate([arrival.lengths for arrival in arrivals])
     ages = [version - group.policy_version for group in batch.groups]
@@ -217,6 +223,16 @@ def batch_metrics(batch: TrainingBatch, version: int, weights: np.ndarray, names
         if len(values):
             metrics[f"rewards/{name}/mean"] = float(values.mean())
             metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return metrics | (span_metrics(batch.groups, recipe.credit) if recipe.credit else {})
+
+
+def span_metrics(groups: Sequence[RolloutGroup], credit: CreditRecipe) -> dict[str, float]:
+    """Return the share of groups with rewards of spans, or of turns where the recipe adds these, and mean and deviation."""
+    of_groups = [credit.spans(group).rewards for group in groups]
+    metrics = {"spans/share": sum(len(rewards) > 0 for rewards in of_groups) / len(groups)}
+    if len(rewards := np.concatenate(of_groups)):
+        metrics["spans/reward"] = float(rewards.mean())
+        metrics["spans/reward_std"] = float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
     return metrics
 
 

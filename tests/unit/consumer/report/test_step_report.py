@@ -14,9 +14,15 @@ from consumer.report import steps as progress
 from consumer.report.steps import StepRecord, StepReport, batch_metrics, success_rates
 from protocol.runtime import json_lines as rotated_lines
 from replay.batch_selection import GroupStats, TrainingBatch
+from replay.credit import CreditRecipe
+from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group
 
 METRICS = {"reward": 0.5, "staleness/mean": 1.0}
+
+
+def recipe(*weights: float, credit: CreditRecipe | None = None) -> RewardRecipe:
+    return RewardRecipe(np.array(weights, np.float32), credit=credit)
 
 
 def report(
@@ -41,7 +47,7 @@ def test_metrics_by_hand() -> None:
                          token_versions=[3, 3, 4])  # fmt: skip
     dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
     batch = TrainingBatch(6, 1, 6, [used], 1, [GroupStats.of(used), GroupStats.of(dull, "no_signal")])
-    metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
+    metrics = batch_metrics(batch, 5, recipe(1.0, 0.5), ["first", "second"])
     # weighted sums 2, 0, 1; the completion without any reward is left out
     assert metrics == pytest.approx(
         {
@@ -74,7 +80,7 @@ def test_counts_that_grow_meanwhile_are_reported_as_they_were(tmp_path: Path) ->
 
 def test_metrics_when_nothing_was_scored() -> None:
     group = rollout_group([[3], [4]], rewards=[math.nan, math.nan])
-    metrics = batch_metrics(TrainingBatch(1, 1, 1, [group], 1), 0, np.array([1.0]), ["first"])
+    metrics = batch_metrics(TrainingBatch(1, 1, 1, [group], 1), 0, recipe(1.0), ["first"])
     assert math.isnan(metrics["reward"])
     assert "rewards/first/mean" not in metrics
 
@@ -82,17 +88,38 @@ def test_metrics_when_nothing_was_scored() -> None:
 def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
     """One that is trained again after a crash, or from a journal."""
     group = rollout_group([[3], [4, 5, 6]], rewards=[0.0, 1.0], version=2)
-    metrics = batch_metrics(TrainingBatch(4, 1, 4, [group], 1), 3, np.array([2.0]), ["first"])
+    metrics = batch_metrics(TrainingBatch(4, 1, 4, [group], 1), 3, recipe(2.0), ["first"])
     numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
     assert numbers == (1.0, 2.0, 1.0)
 
 
 def test_replayed_groups_have_an_age_and_no_staleness() -> None:
     fresh, recent, old = (rollout_group([[3], [4]], version=version) for version in (8, 5, 2))
-    metrics = batch_metrics(TrainingBatch(10, 1, 10, [fresh, recent, old], 1), 9, np.array([1.0]), ["first"])
+    metrics = batch_metrics(TrainingBatch(10, 1, 10, [fresh, recent, old], 1), 9, recipe(1.0), ["first"])
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 1.0)
     assert metrics["replay/share"] == pytest.approx(2 / 3)
     assert (metrics["replay/age/mean"], metrics["replay/age/max"]) == (5.5, 7.0)
+
+
+def test_rewards_of_spans_are_those_that_credit_tokens() -> None:
+    without = rollout_group([[3], [4]])
+    rewarded = rollout_group([[3, 4], [5, 6]], sampled=[[True, True], [True, False]], credit={0: 1.0, 1: 2.0, 2: -1.0})
+    batch = TrainingBatch(1, 1, 1, [without, rewarded], 1)
+
+    def found(credit: CreditRecipe | None, batch: TrainingBatch = batch) -> dict[str, float]:
+        metrics = batch_metrics(batch, 0, recipe(1.0, credit=credit), ["first"])
+        return {name: value for name, value in metrics.items() if name.startswith("spans/")}
+
+    assert found(None) == {}
+    steps = {
+        "spans/share": 0.5,
+        "spans/reward": 2 / 3,
+        "spans/reward_std": math.sqrt(7 / 3),
+    }  # 1/9 + 16/9 + 25/9, over 2
+    assert found(CreditRecipe("per_step")) == pytest.approx(steps)
+    turns = {"spans/share": 0.5, "spans/reward": 1.0, "spans/reward_std": math.sqrt(8)}  # the turns are worth 3 and -1
+    assert found(CreditRecipe("per_turn")) == pytest.approx(turns)
+    assert found(CreditRecipe("per_turn"), TrainingBatch(1, 1, 1, [without], 1)) == {"spans/share": 0.0}
 
 
 def test_success_by_attempt_is_of_all_scored_completions() -> None:
