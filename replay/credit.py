@@ -10,13 +10,16 @@ All records of a completion count as one sequence.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replay.deviations import EPSILON, deviations
 from replay.groups import RolloutGroup
+
+if TYPE_CHECKING:
+    from protocol.config.rewards import RewardsSection
 
 
 class Spans(NamedTuple):
@@ -34,7 +37,7 @@ class Spans(NamedTuple):
         ends = np.flatnonzero(group.span_ends)
         rewards: NDArray[np.float64] = group.credit[ends].astype(np.float64)
         if per_turn:
-            sampled, turns = np.flatnonzero(group.is_sampled), _turns(group)
+            sampled, turns = np.flatnonzero(group.is_sampled), turns_of(group)
             rewarded, which = np.unique(turns[ends], return_inverse=True)
             ends = sampled[np.searchsorted(turns[sampled], rewarded, side="right") - 1]
             rewards = np.bincount(which, rewards).astype(np.float64)
@@ -48,6 +51,11 @@ class CreditRecipe:
     unit: Literal["per_turn", "per_step"]
     gamma: float = 1.0
     outcome_weight: float = 1.0
+
+    @classmethod
+    def of(cls, section: "RewardsSection") -> "CreditRecipe | None":
+        """Return the recipe of a run; None: a token has the advantage of its completion."""
+        return None if section.credit == "outcome" else cls(section.credit, section.gamma, section.outcome_weight)
 
     def signal(self, group: RolloutGroup, of_outcome: float) -> float:
         """Return how much a group can move the policy: `outcome_weight` times the signal of its completions' rewards, plus
@@ -109,7 +117,7 @@ def _owners(group: RolloutGroup) -> NDArray[np.int32]:
     return np.repeat(group.completion_of, group.completion_lengths)
 
 
-def _turns(group: RolloutGroup) -> NDArray[np.int64]:
+def turns_of(group: RolloutGroup) -> NDArray[np.int64]:
     """Return the turn of each token (T,), counted over the group: a turn is a run of sampled tokens of one record. Tokens that
     were shown have the turn before them."""
     sampled = group.is_sampled

@@ -71,11 +71,7 @@ class RewardRecipe:
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
         )
         weights = np.array(config.reward_weights, np.float32)
-        section = config.rewards
-        credit = (
-            CreditRecipe(section.credit, section.gamma, section.outcome_weight) if section.credit != "outcome" else None
-        )
-        return cls(weights, aggregation, overlong if buffer_tokens else None, credit)
+        return cls(weights, aggregation, overlong if buffer_tokens else None, CreditRecipe.of(config.rewards))
 
     @cached_property
     def column_weights(self) -> NDArray[np.float32]:

@@ -56,7 +56,8 @@ def completion_text(prompt: int, number: int) -> str:
 
 def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[float]) -> Group:
     """A group of `COMPLETIONS`. The log-prob of token i of a completion is -i/8, its first is not scored; the last tenth of its
-    tokens are of the next version. Of the second completion the first four tokens were not sampled."""
+    tokens are of the next version. Of the second completion the first four tokens were not sampled. Those of prompt 8 have two
+    spans each: the first, up to the ninth token from the end, has reward 0, 0.5 or 1, and the second -1."""
     prompt = lease.key.prompt_id
     texts = [completion_text(prompt, number) for number in range(COMPLETIONS)]
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -66,6 +67,11 @@ def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[fl
     for one, mask in zip(logprobs, sampled, strict=True):
         one[0] = np.nan
         one[~mask] = 0
+    spans: dict[str, bytes] = {}
+    if prompt == 8:
+        credit, last = np.zeros(sum(map(len, ids)), "<f4"), np.cumsum([len(one) for one in ids]) - 1
+        credit[last - 8], credit[last] = np.arange(COMPLETIONS) / 2, -1
+        spans = {"credit": credit.tobytes(), "span_ends": np.isin(np.arange(len(credit)), [last - 8, last]).tobytes()}
     versions = [version + (np.arange(len(one)) >= len(one) * 9 // 10) for one in ids]
     return Group(
         lease_id=str(lease),
@@ -80,6 +86,7 @@ def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[fl
         reward_s=0.25,
         token_versions=np.concatenate(versions).astype("<i4").tobytes(),
         sampled=np.concatenate(sampled).astype("u1").tobytes(),
+        **spans,
     )
 
 
@@ -107,6 +114,7 @@ def facts(folder: Path) -> dict[str, str]:
     return {
         "run_id": "view", "model_path": str(folder), "tokenizer_digest": tokenizer_digest(folder),
         "reward_names": '["correct"]', "reward_weights": "[1.0]", "num_iterations": "1", "groups_per_step": str(PER_STEP),
+        "credit": '{"unit": "per_step", "gamma": 0.5, "outcome_weight": 1.0}',
         "num_generations": str(COMPLETIONS), "sampling": '{"temperature": 1.0}',
     }  # fmt: skip
 

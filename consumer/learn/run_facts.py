@@ -7,6 +7,7 @@ changed is refused or at least named.
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, JournalError
 from protocol.wire.codec import SCHEMA_VERSION
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
+from replay.credit import CreditRecipe
 
 Facts = dict[str, str]
 
@@ -43,6 +45,7 @@ def run_facts(
     config: RunConfig, model_folder: Path, run_id: str, vocab_size: int, num_iterations: int, num_threads: int
 ) -> Facts:
     """Return the facts that a journal keeps; lists as JSON."""
+    credit = CreditRecipe.of(config.rewards)
     facts: dict[str, Any] = {
         "run_id": run_id,
         "model_path": str(model_folder),
@@ -51,6 +54,7 @@ def run_facts(
         "tokenizer_digest": tokenizer_digest(model_folder, trust_remote_code=config.model.trust_remote_code),
         "reward_names": list(config.reward_names),
         "reward_weights": list(config.reward_weights),
+        "credit": asdict(credit) if credit else "",
         "wire_schema": SCHEMA_VERSION,
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,

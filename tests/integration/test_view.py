@@ -27,8 +27,8 @@ from tests.view_run import HOSTILE, write_run
 AXE = "axe-core@4.14.1"
 PAGES = (
     "/", "/?by=time&minutes=0", "/steps", "/steps/5", "/steps/12", "/groups", "/groups?q=apples&sort=reward",
-    "/group?id=2-3-0-1-s", "/group?id=2-3-0-1-s&colour=version", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1",
-    "/compare?a=0:4&b=5:&held=1", "/keys", "/groups?step=x",
+    "/group?id=2-3-0-1-s", "/group?id=2-3-0-1-s&colour=version", "/group?id=0-8-0-1-s&colour=advantage", "/prompts/3",
+    "/policies", "/compare?a=0:5&b=20:29&prompt=1", "/compare?a=0:4&b=5:&held=1", "/keys", "/groups?step=x",
 )  # fmt: skip
 
 pytestmark = pytest.mark.integration

@@ -18,11 +18,15 @@ from replay.groups import RolloutGroup
 from slipstream.journal.content import Content
 from slipstream.tables import printable
 from slipstream.view.index.decoder import Decoder
+from slipstream.view.pages.credit import Credit
 
-Colour = Literal["logprob", "version", "mask", "none"]
+Colour = Literal["logprob", "version", "mask", "advantage", "none"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
 SURPRISE = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Upper bounds of the classes `l0` to `l6` of -log-prob, in nats; `l7` is above the last."""
+ADVANTAGES = (0.5, 1.5)
+"""Upper bounds of the classes `p1` and `p2` of advantages above 0, and `n1` and `n2` of those below, by size. `p3` and `n3` are
+beyond; `a0` is 0."""
 _VERSION_COLOURS = 8
 
 
@@ -30,24 +34,30 @@ class Span(NamedTuple):
     text: str
     kind: str = ""  # classes of its element
     title: str = ""
+    reward: str = ""  # of what ends with it
 
 
-def spans(group: RolloutGroup, tokens: slice, pieces: list[str], colour: Colour) -> list[Span]:
-    """Return one span for each of these tokens; `pieces` are their texts."""
+def spans(
+    group: RolloutGroup, tokens: slice, pieces: list[str], colour: Colour, credit: Credit | None = None
+) -> list[Span]:
+    """Return one span for each of these tokens; `pieces` are their texts. The colour of advantages needs `credit`."""
     columns = (group.completion_ids, group.logprobs, group.versions, group.is_sampled)
+    advantages = credit.advantages[tokens] if credit else None
     numbers = zip(*(column[tokens].tolist() for column in columns), strict=True)
     found, rewards = [], group.span_rewards(tokens)
     for place, (piece, kind, (token, logprob, version, sampled)) in enumerate(
-        zip(pieces, _kinds(group, tokens, colour), numbers, strict=True)
+        zip(pieces, _kinds(group, tokens, colour, advantages), numbers, strict=True)
     ):
         title = f"id {token} {printable(piece)!r}"
         title += f", log-prob {logprob:.4f}, version {version}" if sampled else ", not sampled"
+        title += f", advantage {advantages[place]:+.4f}" if sampled and advantages is not None else ""
         title += f", reward {rewards[place]:g} of the span up to it" if place in rewards else ""
-        found.append(Span(printable(piece, keep="\n\t"), kind if sampled else "masked", title))
+        reward = f"{rewards[place]:+g}" if place in rewards else ""
+        found.append(Span(printable(piece, keep="\n\t"), kind if sampled else "masked", title, reward))
     return found
 
 
-def _kinds(group: RolloutGroup, tokens: slice, colour: Colour) -> list[str]:
+def _kinds(group: RolloutGroup, tokens: slice, colour: Colour, advantages: NDArray[np.float64] | None) -> list[str]:
     """Return the class of each token, if it was sampled."""
     logprobs = group.logprobs[tokens]
     match colour:
@@ -55,6 +65,12 @@ def _kinds(group: RolloutGroup, tokens: slice, colour: Colour) -> list[str]:
             return [f"v{age % _VERSION_COLOURS}" for age in (group.versions[tokens] - group.versions.min()).tolist()]
         case "logprob":
             return _graded(-logprobs)
+        case "advantage":
+            assert advantages is not None
+            return [
+                f"{'p' if value > 0 else 'n'}{1 + bisect_left(ADVANTAGES, abs(value))}" if value else "a0"
+                for value in advantages.tolist()
+            ]
     return ["sampled" if colour == "mask" else ""] * len(logprobs)
 
 
@@ -80,14 +96,14 @@ class Turn(NamedTuple):
 
 
 def turns(found: list[Span], first_role: str = "") -> list[Turn]:
-    """The turns of a text. The first turn is of `first_role`."""
+    """The turns of a text. The first turn is of `first_role`. Marks are left out, but not the rewards of what ends there."""
     text = "".join(span.text for span in found)
     result: list[Turn] = []
     role = whose = first_role
     rest = _Rest(found)
     for mark in _MARKS.finditer(text):
         result.append(Turn(role, rest.up_to(mark.start())))
-        rest.up_to(mark.end())
+        result[-1].spans.extend(span._replace(text="") for span in rest.up_to(mark.end()) if span.reward)
         speaker = mark["chatml"] or mark["llama"] or mark["gemma"]
         if speaker:
             role = whose = speaker
@@ -96,7 +112,7 @@ def turns(found: list[Span], first_role: str = "") -> list[Turn]:
         else:
             role = whose if mark["part_end"] else ""
     result.append(Turn(role, rest.up_to(len(text))))
-    return [turn for turn in result if any(span.text.strip() for span in turn.spans)]
+    return [turn for turn in result if any(span.text.strip() or span.reward for span in turn.spans)]
 
 
 class _Rest:
@@ -113,7 +129,7 @@ class _Rest:
             size = end - self._at
             if len(span.text) > size:
                 self._spans.append(span._replace(text=span.text[size:]))
-                span = span._replace(text=span.text[:size])
+                span = span._replace(text=span.text[:size], reward="")
             self._at += len(span.text)
             taken.append(span)
         return taken
@@ -148,6 +164,8 @@ class GroupPage(NamedTuple):
     versions: list[int]
     generation_s: float
     reward_s: float
+    has_spans: bool  # that have rewards
+    credit: Credit | None
 
 
 def group_page(
@@ -159,9 +177,10 @@ def group_page(
     raw: bool,
     first: int,
     missing: Sequence[MissingReward] = (),
+    credit: Credit | None = None,
 ) -> GroupPage:
     """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text.
-    `missing` has the reasons of missing rewards."""
+    `missing` has the reasons of missing rewards. The colour of advantages needs `credit`."""
     group = content.group
     totals = content.totals(facts)
     worth = [-math.inf if total is None else total for total in totals]
@@ -173,7 +192,7 @@ def group_page(
     for index in shown:
         rewards = dict(zip(content.reward_names, map(_known, group.rewards[index].tolist()), strict=True))
         records = [
-            _record(content, number, decoder, colour, raw=raw)
+            _record(content, number, decoder, colour, credit, raw=raw)
             for number in np.flatnonzero(group.completion_of == index).tolist()
         ]
         why = content.why_missing(missing, index)
@@ -181,10 +200,13 @@ def group_page(
     return GroupPage(
         _as_turns(prompt, "", raw=raw), completions, first, group.num_completions,
         sorted(set(group.versions.tolist())), content.message.generation_s, content.message.reward_s,
+        group.credit is not None, credit,
     )  # fmt: skip
 
 
-def _record(content: Content, number: int, decoder: Decoder | None, colour: Colour, *, raw: bool) -> Record:
+def _record(
+    content: Content, number: int, decoder: Decoder | None, colour: Colour, credit: Credit | None, *, raw: bool
+) -> Record:
     group = content.group
     tokens = group.records[number]
     ids = group.completion_ids[tokens].tolist()
@@ -193,7 +215,7 @@ def _record(content: Content, number: int, decoder: Decoder | None, colour: Colo
 
     def shown(first: int, last: int) -> list[Span]:
         part = slice(tokens.start + first, tokens.start + last)
-        return spans(group, part, pieces[first:last], colour)
+        return spans(group, part, pieces[first:last], colour, credit)
 
     if left_out:
         middle = Span(f"\n[... {left_out} tokens left out ...]\n", "left-out")

@@ -3,20 +3,24 @@
 Guarantee: a page reads its groups from the journal when it is made; the index only finds them.
 """
 
+import json
 from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replay.credit import CreditRecipe
+from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
-from replay.journal.schema import STATES
+from replay.journal.schema import STATES, GroupRow
 from slipstream.journal.content import ContentReader
 from slipstream.view.index.listing import MOST_FOUND, SORTS, Cursor, Page, Wanted, neighbours
 from slipstream.view.index.listing import page as page_of
 from slipstream.view.index.rows import VERDICTS
 from slipstream.view.index.texts import progress
 from slipstream.view.pages import forms
+from slipstream.view.pages.credit import Credit
 from slipstream.view.pages.group import COLOURS, COMPLETIONS, group_page
 from slipstream.view.server.compare_pages import MOST, attempts, by_version
 from slipstream.view.server.rendering import page
@@ -69,14 +73,17 @@ class GroupPages:
             if row is None or content is None:
                 return page(request, "missing.html", self._viewer.name, 404, group=query.get("id", ""))
             decoder, problem = self._viewer.decoder(facts)
+            credit = _credit(reader, row, content.group)
+            colours = [name for name in COLOURS if credit or name != "advantage"]
+            seen = colour if colour in colours else "logprob"
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
             missing = ContentReader(reader).missing(row)
-            shown = group_page(content, facts, decoder, colour, raw=raw, first=first, missing=missing)
+            shown = group_page(content, facts, decoder, seen, raw=raw, first=first, missing=missing, credit=credit)
             here = fields | {"id": row.lease_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
-                request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,
-                colours={name: urlencode(here | {"colour": name}) for name in COLOURS},
-                next_colour=urlencode(here | {"colour": COLOURS[(COLOURS.index(colour) + 1) % len(COLOURS)]}),
+                request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=seen, raw=raw,
+                colours={name: urlencode(here | {"colour": name}) for name in colours},
+                next_colour=urlencode(here | {"colour": colours[(colours.index(seen) + 1) % len(colours)]}),
                 raw_link=urlencode({**here, "raw": "0" if raw else "1"}),
                 uses=list(reader.uses(of_group=row.lease_id)), per_page=COMPLETIONS,
                 pages={start: urlencode(here | {"first": start}) for start in range(0, shown.num_completions, COMPLETIONS)},
@@ -95,6 +102,16 @@ class GroupPages:
         rows = [reader.rows_of([seq]) if seq is not None else [] for seq in seqs]
         before, after = (found[0].lease_id if found else None for found in rows)
         return before, after
+
+
+def _credit(reader: JournalReader, row: GroupRow, group: RolloutGroup) -> Credit | None:
+    """Return what rewards of spans credit, where the run uses them and the group has some."""
+    said = reader.facts().get("credit")
+    if not said or group.credit is None:
+        return None
+    batch = next(reader.batches(row.step), None) if row.step is not None else None
+    known = reader.advantages(batch, row.step) if batch and row.step is not None and batch.step <= row.step else {}
+    return Credit.of(group, CreditRecipe(**json.loads(said)), known.get(row.lease_id))
 
 
 def _in_order_of_arrival(reader: JournalReader, wanted: Wanted, cursor: Cursor | None) -> Page:

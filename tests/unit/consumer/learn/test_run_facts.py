@@ -1,5 +1,6 @@
 """What a journal remembers of its run, and which configurations may go on with it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from consumer.learn.run_facts import comparable, dataset_change, run_facts
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import SCHEMA_VERSION
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
+from replay.credit import CreditRecipe
 from tests.unit.consumer.builders import run_config
 
 JOURNAL = Path("run/journal.sqlite")
@@ -33,6 +35,7 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "tokenizer_digest": tokenizer_digest(tiny_model),
         "reward_names": '["exact", "style"]',
         "reward_weights": "[1.0, 0.1]",
+        "credit": "",
         "wire_schema": "1",
         "num_generations": "4",
         "max_completion_length": "6",
@@ -96,3 +99,9 @@ def test_a_run_with_an_environment_has_its_reward_among_the_others(tiny_model: P
     config = run_config(tmp_path, tiny_model, environment={"factory": "shop:Shop", "reward_weight": 0.5})
     facts = run_facts(config, tiny_model, "run-1", 64, 1, 1)
     assert (facts["reward_names"], facts["reward_weights"]) == ('["first", "environment"]', "[1.0, 0.5]")
+
+
+def test_the_credit_of_a_run_is_a_fact(tiny_model: Path, tmp_path: Path) -> None:
+    options = {"credit": "per_turn", "gamma": 0.5, "outcome_weight": 2.0}
+    facts = run_facts(run_config(tmp_path, tiny_model, rewards=options), tiny_model, "run-1", 64, 1, 1)
+    assert CreditRecipe(**json.loads(facts["credit"])) == CreditRecipe("per_turn", 0.5, 2.0)

@@ -57,7 +57,8 @@ def client(written_run: Path, written_index: Path, cache: None) -> TestClient:
 PAGES = (
     "/", "/?by=time&minutes=0", "/live", "/worth", "/numbers", "/data", "/data?by=time",
     "/steps", "/steps/5", "/groups", "/groups?q=apple&sort=reward&order=ascending", "/policies",
-    "/group?id=0-3-0-1-s", "/group?id=0-3-0-1-s&colour=version&raw=1&sort=reward", "/prompts/3", "/prompts/999", "/compare",
+    "/group?id=0-3-0-1-s", "/group?id=2-8-0-1-s&colour=advantage", "/group?id=0-3-0-1-s&colour=advantage",
+    "/group?id=0-3-0-1-s&colour=version&raw=1&sort=reward", "/prompts/3", "/prompts/999", "/compare",
     "/compare?a=0:5&b=20:25&prompt=1", "/compare?a=0:5&held=0", "/keys", "/static/view.css",
 )  # fmt: skip
 PARTS = ("/live", "/worth", "/numbers", "/data", "/static")  # of pages
@@ -139,6 +140,21 @@ def test_the_list_leads_to_groups_and_these_to_their_neighbours(client: TestClie
     assert 'rel="prev"' not in page
     plain = re.findall(r'href="/group\?id=([^"&]*)', client.get("/groups").text)
     assert f"id={plain[1]}" in re.search(r'<a rel="next"[^>]*>', client.get(f"/group?id={plain[0]}").text).group(0)  # type: ignore[union-attr]
+
+
+def test_advantages_are_a_colour_where_spans_have_rewards(client: TestClient) -> None:
+    rewarded, plain = (client.get(f"/group?id=2-{prompt}-0-1-s&colour=advantage").text for prompt in (8, 9))
+    # Rewards 0, 0.5, 1 and three times -1: mean -0.25, sample deviation sqrt(3.875 / 5). The second completion's are 0.5 and -1,
+    # with gamma 0.5 worth (0.75 - 0.5 · 0.75) / 0.8804 and -0.75 / 0.8804. Its own advantage in step 18 is 1 / 18.
+    cells = [("1", "0.500", "0.426", "0.481"), ("2", "-1.000", "-0.852", "-0.796")]
+    found = re.findall(
+        r'<th scope="row">(\d)</th><td class="n">([^<]*)</td><td class="n">([^<]*)</td><td class="n">([^<]*)</td>',
+        rewarded,
+    )
+    assert found[:2] == cells
+    assert {kind for kind in ("p1", "n2", "l5") if f'<span class="{kind}" title' in rewarded} == {"p1", "n2"}
+    assert {kind for kind in ("p1", "n2", "l5") if f'<span class="{kind}" title' in plain} == {"l5"}
+    assert "data-reward" not in plain
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if not path.startswith(PARTS)])
