@@ -31,18 +31,21 @@ from replay.journal.schema import GroupRow
 FOLDER = Path("runs/bench/variants").absolute()
 
 Settings = tuple[str, ...]
+_FEW = ("dataset.max_rows=256",)
 REMEDIES: dict[str, Settings] = {
     "default": (),
     "by source and signal": ("SOURCES", "dataset.sampling=by_signal"),
-    "by prompt and signal": ("dataset.sampling=by_signal",),
     "without rerolls": ("reroll.max_attempts=0",),
     "by source and signal, without rerolls": ("SOURCES", "dataset.sampling=by_signal", "reroll.max_attempts=0"),
     "replay": ("replay.mode=signal",),
     "replay, without rerolls": ("replay.mode=signal", "reroll.max_attempts=0"),
     "partial batches": ("pipeline.fill=partial", "pipeline.fill_timeout_s=5"),
-    "cooldown": ("reroll.solved_cooldown_epochs=1",),
+    "256 prompts": _FEW,
+    "256 prompts, by signal": (*_FEW, "dataset.sampling=by_signal"),
+    "256 prompts, cooldown": (*_FEW, "reroll.solved_cooldown_epochs=1"),
 }
-"""Settings against the wait for groups with signal. `SOURCES` stands for the task's rows as an easy and a hard source."""
+"""Settings against the wait for groups with signal. `SOURCES` stands for the task's rows as an easy and a hard source. What
+is known of single prompts counts from the second epoch on, which takes few prompts."""
 
 _LONG = ("sampling.max_completion_length=192", "engine.max_model_len=320", "trainer.learning_rate=1e-6")
 SWAPS: dict[str, Settings] = {
