@@ -148,7 +148,7 @@ rl-trainer --config run.yaml --set 'rewards.functions=[{function: "rewards.py:ex
 
 `--check` validates within half a second, prints the file with all of Slipstream's defaults, and exits. Derived values, and TRL's
 defaults of the table above, are comments. The output is a valid configuration of the same run. `--check full` also validates the
-sections of libraries: in the producer with vLLM, in the trainer with PEFT and TRL. Other defaults of libraries are not printed.
+sections of libraries: in the producer with vLLM, in the trainer with PEFT and TRL.
 """
 
 DERIVED = """\

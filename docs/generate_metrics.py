@@ -106,7 +106,7 @@ def producer_registry() -> CollectorRegistry:
     add_process_metrics(registry, "rl_producer", [])
     add_watch_metrics(registry, "rl_producer", _healthy(), Counter())
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
-    metrics = ProducerMetrics(registry, ["FUNCTION"], get_args(Failure))
+    metrics = ProducerMetrics(registry, ["FUNCTION"], get_args(Failure), ["TEACHER"])
     metrics.watch_agent_program(lambda: 0)
     situation = Situation(Counters(), Workload((), 0, 0, 0.0), delivery, 1, 1, 1)
     sharing: Any = Nought()

@@ -192,7 +192,11 @@ class ProducerMetrics:
     """Metrics that are observed as events happen; `watch` adds those that are read at the scrape."""
 
     def __init__(
-        self, registry: CollectorRegistry, reward_names: Sequence[str] = (), reward_failures: Sequence[str] = ()
+        self,
+        registry: CollectorRegistry,
+        reward_names: Sequence[str] = (),
+        reward_failures: Sequence[str] = (),
+        teachers: Sequence[str] = (),
     ) -> None:
         self._registry = registry
         self.generation_s = Histogram(
@@ -216,6 +220,17 @@ class ProducerMetrics:
             self._call_s.labels(name)
             for reason in reward_failures:
                 self._missing.labels(name, reason)
+        self._teacher_s = Histogram(
+            "rl_producer_teacher_seconds", "Time of one request to a teacher.",
+            ["teacher"], buckets=REWARD_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._teacher_failures = Counter(
+            "rl_producer_teacher_failures_total", "Completions that a teacher failed to score.",
+            ["teacher"], registry=registry,
+        )  # fmt: skip
+        for name in teachers:
+            self._teacher_s.labels(name)
+            self._teacher_failures.labels(name)
         self.swap_s = Histogram(
             "rl_producer_swap_seconds", "From the announcement of a policy version until requests start on it.",
             buckets=SWAP_BUCKETS_S, registry=registry,
@@ -234,6 +249,12 @@ class ProducerMetrics:
 
     def reward_failed(self, function: str, reason: str, num_completions: int) -> None:
         self._missing.labels(function, reason).inc(num_completions)
+
+    def teacher_called(self, teacher: str, seconds: float) -> None:
+        self._teacher_s.labels(teacher).observe(seconds)
+
+    def teacher_failed(self, teacher: str) -> None:
+        self._teacher_failures.labels(teacher).inc()
 
     def watch_agent_program(self, restarts: Callable[[], int]) -> None:
         Readings(self._registry).counter(

@@ -16,6 +16,7 @@ from protocol.wire.messages import Group
 from replay.lease_ids import LeaseId
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
+_ROUNDING = 1e-3  # by which a log-prob may be above 0
 
 
 class InvalidGroupError(ValueError):
@@ -43,6 +44,7 @@ class RolloutGroup:
     episodes: NDArray[np.int32] | None = None  # (R,), the completion of each record, in order; None: one record each
     credit: NDArray[np.float32] | None = None  # (T,), the reward of the span that ends with a token; 0 where none ends
     span_ends: NDArray[np.bool_] | None = None  # (T,), some of `sampled`; None, like `credit`: no span has a reward
+    teacher_logprobs: NDArray[np.float32] | None = None  # (T,), 0 where not `sampled`; None: no teacher was asked
 
     @cached_property
     def lease(self) -> LeaseId:
@@ -136,6 +138,7 @@ class GroupShape:
     num_rewards: int
     max_completion_length: int
     vocab_size: int
+    has_teacher: bool = False  # a teacher must have been asked
 
     def parse(self, message: Group) -> RolloutGroup:
         """Check every buffer of `message` and returns the group. Raises InvalidGroupError."""
@@ -150,7 +153,7 @@ class GroupShape:
         if len(prompt_ids) == 0:
             raise InvalidGroupError("prompt_ids is empty")
         logprobs = _array(message.logprobs, _FLOAT32, "logprobs", num_tokens)
-        if np.fmin.reduce(logprobs) == -math.inf or np.fmax.reduce(logprobs) > 1e-3:  # both pass over NaN
+        if np.fmin.reduce(logprobs) == -math.inf or np.fmax.reduce(logprobs) > _ROUNDING:  # both pass over NaN
             raise InvalidGroupError("logprobs must be finite and not positive (NaN for unscored tokens)")
         rewards = _array(message.rewards, _FLOAT32, "rewards", self.num_generations * self.num_rewards)
         if math.inf in map(abs, rewards.tolist()):
@@ -162,6 +165,8 @@ class GroupShape:
                 raise InvalidGroupError("policy_version must be the oldest of token_versions")
         sampled = _sampled(message.sampled, lengths, logprobs) if message.sampled else None
         credit, span_ends = _credit(message, num_tokens, sampled)
+        if self.has_teacher and not message.teacher_logprobs:
+            raise InvalidGroupError("teacher_logprobs is empty, and this run learns from teachers")
         return RolloutGroup(
             lease_id=message.lease_id,
             policy_version=message.policy_version,
@@ -176,6 +181,7 @@ class GroupShape:
             episodes=episodes,
             credit=credit,
             span_ends=span_ends,
+            teacher_logprobs=_teacher_logprobs(message.teacher_logprobs, num_tokens, sampled),
         )
 
     def load(self, frame: bytes) -> RolloutGroup:
@@ -225,6 +231,23 @@ def _credit(
     return credit, ends.astype(np.bool_)
 
 
+def _teacher_logprobs(data: bytes, num_tokens: int, sampled: NDArray[np.bool_] | None) -> NDArray[np.float32] | None:
+    """Parse a teacher's log-probs: of all sampled tokens, and of no others."""
+    if not data:
+        return None
+    found: NDArray[np.float32] = _array(data, _FLOAT32, "teacher_logprobs", num_tokens)
+    refused = ~np.isfinite(found) | (found > _ROUNDING)
+    if sampled is not None:
+        refused |= (found != 0) & ~sampled
+    if refused.any():
+        token = int(refused.argmax())
+        raise InvalidGroupError(
+            "teacher_logprobs must be finite and not positive, and 0 for tokens that were not sampled, and is "
+            f"{found[token]} at token {token}"
+        )
+    return found
+
+
 def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> Any:
     item_bytes = dtype.itemsize
     if len(data) % item_bytes or (count is not None and len(data) != count * item_bytes):
@@ -251,4 +274,5 @@ def message_of(group: RolloutGroup) -> Group:
         episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
         credit=b"" if group.credit is None else group.credit.astype("<f4").tobytes(),
         span_ends=b"" if group.span_ends is None else group.span_ends.astype("u1").tobytes(),
+        teacher_logprobs=b"" if group.teacher_logprobs is None else group.teacher_logprobs.astype("<f4").tobytes(),
     )

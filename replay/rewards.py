@@ -1,7 +1,7 @@
 """The worth of a group's rewards to the policy, before any tensor is made of them, and the watch for rewards that differ.
 
-Guarantee: `signal(group) > 0` exactly if the group gives some completion, or one of its spans, an advantage, whatever the
-baseline and the scaling; rewards that differ by float noise only do not count as different. A group of eight takes 20 to 30
+Guarantee: `signal(group) > 0` exactly if the group gives some completion, span or token an advantage, whatever the baseline and
+the scaling; rewards that differ by float noise only do not count as different. A group of eight takes 20 to 30
 microseconds. A run whose last groups all had no signal ends with `NoSignalError`, which says what the rewards were and the
 likely causes; a run that merely waits does not.
 
@@ -20,6 +20,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import NoSignalError
 from replay.credit import CreditRecipe
 from replay.deviations import EPSILON, RELATIVE, deviations
+from replay.distillation import DistillationRecipe
 from replay.groups import RolloutGroup
 
 
@@ -62,6 +63,7 @@ class RewardRecipe:
     aggregation: str = "sum_then_normalize"
     overlong: OverlongPenalty | None = None
     credit: CreditRecipe | None = None  # None: a token has the advantage of its completion
+    distillation: DistillationRecipe | None = None  # None: there are no teachers
 
     @classmethod
     def of(cls, config: RunConfig, aggregation: str) -> "RewardRecipe":
@@ -71,7 +73,9 @@ class RewardRecipe:
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
         )
         weights = np.array(config.reward_weights, np.float32)
-        return cls(weights, aggregation, overlong if buffer_tokens else None, CreditRecipe.of(config.rewards))
+        credit, teachers = CreditRecipe.of(config.rewards), config.distillation
+        distillation = None if teachers is None else DistillationRecipe(teachers.coef, teachers.alone)
+        return cls(weights, aggregation, overlong if buffer_tokens else None, credit, distillation)
 
     @cached_property
     def column_weights(self) -> NDArray[np.float32]:
@@ -102,10 +106,12 @@ class RewardRecipe:
 
         `sum_then_normalize`: sum_i |R_i - mean R| over the scored completions, R the weighted sum of the columns.
         `normalize_then_sum`: sum_i |sum_f w_f (r_if - mean_f) / (std_f + eps)|; its last division is by the batch's.
-        With `credit` rewards of spans count beside it.
+        With `credit` rewards of spans count beside it, with `distillation` teachers.
         """
-        of_outcome = self._signal_of_outcome(group)
-        return of_outcome if self.credit is None else self.credit.signal(group, of_outcome)
+        result = self._signal_of_outcome(group)
+        if self.credit is not None:
+            result = self.credit.signal(group, result)
+        return result if self.distillation is None else self.distillation.signal(group, result)
 
     def _signal_of_outcome(self, group: RolloutGroup) -> float:
         columns = self.columns(group)

@@ -1,4 +1,4 @@
-"""A `vllm serve` without vLLM: the routes that the plugin `engine_server` uses, with answers and refusals in vLLM's words.
+"""A `vllm serve` without vLLM: the routes that the plugin `engine_server` uses, also for teachers, in vLLM's words.
 
 Guarantee: what it computes depends on the weights of its model, of the adapter's files and on the tokens alone, so two servers of
 one model agree. Whatever is asked for can be made to go wrong: `flags`, `answers` (what is said to the next requests of a route)
@@ -35,6 +35,8 @@ class Flags:
     max_logprobs: int = 20
     api_key: str | None = None
     applies_adapters: bool = True
+    vocabulary: int = VOCABULARY  # of what prompts may have
+    characters: int = VOCABULARY - 2  # that its tokenizer tells apart
 
 
 @dataclass
@@ -64,6 +66,7 @@ class ScriptedVllmServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/tokenize", self._tokenize)
         if self.flags.allow_updates:
             app.router.add_post("/v1/load_lora_adapter", self._load)
             app.router.add_post("/v1/unload_lora_adapter", self._unload)
@@ -156,6 +159,12 @@ class ScriptedVllmServer:
             return refusal(404, f"The lora adapter '{name}' cannot be found.")
         return web.Response(text="Success")
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        begins = [0] if body["add_special_tokens"] else []
+        tokens = begins + [2 + ord(each) % self.flags.characters for each in body["prompt"]]
+        return web.json_response({"count": len(tokens), "max_model_len": self.flags.max_model_len, "tokens": tokens})
+
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         model = body["model"]
@@ -164,6 +173,8 @@ class ScriptedVllmServer:
         if body.get("logprobs", 0) > self.flags.max_logprobs:
             said = f"greater than max allowed: {self.flags.max_logprobs} (parameter=logprobs)"
             return refusal(400, f"Requested sample logprobs of {body['logprobs']}, which is {said}")
+        if "prompt_logprobs" in body and max(body["prompt"]) >= self.flags.vocabulary:
+            return refusal(400, f"Token id {max(body['prompt'])} is out of vocabulary")
         if body["max_tokens"] > 1:
             self.waiting += 1
             await self.is_open.wait()

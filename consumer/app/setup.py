@@ -85,6 +85,7 @@ class Setup:
             len(config.reward_names),
             config.sampling.max_completion_length,
             int(model.vocab_size),
+            has_teacher=bool(config.teachers),
         )
         budget = StalenessBudget(
             config.pipeline.groups_per_step,

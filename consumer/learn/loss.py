@@ -72,6 +72,7 @@ def part_of_loss(
     threshold: EntropyThreshold | None = None,
     entropy_coef: float = 0.0,
     aux_loss_coef: float = 0.0,
+    teacher_coef: float = 0.0,
 ) -> tuple[torch.Tensor, Seen]:
     """Return the part of a micro-batch in the loss of its step, and the values that metrics are made of."""
     mask, num_tokens = loss_mask(batch), batch["num_items_in_batch"].clamp(min=1)
@@ -79,6 +80,9 @@ def part_of_loss(
     if threshold is not None:
         acting, num_acting = mask * (found.entropies >= threshold.entropy), threshold.num_tokens.clamp(min=1)
     losses, seen = policy_losses(options, batch, found.logprobs, factors)
+    if "teacher_advantages" in batch:
+        losses = losses + teacher_coef * distillation_losses(batch, found.logprobs, factors)
+        seen["distillation/logprob_gain"] = batch["teacher_advantages"]
     losses = losses * acting
     if options.beta != 0.0:
         seen["kl"] = kl = reference_kl(options, batch, found.logprobs)
@@ -138,6 +142,18 @@ def policy_losses(
         mean = divergence.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
         losses = losses * ((advantages >= 0) | (mean <= options.off_policy_mask_threshold))
     return losses * factor, seen
+
+
+def distillation_losses(batch: MicroBatch, current: torch.Tensor, factors: Factors) -> torch.Tensor:
+    """Return -π / p (log p_T - log p_S) of each token, times its factor: (B, T). Nothing clips the ratio."""
+    return -(current - _proximal(batch, current)).exp() * batch["teacher_advantages"] * factors.policy
+
+
+def token_advantages(batch: MicroBatch, teacher_coef: float) -> torch.Tensor:
+    """Return the advantages of rewards and of teachers together, (B, T), or (B, 1) where there are no teachers and all tokens of
+    a completion share one."""
+    result = batch["advantages"].view(len(batch["advantages"]), -1)
+    return result + teacher_coef * batch["teacher_advantages"] if "teacher_advantages" in batch else result
 
 
 def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from replay.deviations import EPSILON
+from replay.distillation import teacher_advantages
 from replay.groups import RolloutGroup
 from replay.journal.schema import MicroBatchPlan
 from replay.rewards import RewardRecipe
@@ -101,6 +102,7 @@ class _Row(NamedTuple):
     advantage: float | NDArray[np.float64]  # of the completion, or of each token
     in_loss: bool  # in the loss
     sampled: NDArray[np.bool_] | None  # None: all of it
+    by_teacher: NDArray[np.float64] | None  # of each token; None: there are no teachers
 
     @property
     def tokens(self) -> Row:
@@ -139,7 +141,8 @@ class BatchRecipe:
         Each has `row` (B,), by which rows are found again in another cut of the batch, `prompt_ids`, `prompt_mask` (left-padded),
         `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,), or (B, T) where spans
         have rewards (`rewards.credit`), and `num_items_in_batch` (tokens in the loss, of the whole step). Where there are tokens
-        that the policy did not sample, it has TRL's `tool_mask`, 0 for them.
+        that the policy did not sample, it has TRL's `tool_mask`, 0 for them. With `distillation` it has `teacher_advantages`
+        (B, T).
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
@@ -173,10 +176,13 @@ class BatchRecipe:
     def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
-        return row.in_loss and (bool(np.any(row.advantage)) or not self.only_advantages)
+        moves = np.any(row.advantage) or (row.by_teacher is not None and np.any(row.by_teacher))
+        return row.in_loss and (bool(moves) or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
-        """Return float32 (N,), of the completions in the order of the groups."""
+        """Return float32 (N,), of the completions in the order of the groups; zeros where teachers alone teach."""
+        if self.rewards.distillation is not None and self.rewards.distillation.alone:
+            return torch.zeros(len(groups) * self.num_generations)
         return advantages(
             torch.from_numpy(np.concatenate([self.rewards.columns(group) for group in groups])),
             torch.from_numpy(self.rewards.column_weights),
@@ -191,13 +197,17 @@ class BatchRecipe:
         result = list[_Row]()
         for of_group, group in zip(values.split(self.num_generations), groups, strict=True):
             own = of_group.tolist() if credit is None else credit.advantages(group, of_group.double().numpy())
+            taught = None if self.rewards.distillation is None else teacher_advantages(group)
             for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
                 completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
                 sampled = None if group.sampled is None else group.sampled[tokens]
                 in_loss = not (cut and self.mask_truncated)
                 advantage = own[completion if credit is None else tokens]
+                by_teacher = None if taught is None else taught[tokens]
                 result.append(
-                    _Row(len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled)
+                    _Row(
+                        len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled, by_teacher
+                    )
                 )
         return result
 
@@ -215,6 +225,8 @@ class BatchRecipe:
         }
         if self.rewards.credit is not None:
             batch["advantages"] = np.zeros((num_rows, width))
+        if self.rewards.distillation is not None:
+            batch["teacher_advantages"] = np.zeros((num_rows, width))
         if any(row.sampled is not None for row in rows):
             batch["tool_mask"] = np.ones((num_rows, width), np.int64)
         for i, row in enumerate(rows):
@@ -228,6 +240,8 @@ class BatchRecipe:
                 batch["tool_mask"][i, :end] = row.sampled
             if self.rewards.credit is not None:
                 batch["advantages"][i, :end] = row.advantage
+            if row.by_teacher is not None:
+                batch["teacher_advantages"][i, :end] = row.by_teacher
         if self.rewards.credit is None:
             batch["advantages"] = np.array([row.advantage for row in rows])
         real = torch.get_default_dtype()

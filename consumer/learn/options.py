@@ -111,7 +111,7 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "seed": config.seed,
         "trust_remote_code": config.model.trust_remote_code,
         "use_cpu": not on_gpu,
-        "num_generations": config.sampling.num_generations,
+        "num_generations": _generations(config),
         "max_completion_length": config.sampling.max_completion_length,
         "temperature": config.sampling.temperature,
         "per_device_train_batch_size": config.completions_per_step,  # TRL's batch is the step; see consumer/learn/loss.py
@@ -120,6 +120,12 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
     }
+
+
+def _generations(config: RunConfig) -> int:
+    """Return the group that TRL is told of: it takes none of one completion, as teachers alone do, so that the step is one."""
+    given = config.sampling.num_generations
+    return given if given > 1 else config.completions_per_step
 
 
 def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:

@@ -38,6 +38,7 @@ _MUST_BE_EQUAL = {
     "groups_per_step": _Fact("pipeline.groups_per_step", "batches"),
     "num_iterations": _Fact("trainer.num_iterations", "batches"),
     "quantization": _Fact("model.quantization", "batches"),
+    "has_teachers": _Fact("teachers", "groups"),
 }
 
 
@@ -67,6 +68,8 @@ def run_facts(
         "quantization": config.model.quantization or "",
         "num_threads": num_threads,
     }
+    if config.teachers:
+        facts["has_teachers"] = True
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 

@@ -48,6 +48,7 @@ from consumer.learn.loss import (
     ReferencePolicy,
     metrics_of_step,
     part_of_loss,
+    token_advantages,
     values_of,
 )
 from consumer.learn.memory import OutOfMemory, PassMemory, oom_on_all_ranks, random_state, set_random_state
@@ -84,7 +85,7 @@ from replay.rewards import RewardRecipe
 _RATIO = "sampling/importance_sampling_ratio/"
 _OF_LOSS = (
     *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
-    *("old_per_token_logps", "ref_per_token_logps"),
+    *("old_per_token_logps", "ref_per_token_logps", "teacher_advantages"),
 )
 """The tensors of a micro-batch that the loss takes."""
 
@@ -152,6 +153,7 @@ class SlipstreamTrainer(Trainer):
         self._batches, self._commit_checkpoint, self._ranks = batches, commit_checkpoint, ranks
         self._correction = resolve(config.correction)
         self._entropy_bonus = EntropyBonus(options)
+        self._teacher_coef = 0.0 if config.distillation is None else config.distillation.coef
         self._router_loss_coef = router_loss_coef(options, self.base)
         self._logits = None if self._router_loss_coef else logits_of(self.base)
         if self._logits is None:
@@ -337,12 +339,13 @@ class SlipstreamTrainer(Trainer):
             current=current,
             proximal=batch.get("old_per_token_logps", current),
             behaviour=batch["sampling_per_token_logps"],
-            advantages=batch["advantages"],
+            advantages=token_advantages(batch, self._teacher_coef),
             mask=loss_mask(batch),
         )
         loss, seen = part_of_loss(
             self.args, batch, found, factors, threshold=threshold,
             entropy_coef=self._entropy_bonus.acting_coef, aux_loss_coef=self._router_loss_coef,
+            teacher_coef=self._teacher_coef,
         )  # fmt: skip
         ratios = ratio_values(self._correction, factors, places)
         of_tokens, of_rows = samples_of(self._correction)

@@ -100,6 +100,10 @@ _GAUGES = {
     ),
     "kl": ("reference_kl_nats", "KL divergence per token to the reference model, with trainer.beta."),
     "entropy": ("entropy_nats", "Mean entropy of the policy per token."),
+    "distillation/logprob_gain": (
+        "teacher_logprob_gain_nats",
+        "Mean of the teacher's log-prob minus the policy's, per token.",
+    ),
     "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
     "loss": ("loss", "Loss of the last step."),
     "grad_norm": ("gradient_norm", "Norm of the gradient of the last step, before clipping."),

@@ -15,7 +15,15 @@ from types import FrameType
 from typing import Any
 
 from producer.app.timeline import log, timeline_path
-from producer.app.wiring import Launch, Producer, build_base, build_helpers, build_producer, start_engine
+from producer.app.wiring import (
+    Launch,
+    Producer,
+    build_base,
+    build_helpers,
+    build_producer,
+    open_tokenizer,
+    start_engine,
+)
 from protocol.config.run import RunConfig
 from protocol.errors import EngineError, ExitCode
 from protocol.exposition import Watch, watched
@@ -62,7 +70,8 @@ async def live(launch: Launch, watch: Watch) -> None:
         with watch.health.starting("loading reward functions and engine", launch.config.pipeline.stall_timeout_s):
             await helpers.start()
             engine = await start_engine(base, stack)
-        parts = build_producer(base, helpers, engine)
+            tokenizer = await open_tokenizer(base, helpers, engine)
+        parts = build_producer(base, helpers, engine, tokenizer)
         try:
             await _main_loop(parts)
         finally:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from producer.app.gpu_turns import GpuTurns
 from producer.app.timeline import Timeline, timeline_path
@@ -68,6 +68,9 @@ from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
 from protocol.wire.messages import Hello, Lease, PolicyInfo
+
+if TYPE_CHECKING:
+    from producer.plugins.engine_server.teachers import TeacherPool
 
 
 class Tasks:
@@ -158,7 +161,8 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
     seat = stack.enter_context(reserve_gpu(config, launch.gpus, "producer"))
     timeline = Timeline(timeline_path(config.run_dir, launch.name))
     stack.callback(timeline.flush)
-    metrics = ProducerMetrics(watch.registry, config.rewards.names, get_args(Failure))
+    names = [teacher.name for teacher in config.teachers]
+    metrics = ProducerMetrics(watch.registry, config.rewards.names, get_args(Failure), names)
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
     sources = build_sources(launch, stack)
     return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, sources, seat)
@@ -187,6 +191,7 @@ class Helpers:
     client_keys: tuple[bytes, ...]
     agents: Agents | None
     program: AgentProgram | None
+    teachers: "TeacherPool | None"
 
     async def start(self) -> None:
         for helper in (self.rewards, self.environments, self.program):
@@ -211,7 +216,17 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
         stack.push_async_callback(program.close)
         base.metrics.watch_agent_program(partial(getattr, program, "restarts"))
         base.watch.health.check_ready("environment", partial(getattr, program, "problem"))
-    return Helpers(rewards, environments, listener, client_keys, agents, program)
+    return Helpers(rewards, environments, listener, client_keys, agents, program, build_teachers(base, stack))
+
+
+def build_teachers(base: Base, stack: AsyncExitStack) -> "TeacherPool | None":
+    if not base.config.teachers:
+        return None
+    from producer.plugins.engine_server.teachers import TeacherPool  # aiohttp takes a fifth of a second
+
+    teachers = TeacherPool(base.config, base.metrics)
+    stack.push_async_callback(teachers.close)
+    return teachers
 
 
 async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
@@ -305,15 +320,23 @@ class Producer:
             forget()
 
 
-def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
-    config, counters, health, name = base.config, base.counters, base.watch.health, base.launch.name
-    can, rewards = engine.capabilities, helpers.rewards
+async def open_tokenizer(base: Base, helpers: Helpers, engine: Engine) -> Any:
+    """Return the tokenizer, which rewards and teachers have got. Raises ConfigError if a teacher has another."""
+    config = base.config
     tokenizer = load_tokenizer(
-        can.tokenizer_folder,
+        engine.capabilities.tokenizer_folder,
         trust_remote_code=config.model.trust_remote_code,
         without_torch=config.engine_server is not None,
     )
-    rewards.read_with(tokenizer, config.dataset.chat_template_kwargs)
+    helpers.rewards.read_with(tokenizer, config.dataset.chat_template_kwargs)
+    if helpers.teachers is not None:
+        await helpers.teachers.read_with(tokenizer)
+    return tokenizer
+
+
+def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any) -> Producer:
+    config, counters, health, name = base.config, base.counters, base.watch.health, base.launch.name
+    can, rewards = engine.capabilities, helpers.rewards
     max_groups = most_groups(can.max_num_seqs, config.sampling.num_generations)
     admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
     limit = config.transport.max_message_bytes
@@ -325,7 +348,9 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     access = EngineAccess(registry, admission, in_flight)
     outside = build_outside(base, can.facts.max_model_len)
     source = build_source(base, helpers, engine, tokenizer, access, outside)
-    builder = GroupBuilder(config.reward_names, source.reward_names, rewards, counters, base.metrics)
+    builder = GroupBuilder(
+        config.reward_names, source.reward_names, rewards, counters, base.metrics, teachers=helpers.teachers
+    )
     generation = Generation(source, builder, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
     serving = None
     if helpers.listener is not None:

@@ -195,7 +195,7 @@ class RewardPool:
         started, scores = time.monotonic(), (await first).get(index) if first else None
         for attempt in range(function.attempts):
             if attempt > 0:
-                await asyncio.sleep(_pause_s(attempt))
+                await asyncio.sleep(pause_s(attempt))
             if attempt > 0 or scores is None:
                 async with self._limiters.get(function.name, contextlib.nullcontext()):
                     started = time.monotonic()
@@ -214,7 +214,7 @@ class RewardPool:
         return detail
 
 
-def _pause_s(attempt: int) -> float:
+def pause_s(attempt: int) -> float:
     """Return the pause before a retry (1 is the first). It doubles each time, and half of it is random."""
     longest: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from producer.groups import LeaseFailure, Rollouts, group_message
@@ -21,6 +22,13 @@ from protocol.runtime.logs import Throttle
 from protocol.wire.messages import Group, Lease
 
 logger = logging.getLogger(__name__)
+
+
+class Teachers(Protocol):
+    async def logprobs(self, lease: Lease, group: Group) -> bytes:
+        """Return a teacher's log-probs of the tokens of a group, as `Group.teacher_logprobs`. Raise LeaseFailure if there are
+        none."""
+        ...
 
 
 @dataclass
@@ -34,6 +42,7 @@ class GroupBuilder:
     counters: Counters
     metrics: ProducerMetrics
     in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
+    teachers: Teachers | None = None
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
@@ -76,6 +85,9 @@ class GroupBuilder:
             reward_s,
             failures.entries(),
         )
+        if self.teachers is not None and lease.evaluates is None:
+            progress.enter("scoring", "generation_failed")
+            message = msgspec.structs.replace(message, teacher_logprobs=await self.teachers.logprobs(lease, message))
         self.counters.groups += 1
         self.metrics.reward_s.observe(reward_s)
         return message

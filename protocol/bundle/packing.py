@@ -52,6 +52,8 @@ SHARED: dict[str, tuple[str, ...] | None] = {
     "lora": ("r", "target_modules"),
     "engine": ALL,
     "engine_server": ALL,
+    "teachers": ALL,
+    "distillation": ("mode", "alone", "teacher_column"),
 }
 """The keys by section, beside `seed`. None: all of them."""
 
@@ -96,7 +98,9 @@ def _selected(given: dict[str, Any]) -> dict[str, Any]:
         values["seed"] = given["seed"]
     for name, keys in SHARED.items():
         section = given.get(name)
-        if section:
+        if isinstance(section, list):
+            values[name] = section
+        elif section:
             values[name] = {key: value for key, value in section.items() if keys is ALL or key in keys}
     values.get("engine", {}).pop("hf_token", None)  # each host logs in to the hub by itself
     if given.get("environment", {}).get("agent") == "atropos":
@@ -168,6 +172,9 @@ def _keep_places(shared: SharedConfig) -> None:
     server = values.get("engine_server") or {}
     for key in [key for key in ("adapter_dir", "key_file", "ca_file") if server.get(key)]:
         shared.keep(server, key, f"engine_server.{key}")
+    for number, teacher in enumerate(values.get("teachers", [])):
+        for key in [key for key in ("key_file", "ca_file") if teacher.get(key)]:
+            shared.keep(teacher, key, f"teachers.{number}.{key}")
     for name, key in (("serve", "host"), ("observability", "metrics_host")):
         section = values.get(name, {})
         if section.get(key, _ANY_HOST[0]) not in _ANY_HOST:

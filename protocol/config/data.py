@@ -43,7 +43,7 @@ class ModelSection(Section):
 
 
 class SamplingSection(Section):
-    num_generations: Annotated[int, Field(ge=2, le=4096)] = Field(8, description="Completions per prompt (the group).")
+    num_generations: Annotated[int, Field(ge=1, le=4096)] = Field(8, description="Completions per prompt (the group).")
     max_completion_length: Annotated[int, Field(ge=1, le=2**24)] = Field(
         256, description="Longest completion, in tokens."
     )

@@ -51,6 +51,8 @@ _KEYS: dict[str, Callable[[str, Path], str]] = {
     "engine_server.adapter_dir": _path,
     "engine_server.key_file": _path,
     "engine_server.ca_file": _path,
+    "teachers.*.key_file": _path,
+    "teachers.*.ca_file": _path,
     "model.path": _model,
     "lora.init_from": _model,
     "rewards.functions.*.model": _model,

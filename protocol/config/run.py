@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.config import trainer_keys
 from protocol.config.data import WEIGHTED_SUM, DatasetSection, EvaluationSection, ModelSection, SamplingSection
+from protocol.config.distillation import DistillationSection, TeacherSection
 from protocol.config.learning import (
     AdvantageSection,
     CorrectionSection,
@@ -58,6 +59,12 @@ class RunConfig(Section):
     reroll: RerollSection = RerollSection()
     advantage: AdvantageSection = AdvantageSection()
     correction: CorrectionSection = CorrectionSection()
+    teachers: list[TeacherSection] = Field(
+        [], description="Models whose log-probs of sampled tokens teach; producers ask them."
+    )
+    distillation: DistillationSection | None = Field(
+        None, description="Learning from `teachers`. See docs/algorithms.md."
+    )
     swap: SwapSection = SwapSection()
     serve: ServeSection = ServeSection()
     transport: TransportSection = TransportSection()
@@ -183,6 +190,7 @@ class RunConfig(Section):
 
 def _problems(config: RunConfig) -> Problems:
     yield from _of_rewards(config)
+    yield from _of_teachers(config)
     yield from _of_agents(config)
     if config.environment.atropos:
         yield from _of_atropos(config)
@@ -227,6 +235,28 @@ def _of_rewards(config: RunConfig) -> Problems:
     reward = config.reroll.reward
     if reward is not None and reward not in config.reward_names:
         yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+
+
+def _of_teachers(config: RunConfig) -> Problems:
+    names, section = [teacher.name for teacher in config.teachers], config.distillation
+    if bool(names) != (section is not None):
+        yield "teachers and distillation need each other; give both, or remove one"
+    if len(set(names)) < len(names):
+        yield "teachers: two of them have one name; metrics need different names"
+    if section is not None and (config.sampling.temperature != 1.0 or config.sampling.accept_biased_ratios):
+        yield (
+            "sampling: log-probs of a teacher are those at temperature 1, of all tokens; set temperature=1.0 and remove "
+            "accept_biased_ratios"
+        )
+    if section is not None and section.alone and config.rewards.credit != "outcome":
+        yield "rewards.credit: with distillation.alone rewards teach nothing; remove one of them"
+    if config.sampling.num_generations == 1 and not (
+        section is not None and section.alone and config.pipeline.groups_per_step > 1
+    ):
+        yield (
+            "sampling.num_generations: rewards teach by comparing at least 2 completions; only with distillation.alone, and "
+            "pipeline.groups_per_step of 2 or more, may it be 1"
+        )
 
 
 def _of_quantization(config: RunConfig) -> Problems:

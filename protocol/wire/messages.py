@@ -257,7 +257,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     `truncated` then have R entries, and `episodes` int32 (R,) says which of the n episodes each belongs to, in order (empty:
     one record each). `prompt_ids` is what all records begin with.  `missing` says of rewards that are missing why, as far as
     that is known; it is for people.  `span_ends` uint8 (T,) is 1 for the last sampled token of every span that has a reward of
-    its own, and `credit` float32 (T,) has that reward there, times its weight, and 0 elsewhere (both empty: no span has one)."""
+    its own, and `credit` float32 (T,) has that reward there, times its weight, and 0 elsewhere (both empty: no span has one).
+    `teacher_logprobs` float32 (T,) is a teacher's log-prob of each sampled token, and 0 of the others (empty: none was asked)."""
 
     lease_id: Name
     policy_version: Version
@@ -275,6 +276,7 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     missing: Annotated[tuple[MissingReward, ...], Meta(max_length=16)] = ()
     credit: bytes = b""
     span_ends: bytes = b""
+    teacher_logprobs: bytes = b""
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):

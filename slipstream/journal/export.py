@@ -61,6 +61,9 @@ def _record(row: GroupRow, content: Content) -> dict[str, Any]:
         "rewards": plain(group.rewards.tolist()),
         "credit": None if group.credit is None else [part.tolist() for part in np.split(group.credit, ends)],
         "span_ends": None if group.span_ends is None else [part.tolist() for part in np.split(group.span_ends, ends)],
+        "teacher_logprobs": None
+        if group.teacher_logprobs is None
+        else [part.tolist() for part in np.split(group.teacher_logprobs, ends)],
     }
 
 
@@ -111,5 +114,5 @@ def _schema() -> "pa.Schema":
     columns += [("completion_ids", pa.list_(whole)), ("logprobs", pa.list_(real)), ("token_versions", pa.list_(whole))]
     columns += [("truncated", truth), ("sampled", pa.list_(truth)), ("episodes", whole)]
     columns += [("reward_names", pa.list_(text)), ("rewards", pa.list_(real))]
-    columns += [("credit", pa.list_(real)), ("span_ends", pa.list_(truth))]
+    columns += [("credit", pa.list_(real)), ("span_ends", pa.list_(truth)), ("teacher_logprobs", pa.list_(real))]
     return pa.schema(columns)

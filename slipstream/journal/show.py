@@ -85,6 +85,8 @@ def _record(
     if group.token_versions is not None:
         shares = group.tokens_by_version(tokens).items()
         write_line(f"policies: {', '.join(f'version {version} sampled {count} tokens' for version, count in shares)}")
+    if group.teacher_logprobs is not None:
+        write_line(f"log-probs of the teacher: {_summary(group.teacher_logprobs[tokens][sampled])}")
     if spans := [f"{number(reward)} at token {end}" for end, reward in group.span_rewards(tokens).items()]:
         write_line(f"rewards of spans: {', '.join(spans)}")
     _text(tokenizer, group.completion_ids[tokens])

@@ -20,6 +20,7 @@ from prometheus_client.samples import Sample
 from producer.engine.sampling import group_fields
 from producer.engine_contract import NUM_SAMPLED, Completion, EngineLoad, Scored
 from protocol.channel.keys import read_private, secret_line
+from protocol.config.distillation import TeacherSection
 from protocol.config.operation import EngineServerSection
 from protocol.errors import UNREADABLE, ConfigError
 from protocol.wire.messages import Sampling
@@ -29,7 +30,7 @@ _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5, which may close a connection just 
 MAX_ERROR_CHARS = 400  # of a server's message
 _MAX_BYTES = 2**22  # of an answer without completions
 _UNAUTHORIZED, _BUSY = (401, 403), (429, 503)
-_KEY = "engine_server.key_file"
+_SECTION = "engine_server"
 
 Answer = TypeVar("Answer")
 
@@ -59,16 +60,18 @@ class ServerMismatchError(Exception):
     """Raised when this run cannot use the server; the message ends with the fix."""
 
 
-def open_session(section: EngineServerSection) -> aiohttp.ClientSession:
-    """Open a session for all servers, in the running loop. Raises ConfigError if the key or the certificates cannot be read."""
+def open_session(section: EngineServerSection | TeacherSection, place: str = _SECTION) -> aiohttp.ClientSession:
+    """Open a session for all servers of a section, which is `place` in the file, in the running loop. Raises ConfigError if the
+    key or the certificates cannot be read."""
     headers = {"Content-Type": "application/json"}
     if section.key_file is not None:
-        key = secret_line(read_private(Path(section.key_file), _KEY), f"{_KEY}: {section.key_file}")
+        where = f"{place}.key_file"
+        key = secret_line(read_private(Path(section.key_file), where), f"{where}: {section.key_file}")
         headers["Authorization"] = f"Bearer {key}"
     try:
         trusted = ssl.create_default_context(cafile=section.ca_file)
     except OSError as error:  # ssl.SSLError, too
-        raise ConfigError(f"engine_server.ca_file: {section.ca_file} cannot be read: {error}") from error
+        raise ConfigError(f"{place}.ca_file: {section.ca_file} cannot be read: {error}") from error
     return aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0, ssl=trusted, keepalive_timeout=_KEEP_ALIVE_S),
@@ -77,12 +80,14 @@ def open_session(section: EngineServerSection) -> aiohttp.ClientSession:
 
 
 class HttpClient:
-    """Requests to one server. `url` has no slash at its end; an answer may take `limit_s` unless a request sets another limit."""
+    """Requests to one server. `url` has no slash at its end; an answer may take `limit_s` unless a request sets another limit.
+    `place` is the section of the file that names the server."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, limit_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, limit_s: float, place: str = _SECTION) -> None:
         self._session = session
         self.url = url
         self._limit_s = limit_s
+        self._place = place
 
     async def get(self, path: str, kind: type[Answer]) -> Answer:
         return _decoded(await self._content("GET", path, None, self._limit_s, _MAX_BYTES), kind, path)
@@ -123,7 +128,7 @@ class HttpClient:
                         raise ServerMismatchError(f"answers {path} with more than {max_bytes} bytes")
         except aiohttp.ClientConnectorCertificateError as error:
             raise ServerMismatchError(
-                f"has a certificate that is not trusted ({error.certificate_error}): set engine_server.ca_file to the "
+                f"has a certificate that is not trusted ({error.certificate_error}): set {self._place}.ca_file to the "
                 "certificate of its signer"
             ) from error
         except TimeoutError:
@@ -131,19 +136,20 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLostError(f"cannot be reached: {error or type(error).__name__}") from error
         if response.status != 200:
-            raise _error(response.status, bytes(content), response.headers.get("Retry-After", ""))
+            raise self._error(response.status, bytes(content), response.headers.get("Retry-After", ""))
         return bytes(content)
 
-
-def _error(status: int, content: bytes, retry_after: str) -> Exception:
-    message = _message(content)
-    if status in _UNAUTHORIZED:
-        return ServerMismatchError(f"refuses the key ({message}): write the value of the server's --api-key to {_KEY}")
-    if status in _BUSY:
-        return ServerBusyError(
-            f"is busy: {message} (status {status})", float(retry_after) if retry_after.isdecimal() else None
-        )
-    return ServerRefusedError(status, message)
+    def _error(self, status: int, content: bytes, retry_after: str) -> Exception:
+        message = _message(content)
+        if status in _UNAUTHORIZED:
+            return ServerMismatchError(
+                f"refuses the key ({message}): write the value of the server's --api-key to {self._place}.key_file"
+            )
+        if status in _BUSY:
+            return ServerBusyError(
+                f"is busy: {message} (status {status})", float(retry_after) if retry_after.isdecimal() else None
+            )
+        return ServerRefusedError(status, message)
 
 
 def _message(content: bytes) -> str:
@@ -184,6 +190,10 @@ class ModelCard(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[ModelCard]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[_TokenId]
 
 
 class _Logprobs(msgspec.Struct):
@@ -260,6 +270,11 @@ class VllmApi:
         if len(found) != len(token_ids) - 1:
             raise ServerMismatchError(f"returns {len(found)} log-probs of a prompt of {len(token_ids)} tokens")
         return found
+
+    async def tokenize(self, model: str, text: str) -> list[int]:
+        """Return the tokens of a text, without those that begin or end a prompt."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        return (await self._http.ask("/tokenize", body, _Tokens)).tokens
 
     async def verify(self, model: str, row: list[int], *, is_base: bool) -> Scored:
         """Sample tokens after the row as a rollout does, unless it is for the base, and score all of them."""

@@ -50,6 +50,8 @@ def spans(
     ):
         title = f"id {token} {printable(piece)!r}"
         title += f", log-prob {logprob:.4f}, version {version}" if sampled else ", not sampled"
+        if sampled and group.teacher_logprobs is not None:
+            title += f", the teacher's {group.teacher_logprobs[tokens][place]:.4f}"
         title += f", advantage {advantages[place]:+.4f}" if sampled and advantages is not None else ""
         title += f", reward {rewards[place]:g} of the span up to it" if place in rewards else ""
         reward = f"{rewards[place]:+g}" if place in rewards else ""

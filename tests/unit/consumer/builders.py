@@ -50,9 +50,11 @@ def rollout_group(
     sampled: list[list[bool]] | None = None,
     episodes: list[int] | None = None,
     credit: dict[int, float] | None = None,
+    teacher: list[float] | None = None,
 ) -> RolloutGroup:
     """A group of exactly these completions, or records with `episodes`; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... (0 for
-    what is not sampled) unless given. `credit` has the rewards of spans by the tokens that they end with."""
+    what is not sampled) unless given. `credit` has the rewards of spans by the tokens that they end with, `teacher` a
+    teacher's log-probs."""
     count = len(set(episodes)) if episodes else len(completions)
     lengths = np.array([len(ids) for ids in completions], np.int32)
     flat = [-0.1 * (i + 1) for i in range(int(lengths.sum()))]
@@ -76,6 +78,7 @@ def rollout_group(
         episodes=None if episodes is None else np.array(episodes, np.int32),
         credit=None if credit is None else spans,
         span_ends=None if credit is None else ends,
+        teacher_logprobs=None if teacher is None else np.array(teacher, np.float32),
     )
 
 

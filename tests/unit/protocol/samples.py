@@ -77,6 +77,7 @@ SAMPLES = [
         missing=(m.MissingReward("exact", "timeout", "did not return within 5 seconds", (1,)),),
         credit=b"\x00\x00\x00?" + b"\x00" * 4,
         span_ends=b"\x01\x00",
+        teacher_logprobs=b"\x00\x00\x00\xbf" + b"\x00" * 4,
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),

@@ -1,5 +1,6 @@
 """A wire message becomes a group only if every buffer is consistent and in range."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -94,6 +95,16 @@ def test_rewards_are_completion_by_function() -> None:
             for value in (math.nan, math.inf, -math.inf)
         ),
         ({"credit": floats(math.nan, 1, 0, 0), "span_ends": b"\0\1\0\0"}, "and is nan at token 0"),
+        ({"teacher_logprobs": floats(-1, -1, -1)}, "teacher_logprobs has 12 bytes, expected 4 x 4"),
+        ({"teacher_logprobs": b"\0" * 15}, "teacher_logprobs has 15 bytes, expected 4 x 4"),
+        *(
+            ({"teacher_logprobs": floats(-1, -1, value, -1)}, f"and is {value} at token 2")
+            for value in (math.nan, math.inf, -math.inf, 0.5)
+        ),
+        (
+            {"teacher_logprobs": floats(-1, -1, -1, -1), "sampled": b"\1\0\1\1", "logprobs": floats(-1, 0, -1, -1)},
+            "and is -1.0 at token 1",
+        ),
         ({"episodes": ints(0, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(1, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(0, 1, 2)}, "episodes must name each of 0..1, in order"),
@@ -109,6 +120,15 @@ def test_every_contradiction_is_refused_by_name(changes: dict[str, bytes], reaso
     assert reason in str(caught.value)
 
 
+def test_a_group_without_a_teacher_is_refused_where_one_teaches() -> None:
+    shape = dataclasses.replace(SHAPE, has_teacher=True)
+    with pytest.raises(InvalidGroupError, match="teacher_logprobs is empty"):
+        shape.parse(group_message())
+    found = shape.parse(group_message(teacher_logprobs=floats(1e-4, 0, -1, -2))).teacher_logprobs
+    assert found is not None
+    np.testing.assert_array_equal(found, np.array([1e-4, 0, -1, -2], np.float32))
+
+
 def episode_message(**changes: Any) -> Group:
     """Episode 0 of two records, [3, 4] and [3, 5, 6], of which 3 and 4 are results of tools; episode 1 of one, [7]."""
     values = {
@@ -121,6 +141,7 @@ def episode_message(**changes: Any) -> Group:
         "token_versions": ints(0, 0, 1, 1, 2, 2),
         "credit": floats(0.5, 0, 0, 0, 0, -1),
         "span_ends": bytes([1, 0, 0, 0, 1, 1]),
+        "teacher_logprobs": floats(-0.5, 0, 0, -3, 0, -0.25),
     }
     return group_message(**(values | changes))
 

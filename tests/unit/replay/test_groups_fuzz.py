@@ -64,6 +64,10 @@ def nearly_valid(draw: st.DrawFn, shape: GroupShape) -> Group:
         buffers["span_ends"] = bytes(ends)
         values = np.array(draw(st.lists(score.filter(math.isfinite), min_size=tokens, max_size=tokens)))
         buffers["credit"] = floats(np.where(ends, values, 0).tolist())
+    if draw(st.booleans()):
+        values = np.array(draw(st.lists(st.floats(-100, 0, width=32), min_size=tokens, max_size=tokens)))
+        mask = np.frombuffer(buffers.get("sampled", b"\1" * tokens), "u1")
+        buffers["teacher_logprobs"] = floats(np.where(mask, values, 0).tolist())
     for name in draw(st.lists(st.sampled_from(sorted(buffers)), max_size=2, unique=True)):
         count = len(buffers[name]) // (1 if name in ("truncated", "sampled", "span_ends") else 4)
         same_size = st.lists(INT32, min_size=count, max_size=count).map(ints)
@@ -107,6 +111,11 @@ def check(shape: GroupShape, group: RolloutGroup, message: Group) -> None:
         assert any(message.span_ends)
         for value, ends, one in zip(group.credit.tolist(), message.span_ends, sampled, strict=True):
             assert math.isfinite(value) if ends and one else (value, ends) == (0, 0)
+    assert (group.teacher_logprobs is None) == (not message.teacher_logprobs)
+    if group.teacher_logprobs is not None:
+        assert group.teacher_logprobs.tobytes() == message.teacher_logprobs
+        for value, one in zip(group.teacher_logprobs.tolist(), sampled, strict=True):
+            assert -math.inf < value <= 1.001e-3 if one else value == 0
     assert group.truncated.tolist() == [bool(byte) for byte in message.truncated]
     assert (group.lease_id, group.policy_version) == (message.lease_id, message.policy_version)
 

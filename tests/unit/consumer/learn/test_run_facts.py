@@ -60,7 +60,9 @@ def test_groups_of_another_schema_are_not_comparable() -> None:
     assert not comparable(FACTS | {"wire_schema": str(SCHEMA_VERSION + 1)}, FACTS, JOURNAL)
 
 
-@pytest.mark.parametrize("name", ["num_generations", "max_completion_length", "vocab_size", "reward_names"])
+@pytest.mark.parametrize(
+    "name", ["num_generations", "max_completion_length", "vocab_size", "reward_names", "has_teachers"]
+)
 def test_groups_of_another_shape_are_not(name: str) -> None:
     assert not comparable(FACTS, FACTS | {name: "5"}, JOURNAL)
 

@@ -17,6 +17,7 @@ from consumer.learn.trainer import SlipstreamTrainer
 from protocol.config.learning import CorrectionSection
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.learn.test_credit_steps import rewarded
+from tests.unit.consumer.learn.test_distillation_steps import TEACHERS, taught
 from tests.unit.consumer.learn.test_loss_parity import LOSS_TYPES, off_policy, some_groups
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
 from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slipstream_trainer
@@ -57,9 +58,9 @@ Trainers = list[SlipstreamTrainer]
 def trainers_of(tmp_path: Path, one_layer_model: Path) -> Callable[[int, dict[str, Any]], Trainers]:
     """Makes one that is alone, and so many ranks."""
 
-    def made(world: int, options: dict[str, Any], **rewards: Any) -> Trainers:
-        correction = {"ratio_max": 1.5}
-        config = run_config(tmp_path, one_layer_model, trainer=options, correction=correction, rewards=rewards)
+    def made(world: int, options: dict[str, Any], sections: dict[str, Any] | None = None, **rewards: Any) -> Trainers:
+        more = {"correction": {"ratio_max": 1.5}, "rewards": rewards} | (sections or {})
+        config = run_config(tmp_path, one_layer_model, trainer=options, **more)
         return [slipstream_trainer(config, one_layer_model) for _ in range(1 + world)]
 
     return made
@@ -73,7 +74,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, one_layer_model: Path) -> Tr
 
 
 def assert_same(alone: SlipstreamTrainer, *trainers: SlipstreamTrainer) -> None:
-    groups = rewarded(off_policy(alone, some_groups(3)))
+    groups = taught(rewarded(off_policy(alone, some_groups(3))))
     loss, gradient, metrics = of_step(alone, groups)
     assert gradient.abs().max() > 1e-4
 
@@ -111,6 +112,16 @@ def test_rewards_of_spans(trainers_of: Callable[..., Trainers], credit: str) -> 
     alone, *trainers = trainers_of(4, {}, credit=credit, gamma=0.5)
     for world in (2, 3, 4):
         assert_same(alone, *trainers[:world])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("alone", [True, False])
+def test_teachers(trainers_of: Callable[..., Trainers], alone: bool) -> None:
+    sections = {"teachers": TEACHERS, "distillation": {"mode": "advantage", "coef": 0.5, "alone": alone}}
+    one, *trainers = trainers_of(4, {}, sections)
+    for world in (2, 4):
+        assert_same(one, *trainers[:world])
+    assert metrics_of(one)["distillation/logprob_gain"] != 0
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,6 +22,7 @@ from producer.app import wiring as assembly
 from producer.app.wiring import Launch
 from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.channel.server import ZmqServer
+from protocol.config.distillation import DistillationSection, TeacherSection
 from protocol.config.rewards import RewardsSection
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, PolicyRefusedError, StalledError
@@ -32,6 +34,8 @@ from protocol.runtime.health import Health, Notifier
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
+from tests.scripted_vllm_server import Flags, ScriptedVllmServer
+from tests.unit.producer.plugins.engine_server.test_teachers import Letters
 from tests.unit.producer.policies.test_registry import FakeEngine, blob
 from tests.unit.protocol.channel_harness import reserve_port
 from tests.unit.protocol.gpu.models import run_of, write_model
@@ -282,6 +286,50 @@ def test_a_producer_says_where_it_is_and_where_it_hands_policies_on(config, trai
     assert trainer.all(Heartbeat)[-1].relay == f"tcp://127.0.0.1:{port}"
     assert (trainer.all(Hello)[0].host, trainer.all(Hello)[0].region) == (socket.gethostname(), "eu")
     assert "relay" not in {thread.name for thread in threading.enumerate()}
+
+
+class Reading(Tokenizer, Letters):
+    pass
+
+
+def taught(config: RunConfig, monkeypatch: pytest.MonkeyPatch, play: Callable[[], object], **flags: int) -> None:
+    """A life with a teacher, whose tokenizer is that of the policy unless `flags` say something else."""
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
+    monkeypatch.setattr(assembly, "load_tokenizer", lambda folder, **_: Reading())
+
+    async def body() -> None:
+        server = await ScriptedVllmServer(Flags(max_model_len=1024, **flags)).start()
+        teachers = [TeacherSection(name="big", url=server.url)]
+        sections = {"teachers": teachers, "distillation": DistillationSection(mode="advantage")}
+        try:
+            launch = Launch.of(config.model_copy(update=sections), [0, 1])
+            await asyncio.gather(daemon.live(launch, watch()), in_thread(play))
+        finally:
+            await server.kill()
+
+    with asyncio.Runner(loop_factory=daemon._loop) as runner:
+        runner.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_producer_asks_the_teachers_of_its_run(scoring, trainer, monkeypatch):
+    serve_blobs(trainer)
+
+    def play() -> None:
+        trainer.give(lease(1))
+        trainer.wait_for_message(Group)
+        trainer.send(Bye("finished"))
+
+    taught(scoring, monkeypatch, play)
+    (group,) = trainer.all(Group)
+    values = np.frombuffer(group.teacher_logprobs, "<f4")
+    assert len(values) == len(group.completion_ids) // 4
+    assert (values < 0).all()
+
+
+def test_a_teacher_of_another_vocabulary_ends_the_start(config, monkeypatch):
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        taught(config, monkeypatch, lambda: None, characters=9)
+    assert made[0].shut_down
 
 
 def test_a_refused_handshake_ends_the_producer(config, trainer):

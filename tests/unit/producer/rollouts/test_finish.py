@@ -79,6 +79,31 @@ def test_spans_are_rewarded_but_not_those_of_failed_episodes():
         assert group.span_ends == bytes([1, expected[1] > 0])
 
 
+class Teachers:
+    async def logprobs(self, lease, group):
+        assert (lease.lease_id, len(group.completion_ids)) == (group.lease_id, 8)
+        if group.credit:
+            raise LeaseFailure("generation_failed", "it is down")
+        return np.array([-0.25, -4.0], "<f4").tobytes()
+
+
+def test_a_teacher_is_asked_for_what_was_put_together_but_not_in_an_evaluation():
+    setup = Setup(("environment",), ("environment",))
+    setup._finish.teachers = Teachers()
+    assert np.frombuffer(setup.group([[1], [0]]).teacher_logprobs, "<f4").tolist() == [-0.25, -4.0]
+    assert (setup.progress.stage, setup.progress.reason) == ("scoring", "generation_failed")
+    setup.evaluates = PolicyInfo(3, "ab" * 32, 10)
+    assert setup.group([[1], [0]]).teacher_logprobs == b""
+
+
+def test_a_group_whose_teacher_fails_is_none():
+    setup = Setup()
+    setup._finish.teachers = Teachers()
+    with pytest.raises(LeaseFailure, match="it is down"):
+        setup.group([[], []])
+    assert setup.counters.groups == 0
+
+
 def test_what_was_sampled_is_counted_once_without_what_was_shown():
     record = Record.of([1])
     for shown, token_ids in (([50, 51], [10, 11]), ([52], [12])):

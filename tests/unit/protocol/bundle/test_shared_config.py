@@ -145,6 +145,16 @@ def test_a_producer_s_configuration_is_the_trainer_s_in_what_it_computes_with(tm
             {"engine_server": {"url": "http://h:8000", "adapter_dir": "/a", "key_file": "k"}, "swap": {}},
             ["engine_server.adapter_dir", "engine_server.key_file"],
         ),
+        (
+            {
+                "teachers": [
+                    {"name": "t", "url": "http://h:1"},
+                    {"name": "u", "url": "https://h:2", "key_file": "k", "ca_file": "c"},
+                ],
+                "distillation": {"mode": "advantage", "coef": 0.5},
+            },
+            ["teachers.1.key_file", "teachers.1.ca_file"],
+        ),
     ],
 )
 def test_what_names_a_place_on_the_host_stays_there(
@@ -274,6 +284,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
             ),
             *("threshold", "pass_k", "keep_best", "patience", "min_delta", "wait_s"),
         },
+        "distillation": {"coef"},
     }
     whole = {
         "run_dir",

@@ -34,6 +34,9 @@ engine_server:
   url: http://127.0.0.1:8000
   adapter_dir: adapters
   key_file: server.key
+teachers:
+  - {name: big, url: "http://127.0.0.1:8001", key_file: teacher.key}
+distillation: {mode: advantage}
 lora:
   init_from: runs/sft
 """
@@ -63,6 +66,7 @@ def places(config: RunConfig) -> list[str | None]:
         config.run_dir, config.model.path, sources[0].path, sources[0].transform, functions[0].function,
         functions[2].options["python"], functions[3].model, config.environment.factory, config.evaluation.dataset.path,
         config.transport.keys, config.serve.api_key_file, server.adapter_dir, server.key_file, config.lora["init_from"],
+        config.teachers[0].key_file,
     ]  # fmt: skip
 
 
@@ -70,6 +74,7 @@ def test_every_path_of_a_file_begins_in_its_folder(task: Path) -> None:
     names = [
         "runs/x", "base", "data/train.jsonl", "task.py:to_prompt", "rewards.py:exact", "venv/bin/python", "judge",
         "environment.py:Shop", "held-out.parquet", "keys", "/home/me/serve.key", "adapters", "server.key", "runs/sft",
+        "teacher.key",
     ]  # fmt: skip
     config = load(task)
     assert places(config) == [str(task / name) for name in names]

@@ -25,6 +25,7 @@ TAKEN = [
     "pipeline: {trainer_tokens_per_micro_batch: 4096}",
     "trainer: {learning_rate: 1e-5, lr_scheduler_kwargs: {num_cycles: 2}}",
     "evaluation: {dataset: {path: eval.jsonl}, every_versions: 10}",
+    "{teachers: [{name: big, url: 'http://h:8000'}], distillation: {mode: advantage}}",
 ]
 REFUSED = [
     "pipelines: {}",
@@ -34,7 +35,7 @@ REFUSED = [
     "pipeline: {max_staleness: true}",
     "pipeline: {groups_per_step: many}",
     "pipeline: {gpu: alone}",
-    "sampling: {num_generations: 1}",
+    "sampling: {num_generations: 0}",
     "sampling: {top_p: 1.5}",
     "sampling: {stop: END}",
     "sampling: 8",

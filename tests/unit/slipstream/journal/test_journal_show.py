@@ -69,12 +69,14 @@ def test_show_says_why_a_reward_is_missing(journal: Journal, command: Command) -
 def test_show_a_group_that_several_policies_sampled(journal: Journal, command: Command) -> None:
     versions = np.array([0, 0, 2, 1], "<i4").tobytes()
     spans = {"credit": np.array([0, 0.5, 0, 0], "<f4").tobytes(), "span_ends": bytes([0, 1, 1, 0])}
+    spans["teacher_logprobs"] = np.array([-1, -2, 0, -4], "<f4").tobytes()
     journal.append([entry(11, frame=encode(group_message("0-11-0-1-s", token_versions=versions, **spans)))])
     lines = command.lines("show", "0-11-0-1-s", "--tokens")
     assert "policy    version 0-2" in lines
     assert [line for line in lines if line.startswith("rewards of spans:")] == [
         "rewards of spans: 0.500 at token 1, 0.000 at token 2"
     ]
+    assert "log-probs of the teacher: mean -1.000, lowest -2.000, sum -3.000" in lines
     assert [line for line in lines if line.startswith("policies:")] == [
         "policies: version 0 sampled 2 tokens, version 2 sampled 1 tokens",
         "policies: version 1 sampled 1 tokens",

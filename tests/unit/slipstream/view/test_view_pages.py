@@ -54,6 +54,9 @@ def test_hovering_says_the_numbers() -> None:
     credit = {"credit": np.array([0, 0.5, 0, 0], "<f4").tobytes(), "span_ends": bytes([0, 1, 0, 1])}
     _, rewarded, _ = spans(SHAPE.parse(group_message(**credit)), slice(0, 3), ["a", "b", "c"], "logprob")
     assert "0.5" in rewarded.title
+    teacher = np.array([0, -1.25, 0, 0], "<f4").tobytes()
+    _, taught, _ = spans(SHAPE.parse(group_message(teacher_logprobs=teacher)), slice(0, 3), ["a", "b", "c"], "logprob")
+    assert "-1.25" in taught.title
 
 
 CHAT = "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n<think>\nHm</think>\n\n<tool_call>add</tool_call>5<|im_end|>"

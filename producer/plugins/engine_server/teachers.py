@@ -1,0 +1,213 @@
+"""Teachers: vLLM servers that score what the policy sampled.
+
+Guarantee: `logprobs` returns a teacher's log-prob of every sampled token of a group, finite and at most 0, or raises
+LeaseFailure: a teacher that is down, slow or wrong is never a zero. Each was found to have the policy's vocabulary before it is
+asked, and again after it was lost. One with another ends the start of the producer. One that is down then is checked later.
+
+A completion is scored by one request: vLLM returns the log-probs of the tokens of its prompt, at temperature 1.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.groups import LeaseFailure
+from producer.plugins.engine_server.api import (
+    HttpClient,
+    ServerBusyError,
+    ServerLostError,
+    ServerMismatchError,
+    ServerRefusedError,
+    VllmApi,
+    open_session,
+)
+from producer.rewards.pool import pause_s
+from protocol.config.distillation import TeacherSection
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.wire.handshake import LOGPROBS_MODE
+from protocol.wire.messages import Group, Lease
+
+logger = logging.getLogger(__name__)
+
+_TEXT = "The quick brown fox, 12345.678 = x**2;\n\tdef f(): return 'a'\n\n  Äpfel, où? Ωμέγα 東京 العربية 🦊 "
+_SAMPLES = 512  # tokens of the vocabulary whose texts are in the probe
+_LEAST, _MOST = -1e6, 1e-3  # vLLM's least is -9999, and rounding may take a log-prob above 0
+_UNFIT = (400, 413, 422)  # what a server answers if it could score others
+
+
+class Vocabulary(NamedTuple):
+    """The probe of a tokenizer: a text with its tokens, and the largest token."""
+
+    text: str
+    token_ids: list[int]
+    largest: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "Vocabulary":
+        largest = max(tokenizer.get_vocab().values())
+        shown = [tokenizer.decode([token]) for token in range(0, largest + 1, max(1, largest // _SAMPLES))]
+        text = _TEXT + " ".join([*shown, *tokenizer.all_special_tokens])
+        return cls(text, tokenizer.encode(text, add_special_tokens=False), largest)
+
+
+class TeacherObserver(Protocol):
+    """Counts every request to a teacher, and every completion that it failed to score."""
+
+    def teacher_called(self, teacher: str, seconds: float) -> None: ...
+
+    def teacher_failed(self, teacher: str) -> None: ...
+
+
+class Teacher:
+    """A server. `place` is its section in the file; it must take sequences of `min_model_len` tokens."""
+
+    def __init__(self, section: TeacherSection, place: str, min_model_len: int, observer: TeacherObserver) -> None:
+        self.section, self.place = section, place
+        self._min_model_len, self._observer = min_model_len, observer
+        self._session = open_session(section, place)
+        self._api = VllmApi(HttpClient(self._session, section.url.rstrip("/"), section.timeout_s, place))
+        self._places = asyncio.Semaphore(section.concurrency)
+        self._model: str | None = None  # its name at the server; None: it is to be checked
+
+    def __str__(self) -> str:
+        return f"teacher {self.section.name} at {self.section.url}"
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def check(self, vocabulary: Vocabulary) -> str:
+        """Return the name of its model. Raises ServerMismatchError if it cannot teach, ServerLostError if it does not answer."""
+        if self._model is None:
+            try:
+                self._model = await self._inspect(vocabulary)
+            except ServerRefusedError as error:
+                raise ServerMismatchError(f"is no vLLM server ({error}): correct {self.place}.url") from error
+        return self._model
+
+    async def _inspect(self, vocabulary: Vocabulary) -> str:
+        base = next((card for card in await self._api.models() if card.parent is None), None)
+        if base is None or base.max_model_len is None:
+            raise ServerMismatchError("offers no base model at /v1/models: it has to be a vLLM server for generation")
+        if base.max_model_len < self._min_model_len:
+            raise ServerMismatchError(
+                f"takes {base.max_model_len} tokens, and a completion may need more than {self._min_model_len}: give it a larger "
+                "--max-model-len"
+            )
+        theirs = await self._api.tokenize(base.id, vocabulary.text)
+        if theirs != vocabulary.token_ids:
+            pairs = enumerate(zip(theirs, vocabulary.token_ids, strict=False))
+            first = next((place for place, (one, other) in pairs if one != other), "the last")
+            raise ServerMismatchError(
+                f"has another tokenizer than model.path: they read a text differently from token {first} on; take a teacher of "
+                "the same vocabulary"
+            )
+        try:
+            await self._scored(base.id, [vocabulary.token_ids[0], vocabulary.largest])
+        except ServerRefusedError as error:
+            raise ServerMismatchError(
+                f"does not score token {vocabulary.largest}, which model.path has ({error}); take a teacher of the same "
+                "vocabulary"
+            ) from error
+        return base.id
+
+    async def _scored(self, model: str, token_ids: list[int]) -> NDArray[np.float32]:
+        """Return the log-probs of all these tokens but the first."""
+        found = np.array(await self._api.score(model, token_ids))
+        if not ((found > _LEAST) & (found <= _MOST)).all():
+            raise ServerMismatchError(f"returns log-probs that are none: give it --logprobs-mode {LOGPROBS_MODE}")
+        result: NDArray[np.float32] = np.minimum(found, 0).astype(np.float32)
+        return result
+
+    async def score(self, vocabulary: Vocabulary, token_ids: list[int], start: int) -> NDArray[np.float32]:
+        """Return the log-probs of these tokens from `start` on, which is at least 1. Raises LeaseFailure after all tries."""
+        for attempt in range(self.section.retries + 1):
+            if attempt > 0:
+                await asyncio.sleep(pause_s(attempt))
+            async with self._places:
+                began = time.monotonic()
+                try:
+                    return (await self._scored(await self.check(vocabulary), token_ids))[start - 1 :]
+                except (ServerLostError, ServerRefusedError, ServerMismatchError) as error:
+                    problem: Exception = error
+                finally:
+                    self._observer.teacher_called(self.section.name, time.monotonic() - began)
+            status = problem.status if isinstance(problem, ServerRefusedError) else 0
+            if status not in _UNFIT and not isinstance(problem, ServerBusyError):
+                self._model = None
+            if isinstance(problem, ServerMismatchError) or 300 <= status < 500:
+                break
+        self._observer.teacher_failed(self.section.name)
+        raise LeaseFailure("reward_failed" if status in _UNFIT else "generation_failed", f"{self} {problem}")
+
+
+class TeacherPool:
+    """The teachers of a run. `read_with` comes first."""
+
+    def __init__(self, config: RunConfig, observer: TeacherObserver) -> None:
+        assert config.distillation is not None
+        self._column = config.distillation.teacher_column
+        least = (
+            config.sampling.max_completion_length + 2
+        )  # with a token of the prompt, and one that vLLM samples behind
+        self._teachers = {
+            section.name: Teacher(section, f"teachers.{number}", least, observer)
+            for number, section in enumerate(config.teachers)
+        }
+        self._vocabulary: Vocabulary
+
+    async def read_with(self, tokenizer: Any) -> None:
+        """Check all teachers. Raise ConfigError if one that answers cannot teach."""
+        self._vocabulary = Vocabulary.of(tokenizer)
+        await asyncio.gather(*(self._check(teacher) for teacher in self._teachers.values()))
+
+    async def close(self) -> None:
+        for teacher in self._teachers.values():
+            await teacher.close()
+
+    async def _check(self, teacher: Teacher) -> None:
+        try:
+            await teacher.check(self._vocabulary)
+        except ServerMismatchError as error:
+            raise ConfigError(f"{teacher.place}: {teacher} {error}") from error
+        except ServerLostError as error:
+            logger.warning("%s %s; it is asked again when it is needed", teacher, error)
+
+    async def logprobs(self, lease: Lease, group: Group) -> bytes:
+        """Return the log-probs of the group's teacher, as `Group.teacher_logprobs`. Raise LeaseFailure if there are none."""
+        teacher = self._of(lease)
+        prompt = np.frombuffer(group.prompt_ids, "<i4").tolist()
+        ends = np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1]
+        records = np.split(np.frombuffer(group.completion_ids, "<i4"), ends)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(teacher.score(self._vocabulary, prompt + record.tolist(), len(prompt)))
+                    for record in records
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        result = np.concatenate([task.result() for task in asked])
+        if group.sampled:
+            result = result * np.frombuffer(group.sampled, "u1")
+        return result.astype("<f4").tobytes()
+
+    def _of(self, lease: Lease) -> Teacher:
+        """Return the teacher of a prompt: the one that its row names, or one drawn by weight, another in another attempt."""
+        if self._column is None:
+            teachers = list(self._teachers.values())
+            draw = random.Random(f"{lease.prompt_id} {lease.attempt}")  # noqa: S311 - no secret
+            return draw.choices(teachers, [teacher.section.weight for teacher in teachers])[0]
+        name = str(lease.columns.get(self._column))
+        if name not in self._teachers:
+            raise LeaseFailure(
+                "bad_prompt",
+                f"distillation.teacher_column: column {self._column} has {name[:64]!r}, and teachers are "
+                f"{', '.join(self._teachers)}",
+            )
+        return self._teachers[name]

@@ -1,0 +1,46 @@
+"""The sections of on-policy distillation: teachers, and how the policy learns from them.
+
+Guarantee: a section that exists is complete; an inconsistent one is refused with its key and the fix.
+"""
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from protocol.config.section import HttpUrl, Positive, PositiveFloat, PositiveSeconds, Problems, Section
+
+
+class TeacherSection(Section):
+    name: str = Field(description="Name in `teacher_column`, metrics and logs.")
+    url: HttpUrl = Field(description="Its plain `vllm serve`: `http://HOST:PORT`.")
+    key_file: str | None = Field(None, description="As `engine_server.key_file`.")
+    ca_file: str | None = Field(None, description="As `engine_server.ca_file`.")
+    weight: PositiveFloat = Field(1.0, description="Share of the prompts, relative to others.")
+    timeout_s: PositiveSeconds = Field(60.0, description="Limit of one request.")
+    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further tries, with growing pauses.")
+    concurrency: Positive = Field(32, description="Requests at once, per producer.")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_label(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.-]{1,64}", value):
+            raise ValueError("expected 1 to 64 letters, digits, `_`, `.` or `-`")
+        return value
+
+    def problems(self) -> Problems:
+        place = urlsplit(self.url)
+        if place.username or place.password or place.query or place.fragment:
+            yield "url: expected `http://HOST:PORT` and no more; a key belongs into a file, see key_file"
+        elif place.path.rstrip("/").endswith("/v1"):
+            yield "url: leave the `/v1` out, it is added to the address"
+
+
+class DistillationSection(Section):
+    mode: Literal["advantage"] = Field(description="What teaches a token: log p_teacher - log p_policy.")
+    coef: PositiveFloat = Field(1.0, description="Weight of the teachers' part of the loss.")
+    alone: bool = Field(False, description="Rewards teach nothing; `sampling.num_generations` may be 1.")
+    teacher_column: str | None = Field(
+        None, min_length=1, description="Column that names a row's teacher. Default: by `weight`."
+    )

@@ -1,0 +1,65 @@
+"""The advantages of tokens by a teacher, and the signal of a group that has one, by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replay.credit import CreditRecipe
+from replay.distillation import DistillationRecipe, teacher_advantages
+from replay.rewards import RewardRecipe
+from tests.unit.consumer.builders import rollout_group, run_config
+
+TAUGHT = rollout_group(
+    [[11, 12, 13], [14, 15]],
+    sampled=[[True, False, True], [True, True]],
+    rewards=[1.0, 1.0],
+    logprobs=[[-0.5, 0, -2.0], [-1.0, math.nan]],
+    teacher=[-1.5, 0, -0.25, -1.0, -3.0],
+)
+
+
+def recipe(*, rewards: float = 1.0, coef: float = 1.0, alone: bool = False) -> RewardRecipe:
+    return RewardRecipe(np.array([rewards], np.float32), distillation=DistillationRecipe(coef, alone))
+
+
+def test_a_token_has_the_teachers_log_prob_minus_the_policys() -> None:
+    assert teacher_advantages(TAUGHT).tolist() == [-1.0, 0, 1.75, 0.0, 0], (
+        "what was not sampled, or not scored, has none"
+    )
+    assert teacher_advantages(rollout_group([[11], [12, 13]])).tolist() == [0, 0, 0], "nobody was asked"
+
+
+def test_a_group_of_equal_rewards_has_the_signal_of_its_teacher() -> None:
+    assert RewardRecipe(np.ones(1, np.float32)).signal(TAUGHT) == 0.0
+    assert recipe().signal(TAUGHT) == 2.75
+    assert recipe(coef=0.5, alone=True).signal(TAUGHT) == 1.375
+
+
+def test_rewards_that_differ_count_unless_the_teacher_is_alone() -> None:
+    group = rollout_group([[11], [12]], rewards=[0.0, 3.0], logprobs=[[-1.0], [-1.0]], teacher=[-1.0, -1.5])
+    assert recipe(coef=2.0).signal(group) == 4.0
+    assert recipe(coef=2.0, alone=True).signal(group) == 1.0
+    same = rollout_group([[11], [12]], rewards=[0.0, 3.0], logprobs=[[-1.0], [-1.0]], teacher=[-1.0, -1.0])
+    assert recipe(alone=True).signal(same) == 0.0, "the teacher agrees with the policy in all bits"
+
+
+def test_one_completion_has_signal() -> None:
+    group = rollout_group([[11, 12]], rewards=[1.0], logprobs=[[-1.0, -1.0]], teacher=[-1.0, -1.5])
+    assert recipe(alone=True).signal(group) == 0.5
+
+
+def test_the_recipe_is_the_configuration(tmp_path: Path) -> None:
+    teachers = [{"name": "big", "url": "http://127.0.0.1:8000"}]
+    sections = {"teachers": teachers, "distillation": {"mode": "advantage", "coef": 0.5}}
+    found = RewardRecipe.of(run_config(tmp_path, **sections, rewards={"credit": "per_step"}), "sum_then_normalize")
+    assert (found.distillation, found.credit) == (DistillationRecipe(0.5), CreditRecipe("per_step"))
+    assert RewardRecipe.of(run_config(tmp_path), "sum_then_normalize").distillation is None
+    one = {"sampling": {"num_generations": 1}}
+    with pytest.raises(ValueError, match=r"sampling\.num_generations"):
+        run_config(tmp_path, **sections, **one)
+    alone = {"distillation": {"mode": "advantage", "alone": True}}
+    assert run_config(tmp_path, **(sections | alone | one)).completions_per_step == 2
+    with pytest.raises(ValueError, match=r"rewards\.credit"):
+        run_config(tmp_path, **(sections | alone), rewards={"credit": "per_turn"})
