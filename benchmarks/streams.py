@@ -1,6 +1,6 @@
-"""The cost of the stream `credit` of a group on the wire: `python -m benchmarks.streams`.
+"""The cost of the streams `credit` and `teacher_logprobs` of a group on the wire: `python -m benchmarks.streams`.
 
-Prints, for a group of 8 completions of 512 tokens without the stream and with it (a span in every 64 tokens), the bytes of its
+Prints, for a group of 8 completions of 512 tokens without them and with each (a span in every 64 tokens), the bytes of its
 frame, and the microseconds in which it is encoded, and decoded and checked: the medians of `ROUNDS` groups.
 """
 
@@ -39,7 +39,8 @@ def rewarded(group: Group, every: int) -> Group:
 
 def main() -> None:
     group = GroupFactory(0).group("0-0-0-1-s", 0)
-    for name, one in (("without", group), ("with credit", rewarded(group, 64))):
+    taught = msgspec.structs.replace(group, teacher_logprobs=group.logprobs)
+    for name, one in (("without", group), ("with credit", rewarded(group, 64)), ("with teacher", taught)):
         frame = encode(one)
         encoding, loading = microseconds(partial(encode, one)), microseconds(partial(SHAPE.load, frame))
         print(f"{name:<12}{len(frame):>8} bytes  encode {encoding:6.1f} us  decode and check {loading:6.1f} us")

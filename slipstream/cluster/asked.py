@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -173,8 +173,10 @@ def producer_gpus(config: RunConfig, num_gpus: int) -> int:
 
 
 def server_files(config: RunConfig) -> dict[str, Path]:
-    """Return the files that are given; none without `engine_server`. Relative names begin in the working directory."""
-    given = {key: getattr(config.engine_server, key, None) for key in _KEYS}
+    """Return the files of `engine_server` and `teachers`, by key. Relative names begin in the working directory."""
+    sections: dict[str, Any] = {"engine_server": config.engine_server}
+    sections |= {f"teachers.{number}": teacher for number, teacher in enumerate(config.teachers)}
+    given = {f"{name}.{key}": getattr(section, key, None) for name, section in sections.items() for key in _KEYS}
     return {key: Path(os.path.abspath(os.path.expanduser(value))) for key, value in given.items() if value is not None}
 
 
@@ -192,7 +194,7 @@ def plan_of(asked: Asked, config: RunConfig, run_dir: Path, facts: NodeFacts) ->
     endpoint = own or f"tcp://{facts.host}:{facts.port}"
     keys = os.path.abspath(transport.keys) if transport.keys else str(run_dir / "cluster" / "keys")
     set_here = [] if own else [f"transport.keys={keys}", f"transport.endpoint={endpoint}"]
-    places = [f"engine_server.{key}={json.dumps(str(place))}" for key, place in server_files(config).items()]
+    places = [f"{key}={json.dumps(str(place))}" for key, place in server_files(config).items()]
     return Plan(
         run_dir=str(run_dir),
         config=os.path.abspath(asked.config),

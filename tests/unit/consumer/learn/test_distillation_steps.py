@@ -150,6 +150,41 @@ def test_loss_and_gradient_are_sums_over_tokens(
     assert ours.last.metrics["distillation/logprob_gain"] == pytest.approx(gains.mean(), rel=1e-11)
 
 
+def each_alone(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """A group of each completion."""
+    return [
+        dataclasses.replace(
+            group,
+            completion_lengths=group.completion_lengths[number : number + 1],
+            rewards=group.rewards[number : number + 1],
+            truncated=group.truncated[number : number + 1],
+            **{
+                name: getattr(group, name)[tokens]
+                for name in ("completion_ids", "logprobs", "sampled", "teacher_logprobs")
+            },
+        )
+        for group in groups
+        for number, tokens in enumerate(group.records)
+    ]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_groups_of_one_completion_teach_what_these_completions_teach_in_larger_groups(
+    tmp_path: Path, one_layer_model: Path, loss_type: str
+) -> None:
+    found = []
+    for count in (4, 1):
+        sections = {"teachers": TEACHERS, "distillation": {"mode": "advantage", "alone": True}}
+        sizes = {"sampling": {"num_generations": count}, "pipeline": {"groups_per_step": 8 // count}}
+        config = run_config(tmp_path, one_layer_model, trainer={"loss_type": loss_type}, **sizes, **sections)
+        ours = slipstream_trainer(config, one_layer_model)
+        groups = taught(off_policy(ours, with_tool_results(some_groups())))
+        groups = groups if count > 1 else each_alone(groups)
+        found.append(loss_and_gradients(ours, ours.recipe.tensors(groups)))
+    assert_equal(*found)
+
+
 @pytest.mark.usefixtures("float64")
 def test_the_ratio_of_the_teachers_part_is_not_clipped_and_its_factor_applies() -> None:
     batch: MicroBatch = {
@@ -178,7 +213,7 @@ def test_the_ratio_of_the_teachers_part_is_not_clipped_and_its_factor_applies() 
     torch.testing.assert_close(current.grad, torch.tensor([[-0.5 * 2 * 2.0 * 1.25, 0.5 * 2 * 1.0]]) / 2)
 
 
-PLACES, CHOICES, COMPLETIONS, STEPS = 6, 8, 4, 80
+PLACES, CHOICES, COMPLETIONS, STEPS = 6, 8, 4, 40
 RIGHT = np.array([3, 1, 4, 1, 5, 2])
 
 

@@ -65,6 +65,13 @@ def test_clients_of_a_server_take_no_gpu_and_have_its_files_at_the_same_place(fi
     server = ["--set", "engine_server.url=http://127.0.0.1:8000", "--set", "engine_server.adapter_dir=shared"]
     found = planned(file, *server, "--producer-set", "serve.port=1")
     assert found.producer_overrides == [f'engine_server.adapter_dir="{tmp_path}/shared"', "serve.port=1"]
+    teachers = [
+        "--set",
+        "teachers=[{name: t, url: 'http://h:1', key_file: key}]",
+        "--set",
+        "distillation.mode=advantage",
+    ]
+    assert planned(file, *teachers).producer_overrides == [f'teachers.0.key_file="{tmp_path}/key"']
     assert found.trainer_needs["GPU"] == 1
     assert "GPU" not in found.producer_needs
     assert planned(file).producer_needs["GPU"] == 1
