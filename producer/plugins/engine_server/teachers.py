@@ -82,11 +82,14 @@ class Teacher:
         await self._session.close()
 
     async def check(self, vocabulary: Vocabulary) -> str:
-        """Return the name of its model. Raises ServerMismatchError if it cannot teach, ServerLostError if it does not answer."""
+        """Return the name of its model. Raises ServerMismatchError if it cannot teach, ServerLostError if it does not answer, and
+        ServerRefusedError if it fails."""
         if self._model is None:
             try:
                 self._model = await self._inspect(vocabulary)
             except ServerRefusedError as error:
+                if error.status >= 500:
+                    raise
                 raise ServerMismatchError(f"is no vLLM server ({error}): correct {self.place}.url") from error
         return self._model
 
@@ -110,6 +113,8 @@ class Teacher:
         try:
             await self._scored(base.id, [vocabulary.token_ids[0], vocabulary.largest])
         except ServerRefusedError as error:
+            if error.status not in _UNFIT:
+                raise
             raise ServerMismatchError(
                 f"does not score token {vocabulary.largest}, which model.path has ({error}); take a teacher of the same "
                 "vocabulary"
@@ -175,7 +180,7 @@ class TeacherPool:
             await teacher.check(self._vocabulary)
         except ServerMismatchError as error:
             raise ConfigError(f"{teacher.place}: {teacher} {error}") from error
-        except ServerLostError as error:
+        except (ServerLostError, ServerRefusedError) as error:
             logger.warning("%s %s; it is asked again when it is needed", teacher, error)
 
     async def logprobs(self, lease: Lease, group: Group) -> bytes:

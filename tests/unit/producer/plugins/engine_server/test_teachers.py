@@ -24,6 +24,7 @@ from protocol.errors import ConfigError
 from protocol.wire.messages import Group
 from tests.scripted_trainer import lease
 from tests.scripted_vllm_server import END, VOCABULARY, ScriptedVllmServer, refusal
+from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.plugins.engine_server.running import servers
 
@@ -159,6 +160,18 @@ async def test_what_is_no_vllm_server_ends_the_start(tmp_path: Path, path: str) 
             await found.pool.read_with(Letters())
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", COMPLETIONS])
+@pytest.mark.parametrize("status", [500, 503])
+@asynchronous
+async def test_a_server_that_fails_at_the_start_is_checked_later(tmp_path: Path, path: str, status: int) -> None:
+    async with scene(tmp_path) as (found, [server]):
+        server.answers[path].append(lambda: refusal(status, "it starts"))
+        await found.pool.read_with(Letters())
+        server.flags.characters = 9
+        with pytest.raises(LeaseFailure, match="another tokenizer"):
+            await found.logprobs(one_group())
+
+
 @asynchronous
 async def test_a_key_is_sent(tmp_path: Path) -> None:
     key = tmp_path / "key"
@@ -252,6 +265,25 @@ async def test_a_completion_that_a_teacher_refuses_is_the_prompts_own_failure(tm
 
 
 @asynchronous
+async def test_an_attempt_at_a_request_is_cancelled_at_every_wait(tmp_path: Path) -> None:
+    async with scene(tmp_path, concurrency=1, retries=1) as (found, [server]):
+        await found.pool.read_with(Letters())
+        [teacher] = found.pool._teachers.values()
+        vocabulary = Vocabulary.of(Letters())
+
+        async def fail_once() -> None:
+            server.answers[COMPLETIONS].clear()
+            server.answers[COMPLETIONS].append(lambda: refusal(500, "no memory"))
+            teacher._model = None
+
+        def check() -> None:
+            assert not teacher._places.locked()
+
+        waits = await cancel_at_each_wait(lambda: teacher.score(vocabulary, [*PROMPT, 8], 3), check, fail_once)
+        assert waits >= 5, "the check, the request, the pause, and both again"
+
+
+@asynchronous
 async def test_requests_at_once_are_bounded(tmp_path: Path) -> None:
     inside, most = 0, 0
 
@@ -267,6 +299,24 @@ async def test_requests_at_once_are_bounded(tmp_path: Path) -> None:
         server.answers[COMPLETIONS] += [watch] * 6
         await asyncio.gather(*(found.logprobs(one_group()) for _ in range(3)))
     assert most == 2
+
+
+@asynchronous
+async def test_a_lease_that_is_taken_back_leaves_no_request_behind(tmp_path: Path) -> None:
+    async with scene(tmp_path, concurrency=1, retries=1) as (found, [server]):
+        await found.pool.read_with(Letters())
+        [teacher] = found.pool._teachers.values()
+
+        async def fail_once() -> None:
+            server.answers[COMPLETIONS].clear()
+            server.answers[COMPLETIONS].append(lambda: refusal(500, "no memory"))
+
+        def check() -> None:
+            assert not teacher._places.locked()
+            assert [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Teacher.score"] == []
+
+        group = one_group()
+        assert await cancel_at_each_wait(lambda: found.pool.logprobs(lease(7), group), check, fail_once) >= 1
 
 
 @asynchronous
