@@ -24,8 +24,8 @@ MANY_PASSES, FEW_PASSES = (
     30,
 )  # tokens of a micro-batch: ranks have different numbers of them; prompts are worth sharing
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-    name: (OPTIONS[name], MANY_PASSES)
-    for name in ("grpo", "bnpo", "kl", "entropy quantile", "truncated", "two iterations")
+    **{loss_type: ({"loss_type": loss_type}, MANY_PASSES) for loss_type in ("grpo", "bnpo")},
+    **{name: (OPTIONS[name], MANY_PASSES) for name in ("kl", "entropy quantile", "truncated", "two iterations")},
 }
 CASES["few passes"] = {"loss_type": "dapo"}, FEW_PASSES
 CASES["checkpointing"] = {"gradient_checkpointing": True}, MANY_PASSES

@@ -20,10 +20,13 @@ from .test_pair import write_run
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 DATA_WITHIN_S = 120.0
-REWARD = (
-    "import random\n\ndef some(completions, **_):\n    return [random.choice([0.0, 0.5, 1.0]) for _ in completions]\n"
-)
-"""There is something to learn from in every group, however long the run is."""
+REWARD = """
+import random
+
+def some(completion_ids, **_):
+    return [{"tokens": [(len(ids), random.choice([0.0, 0.5, 1.0]))]} for ids in completion_ids]
+"""
+"""There is something to learn from in every group, however long the run is, and each completion is a span with a reward."""
 
 NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory"}
 """The daemons of this test run without a GPU."""
@@ -40,6 +43,7 @@ def run_dir() -> Iterator[Path]:
             "qwen2",
             [{"prompt": f"{i}+1="} for i in range(40)],
             REWARD,
+            rewards={"credit": "per_step"},
             replay={"mode": "signal", "min_size": 2},
             reroll={"delay_versions": 1},
             correction={"preset": "token_mask"},
