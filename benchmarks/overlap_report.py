@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.whole_runs import WORTH
 
 Result = dict[str, Any]
-Arm = tuple[str, int, int]
-"""An arm is its name, the staleness, and the number of TRL's tasks in flight."""
+Arm = tuple[str, int, int, int]
+"""An arm is its name, the staleness, the number of TRL's tasks in flight, and the steps."""
 
 OWN, SERVED, TRL = "own engine", "vLLM server", "TRL AsyncGRPO"
 WARM_UP = 5
@@ -46,28 +46,30 @@ def seconds_to(one: Result, accuracy: float) -> float | None:
 def by_arm(results: list[Result]) -> dict[Arm, list[Result]]:
     found: dict[Arm, list[Result]] = defaultdict(list)
     for one in results:
-        found[one["arm"], one["staleness"], one["inflight"]].append(one)
+        found[one["arm"], one["staleness"], one["inflight"], one["steps"]].append(one)
     return dict(sorted(found.items()))
 
 
 def table(results: list[Result]) -> str:
-    """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness."""
+    """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness (in turns: at 1)."""
     goal = WORTH * max(one["accuracy"][-1][2] for one in results)
     rows = [
-        f"| arm | staleness | in flight | runs | seconds a step (quartiles) | beside `{OWN}` | trainer waits "
+        f"| arm | staleness | in flight | steps | runs | seconds a step (quartiles) | beside `{OWN}` | trainer waits "
         f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} |",
-        f"|{'---|' * 12}",
+        f"|{'---|' * 13}",
     ]
     reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == OWN}
-    for (arm, staleness, inflight), runs in by_arm(results).items():
+    for (arm, staleness, inflight, steps), runs in by_arm(results).items():
         low, high = quartiles([wall for one in runs for wall in walls(one)])
         beside = [
-            step_s(one) / reference[staleness, one["round"]] for one in runs if (staleness, one["round"]) in reference
+            step_s(one) / reference[staleness or 1, one["round"]]
+            for one in runs
+            if (staleness or 1, one["round"]) in reference
         ]
         shares = [f"{fmean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
         reached = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
         cells = [
-            *(arm, str(staleness), str(inflight or "-"), str(len(runs))),
+            *(arm, str(staleness), str(inflight or "-"), str(steps), str(len(runs))),
             f"{fmean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
             f"{fmean(beside):.2f}" if beside else "-",
             f"{fmean(map(_share_of_waiting, runs)):.0%}",

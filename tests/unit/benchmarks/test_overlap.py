@@ -10,7 +10,15 @@ from benchmarks.overlap_report import OWN, TRL, fastest, quartiles, seconds_to, 
 def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 0, **others: Any) -> dict[str, Any]:
     """A run whose first steps ended at 0, 1, 2 and 3."""
     at = [0.0, 1.0, 2.0, 3.0, *times]
-    found = {"task": "sums", "arm": arm, "staleness": staleness, "inflight": inflight, "round": 1, "dropped": 0}
+    found = {
+        "task": "sums",
+        "arm": arm,
+        "staleness": staleness,
+        "inflight": inflight,
+        "round": 1,
+        "dropped": 0,
+        "steps": 8,
+    }
     found |= {"steps_of": {"t": at, "wait_s": [0.5] * len(at)}, "cpu_share": {"engine": 0.5}, "peak_memory": 2**30}
     return found | {"accuracy": [[2.0, 2, 0.5], [5.0, 4, 0.9], [7.0, 6, 0.8]]} | others
 
@@ -36,10 +44,14 @@ def test_the_table_compares_runs_of_one_round_and_one_staleness() -> None:
     ours = result(OWN, [4.0, 6.0, 8.0])
     theirs = result(TRL, [4.0, 9.0, 14.0], inflight=32, dropped=24)
     elsewhere = result(TRL, [4.0, 9.0, 14.0], inflight=32, staleness=4)
-    rows = [[cell.strip() for cell in line.split("|")] for line in table([ours, theirs, elsewhere]).splitlines()[2:]]
-    assert [row[1:4] for row in rows] == [[TRL, "1", "32"], [TRL, "4", "32"], [OWN, "1", "-"]]
-    assert [row[6] for row in rows] == ["2.50", "-", "1.00"]
-    assert rows[0][9] == "24"
+    longer, in_turns = theirs | {"steps": 90}, result(OWN, [4.0, 8.0, 12.0], staleness=0)
+    text = table([ours, theirs, elsewhere, longer, in_turns])
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[2:]]
+    assert [row[1:5] for row in rows] == [
+        [TRL, "1", "32", "8"], [TRL, "1", "32", "90"], [TRL, "4", "32", "8"], [OWN, "0", "-", "8"], [OWN, "1", "-", "8"],
+    ]  # fmt: skip
+    assert [row[7] for row in rows] == ["2.50", "2.50", "-", "2.00", "1.00"]
+    assert rows[0][10] == "24"
 
 
 @pytest.mark.parametrize(("values", "expected"), [([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0))])
