@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ REWARD = "def various(completions, **_):\n    return [float(sum(map(ord, text)) 
 CHAT_REWARD = "def length(completions, **_):\n    return [float(len(c[0]['content'])) for c in completions]\n"
 
 
-def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sections: dict) -> Path:
+def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sections: Any) -> Path:
     """A complete run in `folder`; returns its configuration file."""
     build_model(family, folder / "model")
     (folder / "rewards.py").write_text(reward)
@@ -47,7 +48,7 @@ def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sectio
         "trainer": {"max_steps": 30, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_steps": 5},
     }
     for section, values in sections.items():
-        config[section] = config.get(section, {}) | values
+        config[section] = values if isinstance(values, list) else config.get(section, {}) | values
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -31,11 +31,19 @@ def wait_until_healthy(url: str, process: "WarmProcess | Daemon | subprocess.Pop
 
 
 class VllmServer:
-    """Of `model` on the CPU, for adapters of this rank at most."""
+    """Of `model` on the CPU, for adapters of this rank at most, with more `flags`."""
 
     def __init__(
-        self, model: Path, folder: Path, stack: ExitStack, dtype: str = "float32", max_len: int = 128, rank: int = 8
+        self,
+        model: Path,
+        folder: Path,
+        stack: ExitStack,
+        dtype: str = "float32",
+        max_len: int = 128,
+        rank: int = 8,
+        flags: tuple[str, ...] = (),
     ) -> None:
+        self.model = model
         self.port = reserve_port(stack)
         stack.callback(self.kill)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -61,6 +69,7 @@ class VllmServer:
                 "--logprobs-mode",
                 "processed_logprobs",
             ),
+            *flags,
         ]
         self._starts = 0
         self.start()
