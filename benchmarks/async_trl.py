@@ -2,8 +2,9 @@
 
     python -m benchmarks.async_trl TASK RUN_DIR URL INFLIGHT SAVE_STEPS [SECTION.KEY=VALUE...]
 
-Guarantee: model, prompts, reward, batch, LoRA, optimizer, sampling and staleness are those of the task's configuration. What it
-has for CUDA alone is replaced (`benchmarks.trainer_step_async`). `steps.jsonl` has a line for each step.
+Guarantee: model, prompts, reward, batch, LoRA, optimizer, sampling and staleness are those of the task's configuration. A step
+trains as many completions as ours: by default TRL ends it at as many tokens as the server's longest sequence. What it has for
+CUDA alone is replaced (`benchmarks.trainer_step_async`). `steps.jsonl` has a line for each step.
 """
 
 import json
@@ -73,7 +74,7 @@ def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int
     config = load_config(task.config, [*settings, f"run_dir={run_dir}"])
     tokenizer = AutoTokenizer.from_pretrained(task.base, padding_side="left")
     task.tell_template(tokenizer)
-    rows = datasets.load_dataset("json", data_files=str(task.base / "train.jsonl"), split="train")
+    rows = datasets.load_dataset("json", data_files=str(task.dataset), split="train")
     rows = rows.shuffle(seed=config.seed)
     if task.template is not None:
         rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
@@ -85,7 +86,7 @@ def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int
             output_dir=str(run_dir / "trl"), seed=config.seed, max_steps=chosen["max_steps"], dtype=config.model.dtype,
             use_cpu=True, bf16=False, learning_rate=chosen["learning_rate"],
             lr_scheduler_type=chosen["lr_scheduler_type"], warmup_steps=chosen["warmup_steps"], max_grad_norm=1.0,
-            per_device_train_batch_size=config.completions_per_step, num_generations=sampling.num_generations,
+            per_device_train_batch_size=config.completions_per_step, token_budget=0, num_generations=sampling.num_generations,
             max_completion_length=sampling.max_completion_length, temperature=sampling.temperature,
             vllm_server_base_url=url, max_staleness=config.pipeline.max_staleness, max_inflight_tasks=inflight,
             gradient_checkpointing=False, save_strategy="steps", save_steps=save_steps, save_only_model=True,
