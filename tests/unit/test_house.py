@@ -82,6 +82,7 @@ def violations(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield f"line {node.lineno}: import of {module}"
 
 
+@pytest.mark.long
 def test_nothing_unpickles_or_evaluates() -> None:
     def unsafe(file: Path) -> list[str]:
         found = list(violations(ast.walk(parsed(file)))) if FORBIDDEN.search(file.read_text()) else []

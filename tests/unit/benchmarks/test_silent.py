@@ -38,6 +38,7 @@ def test_a_curve_is_smoothed_by_what_came_before() -> None:
     assert smooth([0.0, 1.0, 2.0], width=2) == [0.0, 0.5, 1.5]
 
 
+@pytest.mark.long
 def test_the_picture_has_every_arm(tmp_path: Path) -> None:
     healthy = ONE | {"fault": "none", "refused": None}
     draw([healthy, ONE, SILENT], tmp_path / "silent.png")
@@ -53,6 +54,7 @@ def scaled() -> SimpleNamespace:
     return SimpleNamespace(scaling=2.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "held"),
     [

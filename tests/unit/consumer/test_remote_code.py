@@ -83,6 +83,7 @@ def test_prompts_are_counted_by_its_tokenizer(model: Path) -> None:
     assert len(PromptDataset(section, model, trust_remote_code=True)) == 1
 
 
+@pytest.mark.long
 def test_an_adapter_is_trained_by_imitation_and_exported_with_its_code(model: Path) -> None:
     config = config_of(model, sft={"max_steps": 1, "gradient_checkpointing": False})
     arguments = build_sft_arguments(config, model.parent / "sft", on_gpu=False)

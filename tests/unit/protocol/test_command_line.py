@@ -270,6 +270,7 @@ def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
     assert ExitCode.INTERRUPTED == 130
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["producer.app.cli", "consumer.app.cli"])
 def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
     program = (
@@ -326,6 +327,7 @@ def test_a_machine_whose_driver_does_not_answer_or_is_not_there(
         select_gpus("0")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unreadable", ["nobody reads", "full disk"])
 def test_output_that_goes_nowhere(folder: Path, unreadable: str) -> None:
     """`--check | head` is no error, and a full disk is one line."""
@@ -354,6 +356,7 @@ def test_progress_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch
             stdout.close()
 
 
+@pytest.mark.long
 def test_what_standard_output_cannot_show_is_escaped(folder: Path) -> None:
     """Of a terminal that shows ASCII alone, as of a service without a locale."""
     chosen = ["--config", str(folder / "run.yaml"), "--check", "--set", "run_dir=Läufe/…"]

@@ -61,6 +61,7 @@ def test_every_subcommand_has_help_that_imports_nothing_heavy() -> None:
     assert (shown.stderr, shown.returncode) == ("[]\n", 0)
 
 
+@pytest.mark.long
 def test_the_module_is_the_command_and_takes_little_time_to_say_how_it_is_used() -> None:
     used_s = []
     for _ in range(2):  # the first may compile what it imports
@@ -120,6 +121,7 @@ def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Commands:" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_checks_show_the_configuration_and_import_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(MINIMAL)
     heavy = set(HEAVY) - {"pydantic", "asyncio", "zmq"}

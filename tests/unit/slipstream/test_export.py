@@ -38,6 +38,7 @@ def run(tmp_path: Path, tiny_model: Path) -> RunConfig:
     return config
 
 
+@pytest.mark.long
 def test_the_merged_model_is_the_trained_one(run: RunConfig, tiny_model: Path, capsys: Any) -> None:
     to = Path(run.run_dir) / "merged"
     export.run(run, [], which="last", to=to, repository=None)

@@ -109,6 +109,7 @@ def test_a_failure_says_what_the_exit_code_means_and_what_the_daemon_said(
     assert "trainer  | no two rewards differ" in str(failed.value)
 
 
+@pytest.mark.long
 def test_it_runs_below_a_running_loop_and_off_the_main_thread(
     config: dict, plans: Callable[[str, str], list[dict]]
 ) -> None:

@@ -159,6 +159,7 @@ def column(run: Run, name: str) -> list[Any]:
     return [step[name] for step in run.steps]
 
 
+@pytest.mark.long
 def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model)
     assert [version for version, _ in run.published] == [0, 1, 2, 3, 4]
@@ -178,6 +179,7 @@ def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, one
         assert (of_groups[:, 1:3] > 0).all()
 
 
+@pytest.mark.long
 def test_a_version_every_third_step(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model, pipeline={"sync_interval": 3}, trainer={"max_steps": 7})
     assert [version for version, _ in run.published] == [0, 1, 2]
@@ -243,6 +245,7 @@ def test_transformers_record_of_what_was_logged_does_not_grow_with_the_run(
     assert [entry["step"] for entry in saved["log_history"]] == [3, 4, 5]
 
 
+@pytest.mark.long
 def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model, stop_at=2)
     assert run.trainer.state.global_step == 2

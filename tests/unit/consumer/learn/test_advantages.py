@@ -192,6 +192,7 @@ reward_tables = st.integers(1, 3).flatmap(
 )
 
 
+@pytest.mark.long
 @given(reward_tables)
 def test_a_group_has_signal_exactly_if_an_advantage_is_not_zero(table: tuple[list[float], list[list[float]]]) -> None:
     weights, rewards = table

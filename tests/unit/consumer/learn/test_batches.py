@@ -240,6 +240,7 @@ group_lists = st.lists(
 )
 
 
+@pytest.mark.long
 @given(group_lists, st.integers(1, 40))
 def test_no_token_is_lost_moved_or_invented(contents: list[tuple[list[int], list[list[int]]]], max_tokens: int) -> None:
     """Read back through the masks: no holes, no ends cut off, whatever stands beside what."""

@@ -50,6 +50,7 @@ def config_of(folder: Path, model: Path, *, max_tokens: int = 1000, **options: A
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"loss_type": "dapo"}, {"loss_type": "grpo", "mask_truncated_completions": True}])
 def test_rows_without_advantage_count_as_in_trl(tmp_path: Path, experts: Path, options: dict[str, Any]) -> None:
     config = config_of(tmp_path, experts, **options)

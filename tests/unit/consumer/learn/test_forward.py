@@ -92,6 +92,7 @@ def gradient(model: Any, values: tuple[torch.Tensor, torch.Tensor]) -> torch.Ten
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "prompts", [PROMPTS, [[3, 4, 5], [5, 6, 7], [3, 4, 9]]], ids=["prompts of any length", "of one length"]
 )
@@ -155,6 +156,7 @@ def test_the_same_with_gradient_checkpointing(model: Any) -> None:
         model.eval()
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rows_of_trees(vocabulary=9), data=st.data())
 def test_random_rows_have_the_gradient_of_plain_rows(model: Any, rows: list[Row], data: Any) -> None:

@@ -253,6 +253,7 @@ def batches(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(corrections, batches())
 def test_factors_are_zero_or_within_the_bounds(correction: Correction, batch: dict[str, torch.Tensor]) -> None:
@@ -270,6 +271,7 @@ def test_factors_are_zero_or_within_the_bounds(correction: Correction, batch: di
         assert not (kept & result.outside).any()
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(corrections, batches(), st.randoms(use_true_random=False))
 def test_the_order_of_rows_and_tokens_does_not_matter(
@@ -289,6 +291,7 @@ def test_the_order_of_rows_and_tokens_does_not_matter(
     assert torch.equal(actual.moved, expected.moved[i][:, j])
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(corrections, batches(), batches())
 def test_masked_positions_do_not_matter(

@@ -54,6 +54,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
+@pytest.mark.long
 def test_it_becomes_the_policy_and_what_the_policy_is_measured_from(tiny_model: Path, adapter: Path) -> None:
     initial = initial_adapter(str(adapter), LORA)
     model = fresh(tiny_model)

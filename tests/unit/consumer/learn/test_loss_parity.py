@@ -159,6 +159,7 @@ def trainers(
     return slipstream_trainer(config, one_layer_model), trl_trainer(config, one_layer_model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_one_update_per_batch_in_any_number_of_micro_batches(
     trainers: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch, loss_type: str
@@ -183,6 +184,7 @@ def test_one_update_per_batch_in_any_number_of_micro_batches(
     assert 0 < ratio < 1, "some ratios must be cut and some not"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [0.1, 9.0])
 def test_the_entropy_bonus_adapts_to_the_steps_before(tmp_path: Path, one_layer_model: Path, target: float) -> None:
     """The model's entropy is above the one target and below the other."""

@@ -45,6 +45,7 @@ def trainer_of(folder: Path, model: Path, cuts: dict[int, MicroBatchPlan], **opt
     return trainer
 
 
+@pytest.mark.long
 def test_what_a_batch_leaves_on_the_device_goes_with_it(tmp_path: Path, tiny_model: Path) -> None:
     trainer = trainer_of(tmp_path, tiny_model, {}, max_steps=2)
     trainer.train()
@@ -160,6 +161,7 @@ def test_a_refused_step_is_cut_again_and_taken_again_bit_for_bit(
     assert not torch.equal(other[2], weights), "the comparison must compare something"
 
 
+@pytest.mark.long
 def test_without_dropout_no_random_state_is_kept(tmp_path: Path, one_layer_model: Path) -> None:
     config = run_config(tmp_path, one_layer_model, trainer=OPTIONS | {"max_steps": 1})
     trainer = slipstream_trainer(config, one_layer_model)
@@ -177,6 +179,7 @@ def test_a_step_of_single_rows_that_is_refused_ends_the_run(tmp_path: Path, one_
         trainer.train()
 
 
+@pytest.mark.long
 def test_a_fixed_number_of_tokens_is_kept_and_the_run_ends(tmp_path: Path, one_layer_model: Path) -> None:
     trainer = trainer_of(tmp_path, one_layer_model, {})
     trainer._splitter = StepSplitter(64, trainer._ranks, lambda step: None)
@@ -248,6 +251,7 @@ def test_a_step_that_smaller_passes_would_fit_is_no_try_of_its_batch(
     assert taken_back == expected
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("float64")
 def test_what_one_rank_has_no_memory_for_no_rank_does(tmp_path: Path, one_layer_model: Path) -> None:
     """`top_entropy_quantile` has ranks exchange something in the middle of a step."""

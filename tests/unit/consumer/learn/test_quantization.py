@@ -86,6 +86,7 @@ def test_a_quantized_base_is_frozen_in_its_format_and_the_adapter_trains_in_floa
     assert 0.8 < cosine < 0.99999, "nearly the direction of the whole base, and not exactly"
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_a_swap_is_proved_as_narrowly_as_without_quantization(

@@ -65,6 +65,7 @@ def calls_of_layers(trainer: SlipstreamTrainer) -> list[int]:
     return counts
 
 
+@pytest.mark.long
 def test_the_numbers_are_those_without(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout. The first pass recomputes all layers but the last; the others what fits."""
     plain = trainer_of(tmp_path, model, by_memory=False)
@@ -142,6 +143,7 @@ def test_shorter_passes_before_recomputed_ones(tmp_path: Path, model: Path) -> N
     assert layers.fitting_tokens() == 1024
 
 
+@pytest.mark.long
 def test_what_the_user_chose_stays(tmp_path: Path, model: Path) -> None:
     for options in ({"gradient_checkpointing": True}, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}):
         config = run_config(tmp_path, model, trainer=options)
@@ -155,6 +157,7 @@ def test_what_the_user_chose_stays(tmp_path: Path, model: Path) -> None:
     assert chosen._recomputed._layers
 
 
+@pytest.mark.long
 def test_a_device_without_memory_recomputes_all_layers_before_passes_get_smaller(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ def test_log_probs_outside_the_loss_record_nothing(tmp_path: Path, tiny_model: P
     assert metrics_of(trainer)["kl"] > 0
 
 
+@pytest.mark.long
 def test_base_weights_in_bfloat16_and_lora_weights_in_float32(tmp_path: Path, tiny_model: Path) -> None:
     """As engine and trainer agree on. Against float32, log-probs move by no more than what eight bits of mantissa cost."""
     groups, logprobs = [rollout_group([[3, 4], [5], [6, 7], [8]]) for _ in range(2)], []

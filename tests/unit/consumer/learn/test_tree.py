@@ -15,6 +15,7 @@ def row(prompt: list[int], completion: list[int]) -> Row:
     return Row(np.array(prompt, np.int64), np.array(completion, np.int64))
 
 
+@pytest.mark.long
 @given(rows_of_trees())
 def test_every_row_is_a_path_from_a_root(rows: list[Row]) -> None:
     tree = tree_of(rows)
@@ -27,6 +28,7 @@ def test_every_row_is_a_path_from_a_root(rows: list[Row]) -> None:
         assert [place for segment in path for place in range(segment.start, segment.end)] == places.tolist()
 
 
+@pytest.mark.long
 @given(rows_of_trees())
 def test_all_that_continues_a_segment_lies_directly_behind_it(rows: list[Row]) -> None:
     tree = tree_of(rows)

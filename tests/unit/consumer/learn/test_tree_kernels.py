@@ -104,6 +104,7 @@ def test_outputs_and_gradients(kernel: str, options: Options) -> None:
     compare(tree, KERNELS[kernel](tree), options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS[::2])
 @settings(max_examples=20)
 @given(rows=rows_of_trees())
@@ -124,6 +125,7 @@ def test_other_numbers(dtype: torch.dtype) -> None:
     assert (found - expected).abs().max() < 8 * torch.finfo(dtype).eps * expected.abs().max()
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(rows=rows_of_trees())
 def test_the_masks_of_flex_attention(rows: list[Row]) -> None:

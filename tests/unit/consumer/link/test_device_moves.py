@@ -29,6 +29,7 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
     return [tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
+@pytest.mark.long
 def test_out_and_back_is_bitwise_the_same_and_nobody_has_to_know() -> None:
     torch.manual_seed(0)
     model = Model()
@@ -66,6 +67,7 @@ def test_out_and_back_is_bitwise_the_same_and_nobody_has_to_know() -> None:
     assert moves.num_bytes > 4 * (7 * 5 + 7) + 2 * (5 * 7 + 5) + 4 * 40, "the optimizer's state comes back, too"
 
 
+@pytest.mark.long
 def test_frozen_weights_keep_their_place_in_host_memory() -> None:
     model = Model()
     moves = DeviceMoves(torch.device("cpu"), model.parameters)

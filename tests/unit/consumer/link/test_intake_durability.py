@@ -116,6 +116,7 @@ def test_a_group_that_waits_for_the_disk_is_answered_where_its_producer_is_now(
     assert only(producer.all(Ack), Ack) == Ack(lease.lease_id, "accepted", PolicyInfo(0, DIGEST, 2500))
 
 
+@pytest.mark.long
 def test_no_more_than_1024_groups_wait_in_memory(start: Start, journal: FillableJournal) -> None:
     trainer = start(groups_per_step=1030)
     producer = trainer.producer(capacity=1030)

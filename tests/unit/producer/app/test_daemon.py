@@ -387,6 +387,7 @@ async def refuse(engine: Engine, adapter: Adapter) -> None:
     raise AdapterRefusedError("rank 512 is too large")
 
 
+@pytest.mark.long
 def test_reward_functions_are_imported_before_the_engine_is_loaded(scoring):
     (function,) = scoring.rewards.functions
     missing = function.model_copy(update={"function": function.function.replace(":reward", ":nothing")})
@@ -395,6 +396,7 @@ def test_reward_functions_are_imported_before_the_engine_is_loaded(scoring):
     assert made == []
 
 
+@pytest.mark.long
 def test_while_the_engine_is_out_of_order_leases_go_back_and_none_are_asked_for(scoring, trainer, monkeypatch):
     """The trainer gives leases all the same, as one does that has not heard it yet."""
     serve_blobs(trainer)

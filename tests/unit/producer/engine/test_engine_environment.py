@@ -10,6 +10,7 @@ NAMES = ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE")
 SHOW = f"import os, producer.engine.own_arguments; print(*(os.environ[name] for name in {NAMES}))"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("given", "found"), [({}, "ERROR 1 1"), ({"VLLM_CPU_KVCACHE_SPACE": "4"}, "ERROR 1 4")])
 def test_an_engine_is_quiet_reports_nothing_and_leaves_memory_unless_a_user_decides(
     given: dict[str, str], found: str

@@ -42,6 +42,7 @@ class Plain(Peer):
 PEER = Plain()
 
 
+@pytest.mark.long
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     found = PEER.decode(json.loads(json.dumps(PEER.encode(value))))

@@ -188,6 +188,7 @@ def test_completions_that_fail_alone_are_named_and_a_coroutine_is_awaited():
     assert found.failed == {1: ("timeout", "reward 1: slow")}
 
 
+@pytest.mark.long
 def test_functions_see_what_trl_gives_them_and_fill_one_column_each(rewards_of):
     rewards = score(rewards_of("length", "sees_columns", "asynchronous", "missing", "alarm"))
     assert rewards.dtype == np.float32
@@ -195,6 +196,7 @@ def test_functions_see_what_trl_gives_them_and_fill_one_column_each(rewards_of):
     np.testing.assert_array_equal(rewards, np.array(expected, np.float32))
 
 
+@pytest.mark.long
 def test_a_group_that_nothing_scored_is_a_failure_that_names_the_function(rewards_of):
     with pytest.raises(LeaseFailure) as caught:
         score(rewards_of("exits"))
@@ -202,6 +204,7 @@ def test_a_group_that_nothing_scored_is_a_failure_that_names_the_function(reward
     assert "my_rewards.py:exits lost its worker: its process ended (exit status 3)" in caught.value.detail
 
 
+@pytest.mark.long
 def test_a_function_that_failed_is_missing_and_the_others_count(rewards_of, caplog):
     seen, names = Seen(), ("length", "exits", "fails_twice", "eats")
     rewards = score(rewards_of(*names, num_workers=2, max_memory_bytes=200 * 2**20), seen)
@@ -214,6 +217,7 @@ def test_a_function_that_failed_is_missing_and_the_others_count(rewards_of, capl
     assert "reward exits is missing for 3 completions of prompt '1+1=' (crashed)" in caplog.text
 
 
+@pytest.mark.long
 def test_a_completion_without_one_of_its_rewards_is_left_out_because_sums_would_not_compare(rewards_of, caplog):
     seen = Seen()
     np.testing.assert_array_equal(score(rewards_of("length", "infinite"), seen), [[1, 1], [np.nan, np.nan], [3, 0]])
@@ -237,6 +241,7 @@ def test_what_failed_alike_is_said_once_within_bounds():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=tuple[MissingReward, ...]) == found
 
 
+@pytest.mark.long
 def test_retries(rewards_of, monkeypatch):
     monkeypatch.setattr("producer.rewards.pool._FIRST_PAUSE_S", 0.01)
     seen = Seen()
@@ -244,6 +249,7 @@ def test_retries(rewards_of, monkeypatch):
     assert (seen.calls, seen.failures) == (["fails_twice"] * 3, [])
 
 
+@pytest.mark.long
 def test_asynchronous_functions_wait_side_by_side_in_one_worker(rewards_of):
     np.testing.assert_array_equal(score(rewards_of("meets", "meets_too", "asynchronous")), [[2, 2, 0.5]] * 3)
 
@@ -287,12 +293,14 @@ raise torch.OutOfMemoryError("CUDA out of memory")
 """
 
 
+@pytest.mark.long
 def test_a_gpu_without_memory_for_a_reward_is_no_wrong_configuration(tmp_path):
     (tmp_path / "large.py").write_text(OUT_OF_MEMORY)
     with pytest.raises(DeviceError, match=r"rewards\.functions.*CUDA out of memory"):
         score(section(f"{tmp_path}/large.py:reward"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "said"), [("def reward(:\n", "SyntaxError"), ("import sys\nsys.exit(5)\n", "exit status 5")]
 )

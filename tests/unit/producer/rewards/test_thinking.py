@@ -87,6 +87,7 @@ def test_every_assistant_message_loses_its_reasoning():
     assert (found.is_closed, found.num_tokens) == ([True], [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("unclosed", "last"), [(-1.0, [-1, 0, -0.25]), ("missing", [np.nan] * 3)])
 def test_the_pool_strips_counts_and_scores_what_never_ends(unclosed, last):
     made = tokenizer()

@@ -126,6 +126,7 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("on_swap", "num_examples"), [("finish", 20), ("continue", 50), ("restart", 25)])
 def test_tokens_are_whole_and_stamped_wherever_a_group_is_cut(on_swap, num_examples):
     @settings(max_examples=num_examples)

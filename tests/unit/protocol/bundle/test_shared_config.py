@@ -243,6 +243,7 @@ FREE = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(
     engine=st.dictionaries(st.sampled_from(["x", "y", "z"]), FREE, max_size=3),
     model=st.sampled_from(["a/b", "/m", "~m"]),

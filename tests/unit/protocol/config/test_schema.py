@@ -53,6 +53,7 @@ def validator() -> Any:
     return jsonschema.Draft202012Validator(json_schema())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", [*TAKEN, *REFUSED])
 def test_schema_and_loader_judge_alike(text: str, validator: Any, tmp_path: Path) -> None:
     values = yaml.safe_load(MINIMAL) | yaml.safe_load(text)

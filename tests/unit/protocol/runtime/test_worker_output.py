@@ -58,6 +58,7 @@ def test_what_is_written_shows_while_the_process_goes_on(caplog: pytest.LogCaptu
     with_output(use)
 
 
+@pytest.mark.long
 def test_much_is_cut_and_counted_and_keeps_neither_loop_nor_writer(caplog: pytest.LogCaptureFixture) -> None:
     """Who writes waits for its pipe, and the loop reads only so often."""
     num_bytes = 20 * 2**20

@@ -77,6 +77,7 @@ LARGE = map_of([(packed(f"{i:02}"), b"\xc0") for i in range(16)])
 """A harmless map that makes the codec unpack what is around it level by level, which costs the most."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("around", [b"", LARGE], ids=["in one go", "level by level"])
 @pytest.mark.parametrize(
     "item",

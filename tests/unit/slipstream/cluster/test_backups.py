@@ -87,6 +87,7 @@ def test_a_copy_that_cannot_be_deleted_is_no_failed_backup(tmp_path: Path, monke
     assert "older copies stay: no: " in said[2]
 
 
+@pytest.mark.long
 def test_a_failure_is_said_and_nothing_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "there/backup-1").mkdir(parents=True)
     assert "no backup: slipstream journal: error: " in back_up(str(tmp_path / "gone"), str(tmp_path / "there"))

@@ -112,6 +112,7 @@ def turns(numbers: list[int]) -> int:
     return sum(a != b for a, b in pairwise(moves))
 
 
+@pytest.mark.long
 @given(need=st.floats(0.3, 30), producers=st.integers(1, 40), noise=st.floats(0, 0.02), seed=st.integers(0, 99))
 def test_a_steady_load_is_followed_without_a_turn_and_then_left_alone(need, producers, noise, seed) -> None:
     numbers = pipeline(lambda at: need, producers, noise, 9000, seed)

@@ -98,6 +98,7 @@ def test_a_run_that_somebody_took_down(watch: Callable[..., Watch], capsys: pyte
     assert "the run was taken down" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_ray_is_imported_after_its_environment_is_set() -> None:
     """Ray reads the variables of `session.connected` when it is imported; without them it hangs at a loopback address."""
     modules = "slipstream.cluster.up, slipstream.cluster.down, slipstream.cluster.cli, slipstream.cluster.session"

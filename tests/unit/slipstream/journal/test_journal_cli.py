@@ -146,6 +146,7 @@ def test_looking_at_rows_imports_nothing_heavy(journal: Journal) -> None:
     assert shown.stderr == "[] 0\n"
 
 
+@pytest.mark.long
 def test_output_that_nobody_reads_to_its_end(journal: Journal) -> None:
     journal.append(entry(number, frame=b"x") for number in range(11, 5000))
     command = f"{sys.executable} -m slipstream journal --run {journal.path} list --limit 0"

@@ -392,6 +392,7 @@ def test_a_signal_in_the_middle_of_a_request_ends_the_server() -> None:
     assert answers[0].endswith(b"answered")
 
 
+@pytest.mark.long
 def test_the_run_is_not_written_to(run: Path, cache: None) -> None:
     def contents() -> dict[str, bytes]:
         files = [path for path in run.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))]

@@ -236,6 +236,7 @@ LIES = {
 }
 
 
+@pytest.mark.long
 @asynchronous
 async def test_an_answer_that_is_wrong_is_no_group(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started) as engine:
