@@ -53,7 +53,7 @@ def smooth(values: list[float], width: int = 5) -> list[float]:
 
 
 def draw(results: list[Result], file: Path) -> None:
-    """Draw the reward of rollouts over the steps, in float32: a column for each arm. The healthy run is black."""
+    """Draw the reward of rollouts over the steps, in float32: a column for each arm that has runs. The healthy run is black."""
     import matplotlib as mpl  # half a second
     from matplotlib import pyplot as plt
 
@@ -61,7 +61,9 @@ def draw(results: list[Result], file: Path) -> None:
     shown = [one for one in results if one["dtype"] == "float32"]
     faults = list(dict.fromkeys(one["fault"] for one in shown))
     titles = {PROOF: "with the proofs, repaired", NO_PROOF: "without the proofs", TRL: "TRL's AsyncGRPOTrainer"}
-    figure, row = plt.subplots(1, len(titles), figsize=(9.6, 3.2), sharex=True, sharey=True, layout="constrained")
+    titles = {arm: title for arm, title in titles.items() if any(one["arm"] == arm for one in shown)}
+    size = 3.2 * len(titles), 3.2
+    figure, row = plt.subplots(1, len(titles), figsize=size, sharex=True, sharey=True, layout="constrained")
     for axes, (arm, title) in zip(row, titles.items(), strict=True):
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("optimizer step")
