@@ -38,7 +38,7 @@ test: rehearse ## run every test
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder campaigns tests/faults tests/integration
 
 unit: $(STAMP) ## run the unit tests but for the long ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" tests/unit tests/contract
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
 
 rehearse: $(STAMP) ## the paths of a GPU on a stand-in that has the host's memory and the CPU's kernels, two to three minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/gpu

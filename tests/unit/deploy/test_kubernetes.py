@@ -40,6 +40,7 @@ def container(manifest: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_schemas_of_kubernetes_find_nothing() -> None:
     found = manifests()
     monitor = found.pop("PodMonitor slipstream")

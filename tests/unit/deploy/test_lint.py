@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from protocol import __version__
 from tests.unit.deploy.scripts import REPOSITORY
 
@@ -16,6 +18,7 @@ def lint(program: str, *arguments: str | Path) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
 
 
+@pytest.mark.long
 def test_shellcheck_finds_nothing_in_the_scripts(tmp_path: Path) -> None:
     scripts = [file for file in REPOSITORY.glob("deploy/**/*") if file.suffix in (".sh", ".sbatch")]
     assert len(scripts) >= 5

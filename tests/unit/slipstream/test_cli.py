@@ -49,6 +49,7 @@ def paths(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str,
     return found
 
 
+@pytest.mark.long
 def test_every_subcommand_has_help_that_imports_nothing_heavy() -> None:
     """Each in its words, so that `--help` and completion take a fraction of a second."""
     lines = [[*path, "--help"] for path in paths(slipstream)]

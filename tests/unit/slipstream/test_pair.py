@@ -61,6 +61,7 @@ def test_a_producer_ends_by_itself_after_a_run(terminal: Terminal, monkeypatch: 
     assert (PRODUCER, "finished") in terminal.shown
 
 
+@pytest.mark.long
 def test_a_producer_that_was_killed_starts_again(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

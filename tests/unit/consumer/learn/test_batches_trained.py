@@ -121,6 +121,7 @@ def test_a_micro_batch_that_counts_nowhere_gives_zero_and_no_nan(
     assert not any(isinstance(value, float) and math.isnan(value) for value in logged.values())
 
 
+@pytest.mark.long
 def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) -> None:
     options = {"beta": 0.1, "max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
     trainer = new_trainer(tmp_path, one_layer_model, **options)
@@ -185,6 +186,7 @@ def policy_logprobs(trainer: SlipstreamTrainer, batch: MicroBatch) -> torch.Tens
         return trainer.forward_pass(batch).logprobs
 
 
+@pytest.mark.long
 def test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths(trainer: SlipstreamTrainer) -> None:
     """A peer writes the left-padded prompts of replayed groups into batches of other widths."""
     short = rollout_group([[5], [6, 7, 8, 9, 10, 11], [12, 13], [14]], prompt=[3])

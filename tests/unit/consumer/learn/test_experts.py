@@ -64,6 +64,7 @@ def test_rows_without_advantage_count_as_in_trl(tmp_path: Path, experts: Path, o
     torch.testing.assert_close(gradient / scale, expected_gradient / scale, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 def test_it_is_the_mean_over_the_tokens_of_the_step(tmp_path: Path, experts: Path) -> None:
     """Nothing here has an advantage, so nothing else is in the loss."""
     trainer: SlipstreamTrainer = slipstream_trainer(config_of(tmp_path, experts, max_tokens=12), experts)

@@ -306,6 +306,7 @@ def test_masked_positions_do_not_matter(
     assert torch.equal(actual.kl, expected.kl)
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(corrections, batches())
 def test_on_policy_every_factor_is_one(correction: Correction, batch: dict[str, torch.Tensor]) -> None:
@@ -315,6 +316,7 @@ def test_on_policy_every_factor_is_one(correction: Correction, batch: dict[str, 
     assert (result.kl == 1).all()
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(batches(), st.integers(2, 5))
 def test_a_geometric_mean_does_not_depend_on_length(batch: dict[str, torch.Tensor], times: int) -> None:

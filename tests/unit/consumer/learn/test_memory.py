@@ -190,6 +190,7 @@ def test_a_fixed_number_of_tokens_is_kept_and_the_run_ends(tmp_path: Path, one_l
     assert caught.value.exit_code == ExitCode.DEVICE == 71
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "refusal",
     [

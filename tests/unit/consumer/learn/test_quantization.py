@@ -68,6 +68,7 @@ def like_trained(one_layer_model: Path) -> Any:
     return get_peft_model(base, build_lora(run_config(one_layer_model.parent, one_layer_model)))
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_a_quantized_base_is_frozen_in_its_format_and_the_adapter_trains_in_float32(

@@ -105,6 +105,7 @@ def test_the_shares_of_ranks_by_hand(world: int, expected: list[list[int]]) -> N
     assert found == expected
 
 
+@pytest.mark.long
 @given(sizes(), st.integers(1, 2000), st.integers(1, 5))
 def test_every_row_is_on_one_rank_and_equal_sizes_give_equal_shares(sizes: Sizes, max_tokens: int, world: int) -> None:
     found = shares(sizes, max_tokens, world=world)

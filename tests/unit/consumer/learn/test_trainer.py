@@ -164,6 +164,7 @@ def logprobs_of(trainer: SlipstreamTrainer, batch: MicroBatch) -> torch.Tensor:
         return trainer.forward_pass(batch).logprobs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "passes"),
     [

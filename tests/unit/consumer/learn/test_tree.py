@@ -37,6 +37,7 @@ def test_all_that_continues_a_segment_lies_directly_behind_it(rows: list[Row]) -
         assert behind == [other for other in tree.segments if segment.end <= other.start < segment.reach]
 
 
+@pytest.mark.long
 @given(rows_of_trees(), st.data())
 def test_the_places_of_any_of_the_rows_are_a_sum(rows: list[Row], data: Any) -> None:
     ordered = [rows[index] for index in tree_order(rows)]

@@ -95,6 +95,7 @@ def of_embeddings(model: Any, find: Callable[[Any, list[Row]], torch.Tensor]) ->
     return gradient
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ATTENTION)
 def test_attention_alone_takes_trees(family: str) -> None:
     model = build(family, **ATTENTION[family])

@@ -71,6 +71,7 @@ def test_it_is_given_a_file_or_an_address(monkeypatch: pytest.MonkeyPatch, argum
     assert caught.value.code == ExitCode.USAGE
 
 
+@pytest.mark.long
 def test_a_check_prints_the_configuration_that_came(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stack: ExitStack, here: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """What was sampled is found where it was sampled, and nowhere else."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,7 @@ def agreement(one: list[int], other: list[int]) -> int:
     return next((place for place in range(len(one)) if one[place : place + 1] != other[place : place + 1]), len(one))
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(TOKENS, TOKENS), max_size=12), TOKENS)
 def test_what_is_found_is_what_was_sampled_there(recorded, sequence):
     """Against the definition: the sequence begins with a prompt, and goes on as far as the best answer to it does."""

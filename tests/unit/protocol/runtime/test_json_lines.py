@@ -20,6 +20,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(st.dictionaries(st.text(st.characters()), ANYTHING, max_size=4))
 def test_a_line_is_one_line_of_json_whatever_it_holds(values: dict) -> None:

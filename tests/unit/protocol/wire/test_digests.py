@@ -61,6 +61,7 @@ def test_another_configuration_weight_file_name_or_size_is_another_model(model: 
     assert len({base_model_digest(variant) for variant in variants}) == len(variants)
 
 
+@pytest.mark.long
 def test_large_files_are_sampled_from_the_first_to_the_last_byte(tmp_path: Path) -> None:
     size = 40 * MIB
     model = make_model(tmp_path / "large")

@@ -133,6 +133,7 @@ def test_a_bug_ends_with_its_traceback_and_code(
     assert command.err.endswith("slipstream journal: this is a bug; please report it with its traceback\n")
 
 
+@pytest.mark.long
 def test_looking_at_rows_imports_nothing_heavy(journal: Journal) -> None:
     program = (
         "import sys\nfrom slipstream.cli import run\n"

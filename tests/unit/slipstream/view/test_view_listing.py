@@ -92,6 +92,7 @@ few_filters = st.builds(
 )
 
 
+@pytest.mark.long
 @given(wanted=wanted_lists | few_filters, size=st.integers(1, 50))
 def test_all_pages_together_are_the_list(rows: list[GroupRow], written_index: Path, wanted: Wanted, size: int) -> None:
     whole = expected(rows, wanted)

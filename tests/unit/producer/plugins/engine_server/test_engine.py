@@ -373,6 +373,7 @@ async def test_a_server_that_comes_back_with_other_weights_is_not_used(tmp_path:
         check_exact(server, policy, await group)
 
 
+@pytest.mark.long
 @asynchronous
 async def test_groups_go_where_least_is_done_and_all_servers_have_every_policy(tmp_path: Path) -> None:
     async with servers(3) as started, running(tmp_path, started) as engine:
