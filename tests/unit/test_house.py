@@ -193,6 +193,7 @@ FRAGMENT = re.compile(
 )
 
 
+@pytest.mark.long
 def test_no_docstring_begins_with_a_fragment() -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -68,6 +68,7 @@ def test_without_trust_nothing_of_it_is_read_and_the_error_says_the_fix(model: P
         assert str(caught.value).endswith(FIX)
 
 
+@pytest.mark.long
 def test_the_trainer_trains_it(model: Path) -> None:
     trainer = slipstream_trainer(config_of(model), model)
     assert type(trainer.base).__name__ == "OwnForCausalLM"

@@ -286,6 +286,7 @@ def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, modul
     assert (shown.stderr, shown.returncode) == ("[]\n", 0)
 
 
+@pytest.mark.long
 def test_a_process_leaves_when_all_that_has_to_be_done_is_done_and_looks_at_no_object() -> None:
     program = (
         "import atexit, threading, time\nfrom protocol.command_line import leave\n"

@@ -151,6 +151,7 @@ def test_a_body_is_not_waited_for(port: Port) -> None:
     eventually(is_gone, "the end of a body that drips")
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_take_its_answer_is_cut_off(port: Port) -> None:
     port.limiter.answer_timeout_s = 0.2
 

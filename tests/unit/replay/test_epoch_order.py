@@ -18,6 +18,7 @@ def test_every_number_has_one_place_and_is_found_there(size: int) -> None:
         assert [order.place_of(number) for number in numbers] == list(range(size))
 
 
+@pytest.mark.long
 def test_the_six_orders_of_three_are_equally_likely() -> None:
     counts = Counter(tuple(Permutation(3, f"{seed} 0").at(place) for place in range(3)) for seed in range(3000))
     assert len(counts) == 6
@@ -25,6 +26,7 @@ def test_the_six_orders_of_three_are_equally_likely() -> None:
     assert chi_squared < 20.5, "one in a thousand is above that, with 5 degrees of freedom"
 
 
+@pytest.mark.long
 def test_a_place_has_every_number_equally_often_and_neighbours_are_far_apart() -> None:
     counts = Counter(Permutation(10, f"0 {epoch}").at(3) for epoch in range(5000))
     assert sum((counts[number] - 500) ** 2 / 500 for number in range(10)) < 27.9, "with 9 degrees of freedom"

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def lease(table: PromptTable[int], key: int, producer: str = "a", deadline: floa
     table.lease(LeaseRecord(f"{key}/{attempt}", PromptTask(key, attempt=attempt), producer, 0, deadline))
 
 
+@pytest.mark.long
 @given(EVENTS)
 def test_the_indexes_say_what_all_leases_say(events: list[tuple[str, int, str, float]]) -> None:
     table, known = table_of(), dict[str, Any]()
@@ -72,6 +74,7 @@ CHANGES = st.lists(
 )
 
 
+@pytest.mark.long
 @given(CHANGES)
 def test_the_queues_say_what_a_look_at_all_prompts_says(changes: list[tuple[int, str, float, int, float, int]]) -> None:
     """Also where the clock or the newest version goes back."""

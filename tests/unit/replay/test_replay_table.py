@@ -167,6 +167,7 @@ def rollouts(seed: int) -> list[tuple[int, float]]:
     return [(index // 16, float(score)) for index, score in enumerate(scores)]
 
 
+@pytest.mark.long
 @every_remover
 def test_the_replay_heap_freezes_on_the_earliest_data(remover: str) -> None:
     """Here it does not, even where no group is ever too old. 64 groups are four versions' worth, and the highest score, 4,

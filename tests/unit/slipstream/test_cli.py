@@ -78,6 +78,7 @@ def test_the_module_is_the_command_and_takes_little_time_to_say_how_it_is_used()
     assert scripts["slipstream"] == "slipstream.cli:main"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "completion"), [("slipstream jou", "journal"), ("slipstream journal --ru", "--run")])
 def test_a_shell_completes_subcommands_and_options(words: str, completion: str) -> None:
     variables = {

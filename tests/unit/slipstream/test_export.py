@@ -80,6 +80,7 @@ def test_a_quantized_base_is_left_out_or_dequantized(run: RunConfig, tiny_model:
     assert (rounded - original).abs().max() > 0.01
 
 
+@pytest.mark.long
 def test_a_model_that_computes_something_else_is_not_written(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = export.logprobs
     monkeypatch.setattr(export, "logprobs", lambda model, ids: real(model, ids) + 0.1 * hasattr(model, "peft_config"))
@@ -116,6 +117,7 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
         choose_adapter(run_dir, "last")
 
 
+@pytest.mark.long
 def test_the_adapter_alone_with_its_card(run: RunConfig, tiny_model: Path) -> None:
     run_dir = Path(run.run_dir)
     rows = [{"step": step, "reward": step / 4} for step in range(1, 5)]

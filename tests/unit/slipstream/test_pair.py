@@ -50,11 +50,13 @@ def ended(trainer: str, producer: str, terminal: Terminal) -> int:
     return finished(started(trainer, producer, terminal))
 
 
+@pytest.mark.long
 def test_the_exit_code_is_the_trainers_and_its_producer_goes_with_it(terminal: Terminal) -> None:
     assert ended("print('no signal'); raise SystemExit(67)", POLITE, terminal) == ExitCode.NO_SIGNAL
     assert (TRAINER, "no signal") in terminal.shown
 
 
+@pytest.mark.long
 def test_a_producer_ends_by_itself_after_a_run(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "_FOLLOW_S", 20.0)
     assert ended("pass", "import time; time.sleep(0.3); print('finished')", terminal) == ExitCode.OK
@@ -82,6 +84,7 @@ def test_a_producer_that_was_killed_starts_again(
     assert [line for name, line in terminal.shown if "SIGKILL" in line and name == PRODUCER]
 
 
+@pytest.mark.long
 def test_a_producer_that_no_start_can_help_ends_the_run_with_its_code(terminal: Terminal, tmp_path: Path) -> None:
     mark = tmp_path / "up"
     trainer = POLITE.replace("print('up', flush=True)", f"open({str(mark)!r}, 'w')")
@@ -90,6 +93,7 @@ def test_a_producer_that_no_start_can_help_ends_the_run_with_its_code(terminal: 
     assert (TRAINER, "bye") in terminal.shown
 
 
+@pytest.mark.long
 def test_ctrl_c_asks_both_to_end(terminal: Terminal) -> None:
     running = started(POLITE, POLITE, terminal)
 
@@ -115,6 +119,7 @@ def test_ctrl_c_twice_kills_both(terminal: Terminal) -> None:
     assert finished(running, 15) == ExitCode.INTERRUPTED
 
 
+@pytest.mark.long
 def test_a_line_without_an_end_is_shown_in_parts(terminal: Terminal) -> None:
     assert ended("print('x' * 300_000, end='')", "pass", terminal) == ExitCode.OK
     parts = [line for name, line in terminal.shown if name == TRAINER]

@@ -70,6 +70,7 @@ def test_a_dictionary_is_checked_as_a_file_is(config: dict, tmp_path: Path) -> N
         slipstream.load_config(config | {"seed": object()})
 
 
+@pytest.mark.long
 def test_the_daemons_get_the_rewards_and_the_caller_the_run(
     config: dict, plans: Callable[[str, str], list[dict]]
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_example_of_the_page_runs(
     assert load_function(function["function"], "rewards")(["1", "2"], ["1", "1"]) == [1.0, 0.0]
 
 
+@pytest.mark.long
 def test_a_failure_says_what_the_exit_code_means_and_what_the_daemon_said(
     config: dict, plans: Callable[[str, str], list[dict]]
 ) -> None:
@@ -129,6 +131,7 @@ def handler() -> Iterator[object]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_both_daemons(config: dict, plans: Callable[[str, str], list[dict]], handler: object) -> None:
     plans(POLITE, POLITE)
     run_dir = Path(config["run_dir"])

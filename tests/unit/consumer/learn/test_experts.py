@@ -77,6 +77,7 @@ def test_it_is_the_mean_over_the_tokens_of_the_step(tmp_path: Path, experts: Pat
     assert gradient.abs().max() > 0
 
 
+@pytest.mark.long
 def test_without_it_rows_without_advantage_are_left_out(tmp_path: Path, experts: Path) -> None:
     trainer = slipstream_trainer(config_of(tmp_path, experts, router_aux_loss_coef=0.0), experts)
     [batch] = trainer.recipe.tensors(groups())

@@ -24,6 +24,7 @@ def nothing_to_attend_to(module: Any, query: torch.Tensor, key: Any, value: Any,
     return found, weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "trainer"), [("llama", {}), ("mixtral", {"router_aux_loss_coef": 0.5})])
 def test_queries_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, trainer: dict[str, Any]

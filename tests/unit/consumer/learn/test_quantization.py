@@ -126,6 +126,7 @@ def test_a_swap_is_proved_as_narrowly_as_without_quantization(
     assert unquantized_probe(ROWS, 0, model, one_layer_model, build_lora(config), trained).measure(0) is None
 
 
+@pytest.mark.long
 def test_an_engine_in_8_bits_is_told_from_a_wrong_one_by_what_changes(like_trained: Any) -> None:
     """Engine and trainer are further apart than the trainer's policies: no tolerance would do."""
     state = get_peft_model_state_dict(like_trained)

@@ -84,6 +84,7 @@ def test_the_numbers_are_those_without(tmp_path: Path, model: Path, monkeypatch:
         assert counts == ([passes + 1, passes + 1, passes] if num_bytes else [2 * passes, 2 * passes, 2 * passes - 1])
 
 
+@pytest.mark.long
 def test_as_few_layers_as_the_room_allows(tmp_path: Path, model: Path) -> None:
     """A layer more in the room is a layer less to recompute, those near the input last."""
     trainer, places, numbers = trainer_of(tmp_path, model), 40, []
@@ -110,6 +111,7 @@ def states(trainer: SlipstreamTrainer) -> torch.Tensor:
     return hidden_states(trainer.base.model, tree_layout(Tokens(ids, mask, loss_mask(batch)), trainer._kernel.make))
 
 
+@pytest.mark.long
 def test_what_a_layer_keeps_is_what_autograd_keeps(tmp_path: Path, model: Path) -> None:
     """Measured in the last layer, all layers together keep what a pass without recomputation does, but for its two ends."""
     trainer = trainer_of(tmp_path, model)
@@ -130,6 +132,7 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(tmp_path: Path, model: Path) 
     assert LAYERS * trainer._recomputed._kept == pytest.approx(sum(kept.values()), rel=0.1)
 
 
+@pytest.mark.long
 def test_shorter_passes_before_recomputed_ones(tmp_path: Path, model: Path) -> None:
     """Passes that recompute nothing are preferred to long ones, if they are long enough."""
     layers = trainer_of(tmp_path, model)._recomputed

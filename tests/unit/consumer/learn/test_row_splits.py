@@ -56,6 +56,7 @@ def test_one_more_pass_costs_something_too() -> None:
     assert split_rows(Sizes([1000, 10]), 10000) == [[0], [1]]
 
 
+@pytest.mark.long
 @given(sizes(most=8), st.integers(1, 2000))
 def test_no_cut_in_this_order_is_cheaper(sizes: Sizes, max_tokens: int) -> None:
     def cost(cut: list[list[int]]) -> int:

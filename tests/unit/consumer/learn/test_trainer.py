@@ -188,6 +188,7 @@ def test_forward_passes(tmp_path: Path, tiny_model: Path, options: dict[str, Any
     assert forward.call_count == passes
 
 
+@pytest.mark.long
 def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_model: Path) -> None:
     correction = {"preset": "geometric_mask", "token_veto": 1e-4, "probability_difference_max": 0.3}
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, correction=correction), tiny_model)
@@ -211,6 +212,7 @@ def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_mo
     }
 
 
+@pytest.mark.long
 def test_log_probs_outside_the_loss_record_nothing(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"beta": 0.1}), tiny_model)
     [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
@@ -251,6 +253,7 @@ def test_batches_are_repeated_for_every_iteration_that_is_left_and_cut(tmp_path:
     assert seen == [[[3] * 4, [4] * 4], *[[[5] * 4, [6] * 4]] * 2], "a prompt of 2 tokens and 4 of completions"
 
 
+@pytest.mark.long
 def test_completions_are_logged_as_trl_does(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +292,7 @@ def test_numbers_that_nothing_logs_do_not_pile_up(tmp_path: Path, tiny_model: Pa
     assert not trainer._unlogged
 
 
+@pytest.mark.long
 def test_checkpoints_are_written_to_staging_and_handed_over(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
     handed_over: list[tuple[int, Path]] = []

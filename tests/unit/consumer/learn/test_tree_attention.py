@@ -120,6 +120,7 @@ def test_the_softcap_is_that_of_the_model() -> None:
         assert difference(alone(model, some_rows()), expected) > 1e-7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", RECURRENT | UNLISTED)
 def test_what_carries_a_state_on_gets_rows(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(family, **(RECURRENT | UNLISTED)[family])

@@ -79,6 +79,7 @@ def test_frozen_weights_keep_their_place_in_host_memory() -> None:
         assert model.frozen.weight.data_ptr() == host
 
 
+@pytest.mark.long
 def test_what_is_not_needed_any_more_is_dropped_before_the_rest_leaves() -> None:
     passing = [torch.ones(3)]
     moves = DeviceMoves(torch.device("cpu"), lambda: passing, passing.clear)
@@ -87,6 +88,7 @@ def test_what_is_not_needed_any_more_is_dropped_before_the_rest_leaves() -> None
     assert (passing, moves.num_bytes) == ([], 0)
 
 
+@pytest.mark.long
 def test_tensors_of_garbage_do_not_stay() -> None:
     moves = DeviceMoves(torch.device("cpu"), list)
     cycle: list[object] = [torch.ones(3)]

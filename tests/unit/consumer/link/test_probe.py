@@ -100,6 +100,7 @@ def test_a_model_in_16_bits_is_measured_in_float32_too(one_layer_model: Path) ->
     assert not close(found["policy"], exact)
 
 
+@pytest.mark.long
 def test_merged_weights_are_rounded_as_the_engine_rounds_them(one_layer_model: Path) -> None:
     model = with_adapter(one_layer_model, torch.bfloat16, 1e-3)
     found = measure(model, merged=True)

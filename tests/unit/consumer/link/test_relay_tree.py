@@ -1,5 +1,6 @@
 """Who asks which relay: by hand for small fleets, and what holds for every fleet."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ hosts = st.lists(
 ).map(lambda drawn: [Host(str(number), region, relays) for number, (region, relays) in enumerate(drawn)])
 
 
+@pytest.mark.long
 @given(hosts)
 def test_of_every_fleet_the_way_to_the_trainer_is_short_and_without_circles(drawn: list[Host]) -> None:
     found = sources(drawn, "a")

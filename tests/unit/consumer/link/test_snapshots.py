@@ -20,6 +20,7 @@ from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.trl_reference import lora_parameters, perturb, slipstream_trainer
 
 
+@pytest.mark.long
 def test_peft_loads_a_snapshot_and_computes_the_same(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
     snapshots = AdapterSnapshots(trainer.model)
@@ -38,6 +39,7 @@ def test_peft_loads_a_snapshot_and_computes_the_same(tmp_path: Path, tiny_model:
         torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, ours)
 
 
+@pytest.mark.long
 def test_a_snapshot_is_of_its_moment_and_equal_weights_give_equal_bytes(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
     snapshots = AdapterSnapshots(trainer.model)
@@ -52,6 +54,7 @@ def test_a_snapshot_is_of_its_moment_and_equal_weights_give_equal_bytes(tmp_path
     assert all(parameter.requires_grad for parameter in lora_parameters(trainer))
 
 
+@pytest.mark.long
 def test_a_model_that_comes_to_its_gpu_later_is_copied_without_waiting(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +84,7 @@ def test_a_model_that_comes_to_its_gpu_later_is_copied_without_waiting(
     assert all(pinned)
 
 
+@pytest.mark.long
 def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
     snapshots = AdapterSnapshots(trainer.model)
@@ -96,6 +100,7 @@ def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, t
         assert any(torch.equal(parameter, weight) for weight in weights.values())
 
 
+@pytest.mark.long
 def test_the_configuration_is_plain_json_for_inference(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
     blob = msgspec.msgpack.decode(bytes(AdapterSnapshots(trainer.model).take().data), type=AdapterBlob)

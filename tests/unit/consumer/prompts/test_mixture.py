@@ -24,6 +24,7 @@ def test_there_are_no_other_prompts(prompt_id: int) -> None:
         Mixture([3, 2], None)[prompt_id]
 
 
+@pytest.mark.long
 @given(SIZES, st.data())
 def test_every_row_comes_and_shares_hold_up_to_a_row(sizes: list[int], data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))

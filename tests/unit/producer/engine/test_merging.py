@@ -77,6 +77,7 @@ def test_each_shard_is_added_to_its_own_rows_of_a_fused_layer(tmp_path):
     assert model.mlp.gate_up_proj.weight.tolist() == [[1, 1], [1, 1], [9, 17], [25, 49]]
 
 
+@pytest.mark.long
 def test_swaps_leave_no_trace(tmp_path):
     torch.manual_seed(0)
     model = engine_model(torch.bfloat16)

@@ -58,6 +58,7 @@ def test_the_slowest_of_the_last_downloads_counts_and_what_is_assumed_before() -
     rates.note(MB, 0.0)
 
 
+@pytest.mark.long
 @given(
     st.integers(1, 10**9),
     st.integers(1, 10**6),

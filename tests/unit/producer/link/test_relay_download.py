@@ -71,6 +71,7 @@ messages = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), messages), max_size=60))
 def test_it_ends_in_time_and_keeps_only_the_announced_bytes(said: list[tuple[float, Any]]) -> None:
     download, now = RelayDownload(PolicyInfo(2, DIGEST, len(DATA)), memoryview(bytearray(len(DATA))), 4, RATE, 0.0), 0.0

@@ -77,6 +77,7 @@ def test_right_swaps_are_never_refused(noise: Any, moved: float) -> None:
         assert not compare(version, base, 0.05).is_refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("noise", "lack"), [(noise, lack) for noise in NOISES for lack in (1.0, 0.5, -1.0)] + [("normal", 0.2)]
 )
@@ -126,6 +127,7 @@ class Run:
         return self.proof.verdict(probe, scored(self.noisy(served), **named)).refusal
 
 
+@pytest.mark.long
 def test_two_hundred_right_swaps_pass() -> None:
     for step in (1e-3, 0.03):
         run = Run(3, step)

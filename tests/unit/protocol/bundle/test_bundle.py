@@ -62,6 +62,7 @@ def test_what_was_encoded_is_decoded_and_unpacked(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "lib").stat().st_mode) == 0o700
 
 
+@pytest.mark.long
 @given(names=st.lists(NAMES, unique=True, max_size=5), seed=st.integers())
 def test_equal_content_has_equal_bytes_whatever_its_order(names: list[str], seed: int) -> None:
     files = [CONFIG, *(BundledFile(name, name.encode()) for name in names)]
@@ -75,6 +76,7 @@ def test_equal_content_has_equal_bytes_whatever_its_order(names: list[str], seed
     assert sorted(file.name for file in decode(data).files) == sorted([CONFIG_FILE, *names])
 
 
+@pytest.mark.long
 @given(
     names=st.lists(
         st.one_of(

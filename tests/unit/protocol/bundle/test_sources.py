@@ -144,6 +144,7 @@ def test_what_cannot_be_read_as_python_is_refused_with_its_place(tmp_path: Path)
         run.add_function("gone.py:f", KEY)
 
 
+@pytest.mark.long
 def test_long_chains_are_followed_and_end_at_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path, **{f"m{number}": f"import m{number + 1}\n" for number in range(900)}, m900="")
     run.add_function("m0.py:f", KEY)

@@ -69,6 +69,7 @@ def test_half_of_what_is_free_stays_free_of_unfinished_handshakes() -> None:
     assert quota.most_unfinished == 2
 
 
+@pytest.mark.long
 @given(
     st.lists(
         st.tuples(

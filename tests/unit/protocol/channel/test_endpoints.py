@@ -33,6 +33,7 @@ def start_owner(control: str, blob: str) -> "subprocess.Popen[str]":
     return owner
 
 
+@pytest.mark.long
 def test_an_ipc_endpoint_of_a_living_process_is_refused_and_of_a_dead_one_reused(ipc: Harness) -> None:
     socket_file = Path(ipc.endpoints[0].removeprefix("ipc://"))
     with start_owner(*ipc.endpoints) as owner:

@@ -105,6 +105,7 @@ def test_a_routing_id_longer_than_zeromq_has_them_is_refused(harness: Harness, l
         eventually(lambda: not server.poll(0.01) and server.refusals.counts["unreadable"] == 1, "the refusal")
 
 
+@pytest.mark.long
 def test_a_namesake_cannot_make_the_server_keep_what_it_sends(stack: ExitStack, short_dir: Path) -> None:
     """libzmq ignores it and keeps its bytes until the socket is closed."""
     harness = Harness("tcp", short_dir, stack)

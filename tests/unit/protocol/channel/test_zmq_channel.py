@@ -175,6 +175,7 @@ def test_routing_ids_cannot_be_guessed(ipc: Harness) -> None:
     assert peers[0] != peers[1]
 
 
+@pytest.mark.long
 def test_a_full_blob_socket_says_false_and_leaves_control_alone(ipc: Harness) -> None:
     """A producer that stopped reading must not hold up the trainer, nor its adapters a lease."""
     server, client, peer = ipc.joined()
@@ -195,6 +196,7 @@ def test_a_full_blob_socket_says_false_and_leaves_control_alone(ipc: Harness) ->
     assert server.send(peer, BlobMissing(SHA))
 
 
+@pytest.mark.long
 def test_a_full_control_socket_says_false_instead_of_blocking(ipc: Harness) -> None:
     server, client, _ = ipc.joined()
     sent = 0

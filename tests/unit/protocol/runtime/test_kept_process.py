@@ -136,6 +136,7 @@ async def test_orphans_are_reaped(told: Path) -> None:
     assert not worker.is_running()
 
 
+@pytest.mark.long
 def test_everything_ends_when_the_daemon_is_killed(told: Path) -> None:
     starter = "import sys\nfrom protocol.runtime.child import KeptProcess\n"
     starter += "KeptProcess([sys.executable, '-c', *sys.argv[1:]])\ninput()"

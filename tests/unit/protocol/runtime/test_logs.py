@@ -148,6 +148,7 @@ def test_the_format_and_the_priority_for_journald(
     assert re.sub(r"^\d\d:\d\d:\d\d ", "12:00:00 ", capsys.readouterr().err).startswith(begins)
 
 
+@pytest.mark.long
 def test_a_log_that_is_kept_has_records_and_notes_of_this_process_alone(tmp_path: Path) -> None:
     program = f"""
         import logging, os, pathlib
@@ -181,6 +182,7 @@ def test_a_log_that_is_kept_has_records_and_notes_of_this_process_alone(tmp_path
     ]
 
 
+@pytest.mark.long
 def test_a_log_that_is_kept_has_at_most_two_files(tmp_path: Path) -> None:
     program = f"""
         import logging, pathlib

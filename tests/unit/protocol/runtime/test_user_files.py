@@ -64,6 +64,7 @@ async def test_a_file_with_the_name_of_one_of_our_packages_works_as_a_named_file
         await workers.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("package", "statement"),
     [

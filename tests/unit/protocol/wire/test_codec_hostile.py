@@ -140,6 +140,7 @@ def test_a_map_with_text_for_keys_may_have_any_length(count: int) -> None:
     assert decode(encode(lease)) == lease
 
 
+@pytest.mark.long
 def test_a_map_with_a_32_bit_length_is_read() -> None:
     large = {str(number): None for number in range(65_536)}
     lease = msgspec.structs.replace(LEASE, columns={"c": large})

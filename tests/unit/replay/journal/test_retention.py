@@ -247,6 +247,7 @@ def test_one_that_goes_on_keeps_as_much_as_one_that_begins_anew(
         assert kept == min(max(0, settled_seq - 1), keep // 100)
 
 
+@pytest.mark.long
 def test_what_a_checkpoint_costs_does_not_grow_with_what_is_kept(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def test_nothing_is_missing_and_nothing_is_there() -> None:
 _AMOUNTS = st.fixed_dictionaries({"CPU": st.integers(0, 8).map(float), "GPU": st.integers(0, 4).map(float)})
 
 
+@pytest.mark.long
 @given(st.lists(_AMOUNTS, max_size=6), st.dictionaries(st.text("ab", min_size=1, max_size=3), _AMOUNTS, max_size=4))
 def test_nodes_are_never_overbooked_and_a_small_need_is_left_out_only_if_no_node_has_room(needs, free) -> None:
     asked = [Need(str(number), amounts) for number, amounts in enumerate(needs)]

@@ -185,6 +185,7 @@ def test_a_wait_that_has_not_ended_counts_once_it_fills_the_window() -> None:
     assert looks.load(1, room=True).wait == 1.0
 
 
+@pytest.mark.long
 def test_the_window_grows_with_the_steps_and_the_number_of_looks_does_not() -> None:
     looks = Looks()
     for at in range(0, 4000, 5):  # a step takes 100 s, 25 of which are waited for

@@ -33,6 +33,7 @@ def look(place: Path, sql: str) -> list[tuple]:
         return indexed(db, sql)
 
 
+@pytest.mark.long
 def test_every_group_is_there_with_the_numbers_of_its_body(index: apsw.Connection, written_run: Path) -> None:
     assert indexed(index, "SELECT count(*), min(seq), max(seq) FROM groups") == [(120, 1, 120)]
     # Prompts 0, 5, ... of 40 are truncated once; each group was scored for a quarter of a second.

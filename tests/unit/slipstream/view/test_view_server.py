@@ -305,6 +305,7 @@ def test_held_out_answers_of_two_versions_are_compared(client: TestClient, run: 
     )
 
 
+@pytest.mark.long
 def test_without_an_index_lists_without_filters_and_groups_are_there(written_run: Path, cache: None) -> None:
     client = client_of(written_run)
     first = client.get("/groups")

@@ -95,6 +95,7 @@ async def test_what_is_discarded_is_unloaded_at_once_and_its_files_go_later(
     assert list((tmp_path / "adapters").iterdir()) == []
 
 
+@pytest.mark.long
 @asynchronous
 async def test_a_killed_server_is_waited_for_visibly_and_gets_what_is_needed_under_new_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -137,6 +138,7 @@ async def test_an_adapter_that_somebody_unloads_is_loaded_again(tmp_path: Path) 
         assert server.names.count(name) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("removed", ["v1", "v1/adapter_config.json", "v1/adapter_model.safetensors", "."])
 @asynchronous
 async def test_files_that_somebody_removes_are_written_again(
@@ -156,6 +158,7 @@ async def test_files_that_somebody_removes_are_written_again(
             assert other.dead_clients() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", [500, 502, 504])
 @asynchronous
 async def test_a_request_that_fails_is_made_again_and_given_up_after_some_tries(tmp_path: Path, status: int) -> None:
@@ -307,6 +310,7 @@ async def test_requests_in_a_server_that_is_gone_go_to_another_one(tmp_path: Pat
         assert gone.in_flight == other.in_flight == 0
 
 
+@pytest.mark.long
 @asynchronous
 async def test_a_server_that_serves_another_policy_than_it_was_given_does_not_get_it_live(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -360,6 +364,7 @@ async def test_an_engine_that_dies_while_it_loads_refuses_nothing(tmp_path: Path
         check_exact(server, policy, await generate(engine, policy))
 
 
+@pytest.mark.long
 @asynchronous
 async def test_a_server_that_comes_back_with_other_weights_is_not_used(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started) as engine:
@@ -410,6 +415,7 @@ async def test_of_two_servers_the_one_that_computes_something_else_is_not_used(t
         check_exact(used, policy, await generate(engine, policy))
 
 
+@pytest.mark.long
 @asynchronous
 async def test_two_producers_share_a_server_and_the_end_of_one_takes_nothing_of_the_other(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started) as one:

@@ -25,6 +25,7 @@ def secret_file(folder: Path, secret: str = "s3cret-k3y", mode: int = 0o600) -> 
     return str(file)
 
 
+@pytest.mark.long
 @asynchronous
 async def test_the_key_is_sent_and_never_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)

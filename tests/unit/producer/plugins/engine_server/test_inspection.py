@@ -116,6 +116,7 @@ async def test_one_that_starts_later_is_waited_for(tmp_path: Path, caplog: pytes
     assert f"the server at {server.url} cannot be reached" in caplog.text
 
 
+@pytest.mark.long
 def test_check_full_asks_every_server(tmp_path: Path) -> None:
     async def started_and_checked(**flags: Any) -> None:
         async with servers(2) as started:
