@@ -19,7 +19,7 @@ _LONG = (
     "test_calculator_example.py", "test_engine_server.py", "test_chaos.py", "test_view.py", "test_tutorial.py", "test_engine.py",
     "test_ranks.py", "test_pair.py",
 )  # fmt: skip
-"""Those that mostly wait are among those that compute."""
+"""The long files in their order: files that mostly wait stand among files that compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,7 @@ ROWS = [{"prompt": f"{i}+1="} for i in range(40)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """It computes long prompts in several passes."""
+    """Start a server that computes long prompts in several passes."""
     folder = tmp_path_factory.mktemp("teacher")
     with ExitStack() as stack:
         model = build_model("qwen2", folder / "model", seed=7)

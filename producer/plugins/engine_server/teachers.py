@@ -157,9 +157,8 @@ class TeacherPool:
     def __init__(self, config: RunConfig, observer: TeacherObserver) -> None:
         assert config.distillation is not None
         self._column = config.distillation.teacher_column
-        least = (
-            config.sampling.max_completion_length + 2
-        )  # with a token of the prompt, and one that vLLM samples behind
+        # With a token of the prompt, and one that vLLM samples behind:
+        least = config.sampling.max_completion_length + 2
         self._teachers = {
             section.name: Teacher(section, f"teachers.{number}", least, observer)
             for number, section in enumerate(config.teachers)

@@ -1,4 +1,4 @@
-"""Which prompts are asked: probabilities by hand, decisions that outlive a kill, and a full disk on which all are asked."""
+"""The choice of prompts: probabilities by hand, decisions that outlive a kill, and a full disk on which all are asked."""
 
 import json
 import shutil

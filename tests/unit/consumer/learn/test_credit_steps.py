@@ -19,6 +19,7 @@ from tests.unit.consumer.learn.test_batches import RECIPE, rows_in_order
 from tests.unit.consumer.learn.test_loss_parity import (
     LOSS_TYPES,
     assert_equal,
+    assert_equal_whole_and_cut,
     off_policy,
     on_policy,
     some_groups,
@@ -110,11 +111,7 @@ def test_loss_and_gradient_are_sums_over_tokens(tmp_path: Path, one_layer_model:
             loss.backward()
             total -= values[tokens].sum().item() / num_tokens
     gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(ours)])
-    for max_tokens, cut in ((1000, False), (16, True)):
-        ours.recipe = dataclasses.replace(ours.recipe, max_tokens=max_tokens, tree=is_tree)
-        batches = ours.recipe.tensors(groups)
-        assert (len(batches) > 1) == cut
-        assert_equal(loss_and_gradients(ours, batches), (total, gradient))
+    assert_equal_whole_and_cut(ours, groups, (total, gradient), is_tree=is_tree)
 
 
 @pytest.mark.long
@@ -123,7 +120,7 @@ def test_loss_and_gradient_are_sums_over_tokens(tmp_path: Path, one_layer_model:
 def test_tokens_with_the_advantage_of_their_completion_are_the_outcome(
     tmp_path: Path, one_layer_model: Path, loss_type: str
 ) -> None:
-    """Whatever the loss, and whatever looks at the sign of an advantage."""
+    """Compare under every loss, and under what looks at the sign of an advantage."""
     options = {"loss_type": loss_type, "off_policy_mask_threshold": 0.5}
     ours = trainer_of(tmp_path, one_layer_model, {"credit": "per_turn"}, **options)
     plain = trainer_of(tmp_path, one_layer_model, {}, **options)

@@ -21,7 +21,13 @@ from replay.groups import GroupShape, RolloutGroup, message_of
 from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.learn.test_batches import RECIPE, rows_in_order
-from tests.unit.consumer.learn.test_loss_parity import assert_equal, off_policy, some_groups, with_tool_results
+from tests.unit.consumer.learn.test_loss_parity import (
+    assert_equal,
+    assert_equal_whole_and_cut,
+    off_policy,
+    some_groups,
+    with_tool_results,
+)
 from tests.unit.consumer.trl_reference import lora_parameters, loss_and_gradients, loss_options, slipstream_trainer
 
 TEACHERS = [{"name": "big", "url": "http://127.0.0.1:8000"}]
@@ -140,11 +146,7 @@ def test_loss_and_gradient_are_sums_over_tokens(
                 (-weight * own[place]).backward(retain_graph=True)
                 total -= weight
     gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(ours)])
-    for max_tokens, cut in ((1000, False), (16, True)):
-        ours.recipe = dataclasses.replace(ours.recipe, max_tokens=max_tokens, tree=is_tree)
-        batches = ours.recipe.tensors(groups)
-        assert (len(batches) > 1) == cut
-        assert_equal(loss_and_gradients(ours, batches), (total, gradient))
+    assert_equal_whole_and_cut(ours, groups, (total, gradient), is_tree=is_tree)
     gains = np.concatenate([teacher_advantages(group)[group.is_sampled] for group in groups])
     assert ours.last is not None
     assert ours.last.metrics["distillation/logprob_gain"] == pytest.approx(gains.mean(), rel=1e-11)

@@ -123,6 +123,17 @@ def assert_equal(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Te
     torch.testing.assert_close(our_gradient / scale, their_gradient / scale, atol=TOLERANCE, rtol=0)
 
 
+def assert_equal_whole_and_cut(
+    ours: SlipstreamTrainer, groups: list[RolloutGroup], expected: tuple[float, torch.Tensor], *, is_tree: bool
+) -> None:
+    """Compare loss and gradient of the groups in one micro-batch, and in several."""
+    for max_tokens, cut in ((1000, False), (16, True)):
+        ours.recipe = dataclasses.replace(ours.recipe, max_tokens=max_tokens, tree=is_tree)
+        batches = ours.recipe.tensors(groups)
+        assert (len(batches) > 1) == cut
+        assert_equal(loss_and_gradients(ours, batches), expected)
+
+
 VARIATIONS: list[dict[str, Any]] = [
     {},
     {"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": False},
