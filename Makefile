@@ -95,8 +95,9 @@ bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one a
 bench-swap-faults: $(STAMP) ## faults of a swap, and after how many versions the proof by behaviour refuses each, ten minutes
 	$(BIN)/python -m benchmarks.swap_faults
 
-bench-silent: $(STAMP) ## an engine that serves something else than it says: what notices, and accuracy in the end, an hour
-	$(BIN)/python -m benchmarks.silent --arms proof 'no proof' --dtype bfloat16
+bench-silent: $(STAMP) ## an engine that serves something else than it says: what notices, and accuracy in the end, three hours
+	$(BIN)/python -m benchmarks.silent --dtype bfloat16
+	$(BIN)/python -m benchmarks.silent --task smollm2
 	$(BIN)/python -m benchmarks.silent --plot runs/bench/silent.png
 
 bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes

@@ -9,6 +9,7 @@ bits, nor the paths that workers tell, nor behaviour. Only this benchmark has th
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class Fault:
         base: folder of the model that the engine loads in place of the run's, from the start.
         before_prompts: what each prompt has in front, from the start.
         workers: processes among which layers are split.
+        stale_cache: the prefix cache does not tell versions apart, from the start.
+        settings: values of the run that differ.
     """
 
     of_workers: str = ""
@@ -42,8 +45,18 @@ class Fault:
     base: str = ""
     before_prompts: str = ""
     workers: int = 1
+    stale_cache: bool = False
+    settings: Sequence[str] = ()
     first: int = 0
     proved: bool = True
+
+    def put_in_cache(self) -> None:
+        """Let prefix caches of this process, and of those that it forks, find what any version computed."""
+        if self.stale_cache:
+            from vllm.v1.core import kv_cache_utils
+
+            cache: Any = kv_cache_utils
+            cache._gen_lora_extra_hash_keys = lambda request: []
 
     def note(self, adapter: Adapter) -> None:
         """Before a load: keep a copy of the last right adapter, or tell the workers what to do with this one."""
@@ -79,6 +92,7 @@ def put_in_place(fault: Fault) -> None:
             fault.note(adapter)
             await super().load(adapter)
 
+    fault.put_in_cache()
     worker = "benchmarks.silent_producer.UnprovedLoading"
     if fault.proved:
         worker = "tests.integration.faulty_workers.FaultyLoading"

@@ -15,21 +15,22 @@ def table(results: list[Result]) -> str:
     """Return a row for each fault and format: what the proofs did, and what training without them, and by TRL, came to. Rewards
     and KL (of the sampler against the trainer) are means of the last steps."""
     rows = [
-        "| fault | format | refused by | stopped after | accuracy, repaired | no proofs: accuracy | reward | KL "
+        "| task | fault | format | refused by | stopped after | accuracy, repaired | no proofs: accuracy | reward | KL "
         "| tokens of a wrong policy | TRL: accuracy | reward | KL |",
-        f"|{'---|' * 12}",
+        f"|{'---|' * 13}",
     ]
-    for fault, dtype in dict.fromkeys((one["fault"], one["dtype"]) for one in results):
-        of = {one["arm"]: one for one in results if (one["fault"], one["dtype"]) == (fault, dtype)}
-        cells = [fault, dtype, *_noticed(of.get(PROOF)), *_silent(of.get(NO_PROOF)), *_silent(of.get(TRL))[:3]]
+    names = ("task", "fault", "dtype")
+    for case in dict.fromkeys(tuple(one[name] for name in names) for one in results):
+        of = {one["arm"]: one for one in results if tuple(one[name] for name in names) == case}
+        cells = [*case, *_noticed(of.get(PROOF)), *_silent(of.get(NO_PROOF)), *_silent(of.get(TRL))[:3]]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def noticed_by(one: Result) -> str:
-    """Name the proof that refused a version."""
+    """Name the proof that refused a version, if one did."""
     if one["refused"] is None:
-        return "nothing"
+        return "a warning" if one["warnings"] else "nothing"
     return f"{'behaviour' if 'log-probs' in one['why'] else 'bits'}, v{one['refused']}"
 
 
@@ -53,12 +54,13 @@ def smooth(values: list[float], width: int = 5) -> list[float]:
 
 
 def draw(results: list[Result], file: Path) -> None:
-    """Draw the reward of rollouts over the steps, in float32: a column for each arm that has runs. The healthy run is black."""
+    """Draw the reward of rollouts over the steps, of the sums in float32: a column for each arm that has runs. The healthy run is
+    black."""
     import matplotlib as mpl  # half a second
     from matplotlib import pyplot as plt
 
     mpl.use("Agg")
-    shown = [one for one in results if one["dtype"] == "float32"]
+    shown = [one for one in results if (one["task"], one["dtype"]) == ("sums", "float32")]
     faults = list(dict.fromkeys(one["fault"] for one in shown))
     titles = {PROOF: "with the proofs, repaired", NO_PROOF: "without the proofs", TRL: "TRL's AsyncGRPOTrainer"}
     titles = {arm: title for arm, title in titles.items() if any(one["arm"] == arm for one in shown)}

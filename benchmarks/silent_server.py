@@ -42,6 +42,8 @@ if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.lora.worker_manager import WorkerLoRAManager
 
+    fault = Fault(**json.loads(os.environ[VARIABLE]))
+    fault.put_in_cache()
     loading: Any = WorkerLoRAManager
-    loading._load_adapter = loading_with(Fault(**json.loads(os.environ[VARIABLE])), loading._load_adapter)
+    loading._load_adapter = loading_with(fault, loading._load_adapter)
     main()
