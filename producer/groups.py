@@ -77,13 +77,15 @@ class Record:
         before = 0.0 if np.isnan(self.credit[place]) else float(self.credit[place])
         self.credit[place] = min(max(before + reward, -_LARGEST), _LARGEST)
 
-    def cut(self, length: int) -> "Record":
+    def cut(self, length: int, *, is_given: bool = False) -> "Record":
         """Return its first tokens, at most `length`, up to the last sampled one among them, which gets the rewards of spans that
-        end behind it."""
+        end behind it. If rewards are advantages (`is_given`), only the span that is cut keeps its own."""
         end = int(np.flatnonzero(self.is_sampled[:length]).max(initial=-1)) + 1
         kept = Record(self.token_ids[:end], self.logprobs[:end], self.versions[:end])
         kept.credit = self.credit[:end].copy()
         lost = self.credit[end:][~np.isnan(self.credit[end:])]
+        if is_given:
+            lost = lost[: np.isnan(kept.credit[-1:]).sum()]
         if end and len(lost):
             kept.reward(end, float(lost.sum(dtype=np.float64)))
         return kept
@@ -166,13 +168,14 @@ def group_message(
     generation_s: float,
     reward_s: float,
     missing: tuple[MissingReward, ...] = (),
+    *,
+    is_given: bool = False,
 ) -> Group:
     """The group of these episodes. A record that is too long after the prompt of the group, because `reset` gave its siblings
-    other prompts, loses its end; one that keeps no sampled token then is left out. Raises LeaseFailure where the records have
-    no token in common or an episode keeps none."""
+    other prompts, loses its end, as `Record.cut` does; one that keeps no sampled token then is left out. Raises LeaseFailure
+    where the records have no token in common or an episode keeps none."""
     everything = [record for episode in episodes for record in episode.records]
-    first = everything[0].token_ids
-    prompt = first[: min(record.first_sampled for record in everything)]
+    prompt = everything[0].token_ids[: min(record.first_sampled for record in everything)]
     start = min(common_length(prompt, record.token_ids) for record in everything)
     prompt = prompt[:start]
     if not prompt:
@@ -184,7 +187,7 @@ def group_message(
         limit = len(prompt) + max_completion_length
         too_long = any(len(record.token_ids) > limit for record in episode.records)
         for record in episode.records:
-            kept = record.cut(limit) if len(record.token_ids) > limit else record
+            kept = record.cut(limit, is_given=is_given) if len(record.token_ids) > limit else record
             if len(kept.token_ids) > len(prompt):
                 records.append(kept)
                 numbers.append(number)
@@ -193,7 +196,6 @@ def group_message(
             raise LeaseFailure(
                 "bad_prompt", "the prompts of the episodes differ by more than sampling.max_completion_length"
             )
-    token_ids = np.concatenate([np.array(record.token_ids[start:], "<i4") for record in records])
     sampled = np.concatenate([record.is_sampled[start:] for record in records])
     versions = np.concatenate([_filled(record.versions[start:]) for record in records])
     credit = np.concatenate([record.credit[start:] for record in records])
@@ -204,7 +206,7 @@ def group_message(
         policy_version=oldest,
         prompt_ids=np.array(prompt, "<i4").tobytes(),
         completion_lengths=np.array([len(record.token_ids) - start for record in records], "<i4").tobytes(),
-        completion_ids=token_ids.tobytes(),
+        completion_ids=np.concatenate([np.array(record.token_ids[start:], "<i4") for record in records]).tobytes(),
         logprobs=np.concatenate([record.logprobs[start:] for record in records]).tobytes(),
         rewards=rewards.astype("<f4").tobytes(),
         truncated=np.array(truncated, "u1").tobytes(),

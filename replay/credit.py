@@ -48,7 +48,7 @@ class Spans(NamedTuple):
 class CreditRecipe:
     """The recipe by which a token gets its advantage, fixed for a run: `rewards.credit`, `gamma` and `outcome_weight`."""
 
-    unit: Literal["per_turn", "per_step"]
+    unit: Literal["per_turn", "per_step", "given"]
     gamma: float = 1.0
     outcome_weight: float = 1.0
 
@@ -59,7 +59,9 @@ class CreditRecipe:
 
     def signal(self, group: RolloutGroup, of_outcome: float) -> float:
         """Return how much a group can move the policy: `outcome_weight` times the signal of its completions' rewards, plus
-        sum_k |r_k - mean r| over its spans."""
+        sum_k |r_k - mean r| over its spans. Of `given` spans it is sum_k |r_k|."""
+        if self.unit == "given":
+            return of_outcome if group.credit is None else float(np.abs(self.spans(group).rewards).sum())
         result = self.outcome_weight * of_outcome
         if group.credit is not None:
             own, _ = deviations(self.spans(group).rewards[:, None])
@@ -72,7 +74,7 @@ class CreditRecipe:
             A_t = outcome_weight · A_i + sum_{k >= k(t)} gamma^(k - k(t)) · (r_k - mean r) / (std r + eps)
 
         The sum is over the spans of completion i from the token's own, k(t), on. Mean and sample deviation are over all spans of
-        the group.
+        the group. With `given` A_t = r_k(t) in a group with spans, and A_i in another one.
 
         Args:
             of_outcome: float64 (n,), A_i.
@@ -80,7 +82,8 @@ class CreditRecipe:
         Returns:
             float64 (T,).
         """
-        result = self.outcome_weight * of_outcome[_owners(group)]
+        is_given = self.unit == "given" and group.credit is not None
+        result = (0.0 if is_given else self.outcome_weight) * of_outcome[_owners(group)]
         if group.credit is not None:
             spans = self.spans(group)
             own = np.searchsorted(
@@ -96,7 +99,9 @@ class CreditRecipe:
         return Spans.of(group, per_turn=self.unit == "per_turn")
 
     def returns(self, spans: Spans) -> NDArray[np.float64]:
-        """Return the discounted sum of normalised rewards from each span on, (K,)."""
+        """Return the discounted sum of normalised rewards from each span on, (K,); with `given` the reward of each."""
+        if self.unit == "given":
+            return spans.rewards
         returns = normalised(spans.rewards)
         for k in range(len(returns) - 2, -1, -1):
             if spans.completions[k] == spans.completions[k + 1]:

@@ -349,8 +349,9 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     outside = build_outside(base, can.facts.max_model_len)
     source = build_source(base, helpers, engine, tokenizer, access, outside)
     builder = GroupBuilder(
-        config.reward_names, source.reward_names, rewards, counters, base.metrics, teachers=helpers.teachers
-    )
+        config.reward_names, source.reward_names, rewards, counters, base.metrics, teachers=helpers.teachers,
+        is_given=config.rewards.credit == "given",
+    )  # fmt: skip
     generation = Generation(source, builder, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
     serving = None
     if helpers.listener is not None:

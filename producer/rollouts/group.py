@@ -43,6 +43,7 @@ class GroupBuilder:
     metrics: ProducerMetrics
     in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
     teachers: Teachers | None = None
+    is_given: bool = False  # whether rewards of spans are advantages
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
@@ -76,7 +77,7 @@ class GroupBuilder:
         self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
         limit = lease.sampling.max_completion_length
         message: Group = await self.in_thread(
-            group_message,
+            partial(group_message, is_given=self.is_given),
             lease.lease_id,
             rollouts.episodes,
             rewards,

@@ -267,10 +267,10 @@ class RewardsSection(Section):
         None,
         description="GPU that functions may use, counted as for --gpu. Default: none.",
     )
-    credit: Literal["outcome", "per_turn", "per_step"] = Field(
+    credit: Literal["outcome", "per_turn", "per_step", "given"] = Field(
         "outcome",
-        description="What credits a token: its completion's reward, or also those of turns, or of spans, from its own on. "
-        "See docs/algorithms.md.",
+        description="What credits a token: its completion's reward, or also those of turns, or of spans, from its own on; or "
+        "`given`: its span's, as it is. See docs/algorithms.md.",
     )
     gamma: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="Discount of the next turn's or span's reward.")
     outcome_weight: Annotated[float, Field(ge=0)] = Field(
@@ -290,7 +290,7 @@ class RewardsSection(Section):
         return functions
 
     def problems(self) -> Problems:
-        for key in ("gamma", "outcome_weight") if self.credit == "outcome" else ():
+        for key in ("gamma", "outcome_weight") if self.credit in ("outcome", "given") else ():
             if getattr(self, key) != 1.0:
                 yield f"{key} is for credit: per_turn or per_step; set credit, or remove it"
 

@@ -172,6 +172,7 @@ class Atropos:
         self._num_steps = int(config.trainer["max_steps"]) + 2 * (self._max_staleness + 1)
         self._budget = (self._max_staleness + 1) * config.pipeline.groups_per_step
         self.info = {"batch_size": config.completions_per_step, "max_token_len": max_model_len}
+        self._takes_advantages = config.rewards.credit == "given"
         self.names = {"group": Path(config.run_dir).name, "project": "slipstream"}
         self._version = version
         self.calls = RecordedCalls()
@@ -312,7 +313,9 @@ class Atropos:
     def _accept(self, data: ScoredData) -> None:
         digest = hashlib.sha256(msgspec.json.encode(data.tokens)).hexdigest()
         try:
-            rollouts, calls = match_group(data, self.calls, self.sampling, now=time.monotonic())
+            rollouts, calls = match_group(
+                data, self.calls, self.sampling, now=time.monotonic(), takes_advantages=self._takes_advantages
+            )
         except RefusedError as error:
             if digest in self._known:
                 self._posted["duplicate"] += 1

@@ -1,6 +1,6 @@
 """A group as an environment of Atropos posts it (`ScoredData`), and the rollouts that are made of it.
 
-Guarantee: of a posted group only scores and masks are believed. Every token in the loss was sampled by this
+Guarantee: of a posted group only scores, masks and advantages are believed. Every token in the loss was sampled by this
 engine, behind exactly these tokens, and was not trained before; its log-prob and version are those that were recorded.
 """
 
@@ -31,7 +31,7 @@ class ScoredData(msgspec.Struct):
     tokens: list[list[_Token]]
     masks: list[list[_Mask]]
     scores: list[_Score]
-    advantages: list[Any] | None = None
+    advantages: list[list[_Score] | None] | None = None  # of each token
     overrides: list[Any] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
@@ -44,12 +44,12 @@ ScoredGroups: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=1024)]
 
 
 def match_group(
-    data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float
+    data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float, takes_advantages: bool = False
 ) -> tuple[Rollouts, set[RecordedCall]]:
     """Return the group of these sequences, and the recorded calls that it is made of. Raise RefusedError if the group has a field
     that is not supported, contradicts itself, or has a token to be trained that was not sampled here. `now`: seconds of the clock
-    of `calls`."""
-    _check(data, sampling.num_generations)
+    of `calls`. A run that `takes_advantages` trains those of tokens as they are posted."""
+    _check(data, sampling.num_generations, takes_advantages=takes_advantages)
     taken: set[RecordedCall] = set()
     episodes = []
     for number, (tokens, masks) in enumerate(zip(data.tokens, data.masks, strict=True)):
@@ -57,6 +57,8 @@ def match_group(
         if len(mask) != len(token_ids) or ((mask != _MASKED) & (mask != token_ids)).any():
             raise _unfit(number, "a mask has one entry per token, which is -100 or the token itself")
         episodes.append(_episode(number, token_ids, mask != _MASKED, calls, taken))
+        if any(data.advantages or ()):
+            _credit(number, episodes[-1].records[0], (data.advantages or [])[number], len(token_ids))
     began = min(call.at for call in taken)
     scores = np.array(data.scores, "<f4")[:, None]
     try:
@@ -66,7 +68,7 @@ def match_group(
     return Rollouts(episodes, max(0.0, now - began), [], scores), taken
 
 
-def _check(data: ScoredData, num_generations: int) -> None:
+def _check(data: ScoredData, num_generations: int, *, takes_advantages: bool) -> None:
     counts = {len(data.tokens), len(data.masks), len(data.scores)}
     if counts != {num_generations}:
         raise malformed(
@@ -74,8 +76,12 @@ def _check(data: ScoredData, num_generations: int) -> None:
             f"{len(data.tokens)}, {len(data.masks)} and {len(data.scores)}; give the environment --env.group_size "
             f"{num_generations}",
         )
-    if any(data.advantages or ()):
-        raise malformed("advantages follow from the scores here; post none", "advantages")
+    if any(data.advantages or ()) and not takes_advantages:
+        raise malformed("advantages follow from the scores here; set rewards.credit: given, or post none", "advantages")
+    if any(data.advantages or ()) and len(data.advantages or ()) != num_generations:
+        raise malformed(
+            f"{len(data.advantages or ())} lists of advantages are posted for {num_generations} sequences", "advantages"
+        )
     for name in ("images", "distill_token_ids", "distill_logprobs"):
         if getattr(data, name):
             raise malformed(f"{name} cannot be trained here; post none", name)
@@ -113,6 +119,14 @@ def _episode(
     if not record.token_ids:
         raise _unfit(number, "it has no token to be trained; the mask leaves out all")
     return Episode(record.first_sampled, [record], truncated=truncated)
+
+
+def _credit(number: int, record: Record, advantages: list[float] | None, num_tokens: int) -> None:
+    """Give every sampled token its advantage, as a span of its own."""
+    if len(advantages or ()) != num_tokens:
+        raise _unfit(number, f"it has {len(advantages or ())} advantages for {num_tokens} tokens")
+    given = np.array(advantages, "<f4")[: len(record.token_ids)]
+    record.credit[record.is_sampled] = given[record.is_sampled]
 
 
 def _runs(of: NDArray[np.bool_]) -> list[tuple[int, int]]:

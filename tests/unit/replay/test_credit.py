@@ -112,6 +112,23 @@ def test_the_signal_of_outcomes_counts_with_its_weight() -> None:
     assert recipe(steps(outcome_weight=0.0)).signal(group) == 0.0
 
 
+def test_given_rewards_are_the_advantages_of_their_spans() -> None:
+    group, given_ones = two_completions({1: 1.0, 3: -4.0, 6: 0.5}), CreditRecipe("given")
+    found = given_ones.advantages(group, np.array([3.0, -3.0]))
+    assert found.tolist() == [1, 1, -4, -4, 0, 0.5, 0.5, 0], "neither later spans, nor the outcome, nor the mean counts"
+    assert recipe(given_ones).signal(group) == 5.5
+    assert recipe(given_ones).signal(two_completions({1: 0.0, 6: 0.0})) == 0.0
+    assert recipe(given_ones).signal(two_completions({1: 0.5, 6: 0.5})) == 1.0, "equal ones count"
+    shown = two_episodes({1: 2.0, 9: -1.0})
+    assert given_ones.advantages(shown, ZEROS).tolist() == [2, 2, 0, 0, 0, 0, 0, 0, -1, -1]
+
+
+def test_a_group_without_given_rewards_is_credited_with_its_outcomes() -> None:
+    group, given_ones = rollout_group([[11], [12]], rewards=[0.0, 3.0]), CreditRecipe("given")
+    assert given_ones.advantages(group, np.array([-1.0, 1.0])).tolist() == [-1.0, 1.0]
+    assert recipe(given_ones).signal(group) == 3.0
+
+
 # Against plain loops.
 
 
@@ -170,5 +187,6 @@ def test_the_recipe_is_the_configuration(tmp_path: Any) -> None:
     found = RewardRecipe.of(run_config(tmp_path, rewards=options), "sum_then_normalize").credit
     assert found == CreditRecipe("per_turn", 0.9, 0.5)
     for key in ("gamma", "outcome_weight"):
-        with pytest.raises(ValueError, match=key):
-            run_config(tmp_path, rewards={key: 0.5})
+        for credit in ("outcome", "given"):
+            with pytest.raises(ValueError, match=key):
+                run_config(tmp_path, rewards={key: 0.5, "credit": credit})

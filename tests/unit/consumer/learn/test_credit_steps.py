@@ -89,10 +89,15 @@ def trainer_of(folder: Path, model: Path, rewards: dict[str, Any], **trainer: An
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("is_tree", [True, False])
-def test_loss_and_gradient_are_sums_over_tokens(tmp_path: Path, one_layer_model: Path, is_tree: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_tree", "options"),
+    [(True, OPTIONS), (False, OPTIONS), pytest.param(True, {"credit": "given"}, marks=pytest.mark.long)],
+)
+def test_loss_and_gradient_are_sums_over_tokens(
+    tmp_path: Path, one_layer_model: Path, is_tree: bool, options: dict[str, Any]
+) -> None:
     """The policy gradient is minus the mean over tokens of A_t times the gradient of log π_t: each row alone, unpadded."""
-    ours = trainer_of(tmp_path, one_layer_model, OPTIONS, loss_type="dapo")
+    ours = trainer_of(tmp_path, one_layer_model, options, loss_type="dapo")
     assert ours._kernel is not None
     ours._kernel = ours._kernel if is_tree else None
     groups = rewarded(on_policy(ours, with_tool_results(some_groups())))

@@ -19,12 +19,13 @@ from tests.unit.producer.endpoint.test_endpoint import Endpoint
 GROUP_SIZE = 2
 
 
-def run_config(folder: Path, **serve: Any) -> RunConfig:
+def run_config(folder: Path, credit: str = "outcome", **serve: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": str(folder / "maze"),
             "model": {"path": "unused"},
             "environment": {"agent": "atropos"},
+            "rewards": {"credit": credit},
             "sampling": {"num_generations": GROUP_SIZE, "max_completion_length": 8},
             "pipeline": {"groups_per_step": 2, "max_staleness": 1},
             "serve": {"enabled": True} | serve,

@@ -129,6 +129,21 @@ async def test_of_a_list_the_good_groups_are_kept_and_the_first_bad_one_is_named
 
 
 @asynchronous
+async def test_advantages_of_tokens_are_taken_where_the_run_wants_them(tmp_path):
+    async with scene(tmp_path, credit="given") as it:
+        group = scored(await generate(it))
+        bad = group | {"advantages": [[0.0, 0.0, 1.0, -1.0], [0.0, 0.0, 0.5]]}
+        status, answer = await post(it, bad)
+        assert (status, answer["error"]["type"]) == (400, "malformed")
+        assert answer["error"]["message"].startswith("sequence 1: it has 3 advantages for 4 tokens")
+        bad["advantages"][1].append(0.25)
+        assert (await post(it, bad))[0] == 200
+        one, other = (await it.atropos.queue.take(0)).episodes
+        assert one.records[0].credit[2:].tolist() == [1.0, -1.0]
+        assert other.records[0].credit[2:].tolist() == [0.5, 0.25]
+
+
+@asynchronous
 async def test_a_call_that_is_sampled_otherwise_is_answered_and_cannot_be_trained(tmp_path):
     async with scene(tmp_path) as it:
         other = await generate(it, temperature=0.3)

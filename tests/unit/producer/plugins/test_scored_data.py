@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from producer.endpoint.openai import RefusedError, decode_body
-from producer.groups import Rollouts
+from producer.groups import Rollouts, group_message
 from producer.plugins.atropos.recorded import RecordedCall, RecordedCalls
 from producer.plugins.atropos.scored_data import ScoredData, ScoredGroups, match_group
 from protocol.wire.messages import Sampling
+from replay.credit import CreditRecipe
+from replay.groups import GroupShape
 from tests.unit.producer.plugins.test_recorded_calls import sampled
 
 
@@ -20,12 +22,14 @@ def recorded(*calls) -> RecordedCalls:
     return result
 
 
-def match(calls: RecordedCalls, *sequences: list[int], **fields) -> tuple[Rollouts, set[RecordedCall]]:
+def match(
+    calls: RecordedCalls, *sequences: list[int], takes_advantages: bool = False, **fields
+) -> tuple[Rollouts, set[RecordedCall]]:
     """Of two sequences, in which negative tokens are masked."""
     tokens = [[abs(token) for token in each] for each in sequences]
     masks = [[token if token > 0 else -100 for token in each] for each in sequences]
     data = ScoredData(**{"tokens": tokens, "masks": masks, "scores": [1.0, 0.0]} | fields)
-    return match_group(data, calls, Sampling(2, 8, 1.0), now=12.5)
+    return match_group(data, calls, Sampling(2, 8, 1.0), now=12.5, takes_advantages=takes_advantages)
 
 
 def sampled_of(rollouts: Rollouts) -> list[list[int]]:
@@ -124,6 +128,44 @@ def test_what_contradicts_itself_or_is_not_done_is_refused(fields, said):
         match(calls, [-1, 7], [-1, 8], **fields)
 
 
+def test_posted_advantages_are_those_of_the_tokens_that_are_trained():
+    calls = recorded(sampled([1], [7, 8]), sampled([1, 7, 8, 5], [9]), sampled([1], [6]))
+    advantages = [[9.0, 0.5, 0.0, 9.0, -2.0], [9.0, 0.25]]
+    rollouts, _ = match(
+        calls, [-1, 7, 8, -5, 9], [-1, 6], takes_advantages=True, advantages=advantages, scores=[1.0, 1.0]
+    )
+    message = group_message("lease", rollouts.episodes, rollouts.own_rewards, 8, 0.0, 0.0, is_given=True)
+    group = GroupShape(2, 1, 8, 100).parse(message)
+    recipe = CreditRecipe("given")
+    assert recipe.advantages(group, np.array([7.0, 7.0])).tolist() == [0.5, 0.0, 0.0, -2.0, 0.25]
+    assert recipe.signal(group, 7.0) == 2.75
+
+
+def test_of_a_group_that_loses_its_end_the_advantages_stay_where_they_were():
+    calls = recorded(sampled([1], [7, 8, 9]), sampled([1], [6]))
+    rollouts, _ = match(
+        calls, [-1, 7, 8, 9], [-1, 6], takes_advantages=True, advantages=[[0.0, 1.0, 2.0, 4.0], [0.0, 8.0]]
+    )
+    message = group_message("lease", rollouts.episodes, rollouts.own_rewards, 2, 0.0, 0.0, is_given=True)
+    assert np.frombuffer(message.credit, "<f4").tolist() == [1.0, 2.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "said"),
+    [
+        ([[0.0, 1.0]], "1 lists of advantages are posted for 2 sequences"),
+        ([[0.0, 1.0], [0.0]], "sequence 1: it has 1 advantages for 2 tokens"),
+        ([[0.0, 1.0], None], "sequence 1: it has 0 advantages for 2 tokens"),
+    ],
+)
+def test_advantages_of_another_shape_are_refused(advantages, said):
+    with pytest.raises(RefusedError, match=said):
+        match(
+            recorded(sampled([1], [7]), sampled([1], [8])), [-1, 7], [-1, 8],
+            takes_advantages=True, advantages=advantages,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -136,6 +178,9 @@ def test_what_contradicts_itself_or_is_not_done_is_refused(fields, said):
         ("masks", "[[-101]]"),
         ("overrides", "5"),
         ("advantages", "true"),
+        ("advantages", "[1.0]"),
+        ("advantages", "[[NaN]]"),
+        ("advantages", "[[1e39]]"),
         ("group_overrides", "[1]"),
         ("scores", "[1]}, {"),
         ("scores", "[" * 100_000),

@@ -79,6 +79,18 @@ def test_spans_are_rewarded_but_not_those_of_failed_episodes():
         assert group.span_ends == bytes([1, expected[1] > 0])
 
 
+@pytest.mark.parametrize(("is_given", "expected"), [(False, [2.0, 6.5]), (True, [2.0, 1.5])])
+def test_a_record_that_loses_its_end_keeps_rewards_of_later_spans_and_not_their_advantages(is_given, expected):
+    record = Record.of([1])
+    record.sampled(Completion([10, 11, 12, 13], [-0.5] * 4, False, [3] * 4))
+    for end, reward in ((2, 2.0), (4, 1.5), (5, 5.0)):
+        record.reward(end, reward)
+    kept = record.cut(3, is_given=is_given).credit  # within the second span
+    assert kept[1:].tolist() == expected
+    assert np.isnan(record.cut(2, is_given=True).credit[0])
+    assert record.cut(2, is_given=True).credit[1] == 2.0
+
+
 class Teachers:
     async def logprobs(self, lease, group):
         assert (lease.lease_id, len(group.completion_ids)) == (group.lease_id, 8)
