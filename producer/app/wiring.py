@@ -208,7 +208,8 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     environments = EnvironmentPool(config.environment) if config.environment.factory else None
     if environments is not None:
         stack.push_async_callback(environments.close)
-    agents = Agents(config.posted_rewards) if config.posted_rewards else None
+    weights = dict(zip(config.reward_names, config.reward_weights, strict=True))
+    agents = Agents(config.posted_rewards, weights) if config.posted_rewards else None
     program = None
     if agents is not None and listener is not None and config.environment.is_played_outside:
         key = client_keys[0].decode() if client_keys else ""
@@ -329,6 +330,8 @@ async def open_tokenizer(base: Base, helpers: Helpers, engine: Engine) -> Any:
         without_torch=config.engine_server is not None,
     )
     helpers.rewards.read_with(tokenizer, config.dataset.chat_template_kwargs)
+    if helpers.agents is not None:
+        helpers.agents.read_with(tokenizer)
     if helpers.teachers is not None:
         await helpers.teachers.read_with(tokenizer)
     return tokenizer

@@ -1,7 +1,8 @@
 """Leases that outside agents fulfil over HTTP, in a run with posted rewards.
 
 Guarantee: a task is handed to one agent, once. Every token that the policy sampled for its answered calls, and nothing else,
-becomes the lease's group, behind exactly the tokens that it saw, and every call is sampled as the run is. The group is made as
+becomes the lease's group, behind exactly the tokens that it saw, and every call is sampled as the run is. Posted rewards of spans
+lie on their tokens, by `producer.rewards.spans`. The group is made as
 soon as every episode has its rewards or has failed, or else shortly before the lease ends, without the rewards that are missing
 then. A lease whose task no agent took goes back to the trainer; a task that an agent left without a completion fails. Posts for
 an episode that is over change nothing.
@@ -16,9 +17,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +32,7 @@ from starlette.routing import Route
 from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, decode_body, malformed, parse_object
 from producer.engine_contract import Completion
 from producer.groups import Episode, LeaseFailure, Record
+from producer.rewards.spans import Spans, finite
 from protocol.wire.messages import Lease, Sampling
 
 _MAX_CALLS = 256  # of an episode
@@ -42,12 +45,16 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 @dataclass(eq=False, kw_only=True)
 class AgentEpisode(Episode):
-    """A completion of a task while it grows. Its last record grew last. `rewards` are in the order of their names."""
+    """A completion of a task while it grows. Its last record grew last. `rewards` are in the order of their names, `posted` those
+    that an agent posted. `turns` has for each answered call the record that it extended, and its end there."""
 
     id: str
     floor: int
     num_calls: int = 0
     rewards: list[float] | None = None
+    posted: Mapping[str, Any] = field(default_factory=dict)
+    turns: list[tuple[Record, int]] = field(default_factory=list)
+    spans: list[tuple[float, Spans]] = field(default_factory=list)  # with weights; of the last record
 
     def note(self, sampled: Sampled) -> None:
         """Add an answered call: it extends the record with which its prompt begins, or begins another record."""
@@ -64,6 +71,20 @@ class AgentEpisode(Episode):
         self.truncated = sampled.finish_reason == "length"
         record.sampled(Completion(sampled.token_ids, sampled.logprobs, self.truncated, sampled.token_versions))
         self.records.append(record)
+        self.turns.append((record, len(record.token_ids)))
+
+    def of_turns(self, posted: dict[str, Any]) -> list[tuple[Record, int, float]]:
+        """Return record, end and reward of each turn that has one. Raise ValueError if `posted` does not fit the turns."""
+        rewards = posted["turns"]
+        if len(posted) > 1 or not isinstance(rewards, list) or len(rewards) != len(self.turns):
+            raise ValueError(
+                f"is {posted!r:.80}; post a number or null for each of {len(self.turns)} answered calls, in order"
+            )
+        return [
+            (record, end, finite(reward, f"has turn {place}, whose reward"))
+            for place, (reward, (record, end)) in enumerate(zip(rewards, self.turns, strict=True))
+            if reward is not None
+        ]
 
 
 @dataclass(eq=False)
@@ -83,10 +104,13 @@ class Task:
 
 
 class Agents:
-    """The tasks of outside agents. Agents post `reward_names` for each episode."""
+    """The tasks of outside agents. Agents post `reward_names` for each episode; spans count with `weights`. Until `read_with` is
+    called, spans in characters are refused."""
 
-    def __init__(self, reward_names: tuple[str, ...]) -> None:
+    def __init__(self, reward_names: tuple[str, ...], weights: Mapping[str, float] | None = None) -> None:
         self.reward_names = reward_names
+        self._weights = weights or {}
+        self._decode: Callable[[list[int]], str] | None = None
         self._waiting: deque[Task] = deque()
         self._offered = asyncio.Event()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
@@ -96,6 +120,9 @@ class Agents:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def read_with(self, tokenizer: Any) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)  # as completions are decoded
 
     # The lease's side
 
@@ -123,6 +150,8 @@ class Agents:
         for episode in episodes:  # later samples are no part of the group
             episode.rewards = episode.rewards or self._missing
         rewards = np.array([episode.rewards for episode in episodes], np.float32)
+        if any(episode.spans for episode in episodes):
+            await asyncio.to_thread(self._place_spans, episodes)
         return list(episodes), rewards, time.monotonic() - (task.taken_at or 0.0)
 
     def _check_left(self, task: Task, limit_s: float) -> None:
@@ -179,17 +208,51 @@ class Agents:
         no samples, or these are not its rewards."""
         task, episode = self._find(episode_id)
         if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
-            raise malformed(f"expected a finite number or null for each of {', '.join(self.reward_names)}")
-        posted = [math.nan if rewards[name] is None else float(rewards[name]) for name in self.reward_names]
+            expected = "a finite number, null, or an object with rewards of parts"
+            raise malformed(f"expected {expected} for each of {', '.join(self.reward_names)}")
         if episode.rewards is not None:
-            if not np.array_equal(posted, episode.rewards, equal_nan=True):
+            if rewards != episode.posted:
                 raise malformed("this episode has other rewards already", "episode", 409)
         elif not episode.records:
             raise malformed("nothing was sampled for this episode", "episode", 409)
         else:
-            episode.rewards = posted
+            read = {name: self._read(name, rewards[name], episode) for name in self.reward_names}
+            episode.rewards, episode.posted = [each.worth for each in read.values()], rewards
+            for name, each in read.items():
+                if weight := self._weights.get(name, 1.0):
+                    episode.spans += [(weight, each.spans)] if each.spans else []
+                    for record, end, reward in each.turns:
+                        record.reward(end, weight * reward)
             self.rewarded += 1
         return self._ended(task, episode_id)
+
+    def _read(self, name: str, posted: Any, episode: AgentEpisode) -> "_Reward":
+        """Raise RefusedError if the reward does not fit the episode."""
+        if not isinstance(posted, dict):
+            return _Reward(math.nan if posted is None else float(posted))
+        spans, turns = None, list[tuple[Record, int, float]]()
+        try:
+            if "turns" in posted:
+                turns = episode.of_turns(posted)
+                rewards = [reward for *_, reward in turns]
+            else:
+                ids = episode.token_ids
+                text = self._decode(ids) if self._decode and "characters" in posted else None
+                spans = Spans.of(posted, text, len(ids))
+                rewards = spans.rewards
+            worth = finite(sum(rewards), "has a sum of rewards, which") if rewards else math.nan
+        except ValueError as error:
+            raise malformed(f"{name} {error}", name) from None
+        return _Reward(worth, spans, turns)
+
+    def _place_spans(self, episodes: list[AgentEpisode]) -> None:
+        for episode in episodes:
+            ids = episode.token_ids
+            for weight, spans in episode.spans:
+                if spans.unit == "characters":
+                    assert self._decode is not None, "they are refused until then"
+                    spans = spans.in_tokens(self._decode(ids), ids, self._decode)
+                episode.reward_spans(zip(spans.ends, (weight * each for each in spans.rewards), strict=True))
 
     def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
         """End an episode that its agent could not finish. Its rewards are missing; without samples its whole task fails. Raises
@@ -229,8 +292,16 @@ class Agents:
         return found
 
 
+class _Reward(NamedTuple):
+    """A posted reward: its worth, NaN for missing, and that of spans or turns."""
+
+    worth: float
+    spans: Spans | None = None
+    turns: Sequence[tuple[Record, int, float]] = ()
+
+
 def _is_reward(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and abs(value) < 1e30)
+    return value is None or isinstance(value, dict) or (type(value) in (int, float) and abs(value) < 1e30)
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:

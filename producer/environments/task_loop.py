@@ -110,8 +110,9 @@ class PolicyEndpoint:
         return await self._ask("", {"wait_s": _WAIT_S}, _WAIT_S + _TIMEOUT_S)
 
     async def reward(self, episode: str, rewards: Mapping[str, Any]) -> None:
-        """End an episode. A reward that is no finite number is missing."""
-        await self._ask(f"/{episode}/reward", {name: finite(value) for name, value in rewards.items()})
+        """End an episode. A reward that is neither a finite number nor rewards of spans is missing."""
+        posted = {name: value if isinstance(value, dict) else finite(value) for name, value in rewards.items()}
+        await self._ask(f"/{episode}/reward", posted)
 
     async def fail(self, episode: str, reason: str) -> None:
         """End an episode that cannot be rewarded."""

@@ -203,7 +203,7 @@ async def test_what_could_not_be_trained_is_refused():
         with pytest.raises(RefusedError, match=said):
             agents.prepare("lease-7.0", CALL.with_fields(changes))
     for values, said in (
-        ({}, "expected a finite number or null for each of solved"),
+        ({}, "for each of solved"),
         ({"solved": float("inf")}, "expected a finite number"),
         ({"solved": True}, "expected a finite number"),
         ({"solved": 1.0, "other": 1.0}, "expected a finite number"),
@@ -215,6 +215,68 @@ async def test_what_could_not_be_trained_is_refused():
         with pytest.raises(RefusedError, match="no such episode"):
             agents.prepare(name, CALL)
     fulfilling.cancel()
+
+
+class Tokenizer:
+    """Each token from 100 on is a character of its own, and each below two; 3 has no text."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join("" if each == 3 else "é!" if each < 100 else chr(each) for each in ids)
+
+
+def credit(episode) -> list[list[float | None]]:
+    return [[None if np.isnan(each) else float(each) for each in record.credit] for record in episode.records]
+
+
+@asynchronous
+async def test_rewards_of_spans_and_turns_lie_on_their_tokens_with_their_weights():
+    agents = Agents(("solved", "style", "seen"), {"solved": 2.0, "style": 1.0, "seen": 0.0})
+    agents.read_with(Tokenizer())
+    fulfilling, _ = await begun(agents)
+    note(agents, 0, [1, 2], [10, 11])
+    note(agents, 0, [1, 2, 10, 11, 50], [12])  # 50: what a tool said
+    note(agents, 0, [1, 2, 99], [13, 14])  # another record
+    note(agents, 1, [1, 2], [112, 3, 20, 113])  # pé!q
+    posted = {"solved": {"turns": [0.5, None, -1.0]}, "style": {"tokens": [[2, 0.25]]}, "seen": {"turns": [1, 1, 1]}}
+    agents.reward("lease-7.0", posted)
+    assert agents.reward("lease-7.0", posted)["episodes_left"] == 1, "the same ones a second time are harmless"
+    with pytest.raises(RefusedError, match="has other rewards already"):
+        agents.reward("lease-7.0", posted | {"style": {"tokens": [[2, 0.5]]}})
+    agents.reward("lease-7.1", {"solved": None, "style": {"characters": [[1, 1.0], [2, 2.0], [4, 4.0]]}, "seen": 1.0})
+    (one, other), rewards, _ = await fulfilling
+    np.testing.assert_array_equal(rewards, np.array([[-0.5, 0.25, 3.0], [np.nan, 7.0, 1.0]], "f4"))
+    assert credit(one) == [[None, None, None, 1.0, None, None], [None, None, None, 0.25, -2.0]]
+    assert credit(other) == [[None, None, 1.0, None, 2.0, 4.0]]
+
+
+@asynchronous
+async def test_rewards_of_parts_that_do_not_fit_are_refused_and_change_nothing():
+    agents = Agents(("solved", "style"))
+    fulfilling, _ = await begun(agents)
+    note(agents, 0, [1, 2], [10, 11])
+    for value, said in (
+        ({"tokens": [[2, 1.0], [2, 1.0]]}, "solved has span 1, which ends at 2 and begins at 2"),
+        ({"tokens": [[3, 1.0]]}, "solved has a span that ends at 3, and the completion has 2 tokens"),
+        ({"tokens": [[1.5, 1.0]]}, "solved has span 0"),
+        ({"tokens": [[1, None]]}, "solved has span 0, whose reward is None"),
+        ({"tokens": [[1, 3e38], [2, 3e38]]}, "solved has a sum of rewards"),
+        ({"tokens": []}, "solved is"),
+        ({"words": [[1, 1.0]]}, "solved is"),
+        ({"characters": [[1, 1.0]]}, "give them in tokens"),
+        ({"turns": [1.0, 1.0]}, "for each of 1 answered calls"),
+        ({"turns": 1.0}, "for each of 1 answered calls"),
+        ({"turns": ["x"]}, "solved has turn 0, whose reward is 'x'"),
+        ({"turns": [1.0], "tokens": []}, "for each of 1 answered calls"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            agents.reward("lease-7.0", {"style": {"turns": [1.0]}, "solved": value})
+    note(agents, 1, [1, 2], [10])
+    for number in range(2):
+        agents.reward(f"lease-7.{number}", {"style": None, "solved": {"turns": [None]}})
+    episodes, rewards, _ = await fulfilling
+    assert np.isnan(rewards).all()
+    assert [credit(each) for each in episodes] == [[[None] * 4], [[None] * 3]]
 
 
 @asynchronous

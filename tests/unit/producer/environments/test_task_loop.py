@@ -96,8 +96,8 @@ async def test_episodes_are_played_some_at_a_time_and_rewarded_by_the_names_that
 @asynchronous
 async def test_a_reward_that_the_environment_does_not_give_is_missing_and_said_once(monkeypatch, caplog):
     producer = Producer(monkeypatch, task("a", 2))
-    posted = await producer.played(Player(lambda _: {"environment": 1, "tone": 2}), 2)
-    assert posted["/a.1/reward"] == {"environment": 1.0, "style": None}
+    posted = await producer.played(Player(lambda _: {"environment": {"turns": [1]}, "tone": 2}), 2)
+    assert posted["/a.1/reward"] == {"environment": {"turns": [1]}, "style": None}
     assert caplog.messages == ["reward style is missing: there are environment, tone"]
 
 

@@ -99,7 +99,7 @@ async def test_episodes() -> None:
 @asynchronous
 async def test_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, message, work = Slow(), finish.group_message, lease(1)
-    monkeypatch.setattr(finish, "group_message", lambda *given: slow._wait(message(*given)))
+    monkeypatch.setattr(finish, "group_message", lambda *given, **how: slow._wait(message(*given, **how)))
     metrics = ProducerMetrics(CollectorRegistry(), ("own",))
     episodes = [Episode.of([1], Completion([2], [-0.5], False, [1])) for _ in range(2)]
     rollouts = Rollouts(episodes, 0.0, ["a", "b"], np.zeros((2, 1), np.float32))
