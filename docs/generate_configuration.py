@@ -72,9 +72,11 @@ REWARD_OPTIONS = """\
 |---|---|---|
 | `function` | your Python, with TRL's signature, or a plugin; asynchronous ones of a group are awaited together | worker \
 processes, each call in the main thread of one |
-| `model` | the logit of a sequence-classification model for prompt and completion together, as in TRL | a process of its own |
+| `model` | the logit of a sequence-classification model for prompt and completion together, as in TRL; with `steps` a \
+label of a token-classification model at the last token of each step | a process of its own |
 | `url` | an HTTP service: `POST {"prompt", "completions", "completion_ids", "columns"}`, answered with \
-`{"rewards": [1.0, null, ...]}` | the producer |
+`{"rewards": [1.0, null, ...]}`; with `steps` the request has `"steps": [["One.\\n\\n", "Two."], ...]`, and the answer a list for \
+each completion, with a number for each step, or `null` | the producer |
 
 A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never
 zero. If a function failed for the whole group, the others count; if it failed for some completions, these are left out of the

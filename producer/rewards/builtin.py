@@ -1,4 +1,4 @@
-"""Rewards that come with Slipstream. Each function here but `reward_model` is an entry point of the group `slipstream.rewards`.
+"""Rewards that come with Slipstream. Each maker here is an entry point of the group `slipstream.rewards`.
 
 Guarantee: a maker returns a function with TRL's signature, or raises an exception that names what is missing. The function's
 list has an exception for a completion that it cannot score, so that the reward of that completion alone is missing. Rewards of
@@ -23,9 +23,8 @@ from protocol.config.rewards import (
     MathVerify,
     NumericMatch,
     ReasoningLength,
-    RewardModel,
 )
-from protocol.errors import ConfigError, DeviceError, is_device_failure
+from protocol.errors import ConfigError
 
 Results = list[float | Exception | None]
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
@@ -182,61 +181,3 @@ def _within(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def reward_model(path: str, options: RewardModel) -> Callable[..., list[float]]:
-    """Return a sequence-classification model as a reward, as in TRL: the logit of its one label for prompt and completion.
-
-    Conversations go through the model's own chat template. Texts are padded on the right and, where they are too long, lose their
-    beginning. A folder that is no such model raises ConfigError.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    device = "cpu" if options.gpu is None else "cuda"  # the worker's environment shows one GPU
-    try:
-        labels = AutoConfig.from_pretrained(path, revision=options.revision).num_labels
-        if labels != 1:
-            raise ValueError(f"it has {labels} labels; a reward model has 1")
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, revision=options.revision, dtype=getattr(torch, options.dtype)
-        )
-        model.eval().to(device)
-    except (OSError, ValueError, RuntimeError) as error:
-        if is_device_failure(error):
-            raise DeviceError(
-                f"rewards.functions: model {path} does not fit on GPU {options.gpu}, or that GPU fails: {error}; end other "
-                "processes on it, or set options.gpu to another one"
-            ) from error
-        raise ConfigError(f"rewards.functions: model {path} cannot be loaded: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
-    tokenizer.truncation_side = "left"
-
-    def text(prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return f"{prompt}{completion}"
-        return str(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
-
-    def score_all(prompts: list[Any], completions: list[Any], **_columns: Any) -> list[float]:
-        texts = [text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        rewards: list[float] = []
-        with torch.inference_mode():
-            for start in range(0, len(texts), options.batch_size):
-                batch = tokenizer(
-                    text=texts[start : start + options.batch_size],
-                    return_tensors="pt",
-                    padding=True,
-                    padding_side="right",
-                    truncation=True,
-                    max_length=options.max_length,
-                    add_special_tokens=False,
-                ).to(device)
-                rewards += model(**batch).logits[:, 0].float().tolist()
-        return rewards
-
-    return score_all

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from producer.groups import LeaseFailure
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
 from producer.rewards.spans import Spans
+from producer.rewards.steps import reduced
 from producer.rewards.thinking import Thinking, view, with_hidden_rows
 from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
@@ -204,7 +205,7 @@ class RewardPool:
             if scores.rewards is not None or scores.is_final:
                 break
         assert scores is not None
-        return scores
+        return scores if function.steps is None else reduced(scores, function.steps)
 
     def _failed(self, function: RewardFunction, prompt: Any, count: int, reason: Failure, problem: str) -> str:
         self._observer.reward_failed(function.name, reason, count)

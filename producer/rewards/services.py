@@ -6,15 +6,22 @@ and at most `max_answer_bytes` are read. An answer of another form is a failure 
     POST URL  {"prompt": ..., "completions": [...], "completion_ids": [[...]], "columns": {"answer": ...}}
     200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing, or spans:
               {"rewards": [{"tokens": [[3, 0.5], [9, 1.0]]}, ...]}
+
+With `steps` the request has them too, and the answer a number for each of them. An answer without that is the request's failure.
+
+    POST URL  {..., "steps": [["First.\n\n", "Then."], [], ...]}
+    200       {"rewards": [[0.5, 1.0], [], ...]}
 """
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from producer.rewards.steps import Ends, as_spans, split, step_texts
 from producer.rewards.worker import Failure, Job, Scores, Source, checked
 from producer.rewards.workers import WorkerLostError, WorkerPool
 from protocol.channel.keys import secret_line
@@ -55,12 +62,18 @@ class _Answer(msgspec.Struct):
     rewards: list[float | dict[str, list[tuple[int, float]]] | None]
 
 
+class _StepAnswer(msgspec.Struct):
+    rewards: list[list[float] | None]
+
+
 class HttpReward:
     """An HTTP service. Raises ConfigError if a header's variable is not set, or its value cannot be sent as a header."""
 
     def __init__(self, name: str, url: str, settings: RewardService) -> None:
         self._url = url
         self._max_answer_bytes = settings.max_answer_bytes
+        self._steps = settings.steps
+        self._splitter = ThreadPoolExecutor(1, "steps")  # slow patterns delay each other alone
         self._headers = {"Content-Type": "application/json"}
         self._session: ClientSession | None = None
         for header, variable in settings.headers_env.items():
@@ -72,6 +85,7 @@ class HttpReward:
             self._headers[header] = secret_line(os.environb[variable.encode()], where)
 
     async def close(self) -> None:
+        self._splitter.shutdown(wait=False, cancel_futures=True)
         if self._session is not None:
             await self._session.close()
 
@@ -82,21 +96,26 @@ class HttpReward:
             timeout = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         try:
-            body = await asyncio.to_thread(_body, job)
-        except UNSENDABLE as error:
-            return _failed(f"cannot be sent this group: {error}", "invalid", is_final=True)
-        try:
-            async with (
-                asyncio.timeout(limit_s),
-                self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as response,
-            ):
-                return await self._read(response, job)
+            async with asyncio.timeout(limit_s):
+                try:
+                    ends = await self._ends(job)
+                    body = await asyncio.to_thread(_body, job, ends)
+                except UNSENDABLE as error:
+                    return _failed(f"cannot be sent this group: {error}", "invalid", is_final=True)
+                asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
+                async with asked as response:
+                    return await self._read(response, job, ends)
         except TimeoutError:
             return _failed(f"did not answer within {limit_s:g} seconds", "timeout")
         except (aiohttp.ClientError, OSError) as error:
             return _failed(f"could not be reached: {error or type(error).__name__}", "unavailable")
 
-    async def _read(self, response: "ClientResponse", job: Job) -> Scores:
+    async def _ends(self, job: Job) -> list[Ends] | None:
+        if self._steps is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._splitter, split, job.completions, self._steps)
+
+    async def _read(self, response: "ClientResponse", job: Job, ends: list[Ends] | None) -> Scores:
         content, status = bytearray(), response.status
         async for part in response.content.iter_any():
             content += part
@@ -107,15 +126,23 @@ class HttpReward:
             is_final = 300 <= status < 500 and status not in _TRANSIENT_STATUS
             return _failed(f"answered with status {status}: {text}", "unavailable", is_final=is_final)
         try:
-            answer = msgspec.json.decode(content, type=_Answer)
+            if ends is None:
+                return checked(msgspec.json.decode(content, type=_Answer).rewards, job)
+            answer = msgspec.json.decode(content, type=_StepAnswer)
         except UNREADABLE as error:
             return _failed(f'sent another answer than {{"rewards": [...]}}: {error}', "invalid")
-        return checked(answer.rewards, job)
+        try:
+            return checked(as_spans(answer.rewards, ends), job)
+        except ValueError as error:
+            return _failed(str(error), "invalid")
 
 
-def _body(job: Job) -> bytes:
+def _body(job: Job, ends: list[Ends] | None) -> bytes:
     ready = job.in_pieces(msgspec.json)
-    return msgspec.json.encode({name: getattr(ready, name) for name in _SENT})
+    body = {name: getattr(ready, name) for name in _SENT}
+    if ends is not None:
+        body["steps"] = list(map(step_texts, job.completions, ends))
+    return msgspec.json.encode(body)
 
 
 def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:

@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
 from protocol.config.section import (
@@ -125,15 +125,55 @@ _Function = Annotated[str, place_or_plugin(REWARD_PLUGINS, SHIPPED)]
 _SERVICE_RETRIES = 3
 
 
-class RewardModel(Section):
+def _splits(pattern: str) -> str:
+    import regex  # only runs with steps pay for it
+
+    try:
+        regex.compile(compiled(pattern))
+    except regex.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+class Steps(Section):
+    pattern: Annotated[str, AfterValidator(_splits)] = Field(
+        r"\n\s*\n", description="Regular expression with which a step ends. `steps: PATTERN` is short for it."
+    )
+    max_steps: Annotated[int, Field(ge=1, le=4096)] = Field(256, description="The last one has the rest of the text.")
+    time_s: PositiveSeconds = Field(1.0, description="Limit per completion; above it the reward is missing.")
+    reduce: Literal["sum", "mean", "min", "last", "product"] = Field(
+        "sum", description="What a completion gets of its steps' rewards; an empty one 0."
+    )
+
+
+def _short(value: Any) -> Any:
+    return {"pattern": value} if isinstance(value, str) else value
+
+
+class _StepReward(Section):
+    steps: Annotated[Steps | None, BeforeValidator(_short)] = Field(
+        None, description="Score the steps of completions, as [spans](algorithms.md#rewards-of-turns-and-spans)."
+    )
+
+
+class RewardModel(_StepReward):
+    label: int | str = Field(-1, description="With `steps`: label whose value is the reward, by index or name.")
+    value: Literal["probability", "logit"] = Field(
+        "probability",
+        description="With `steps`: `probability` is the softmax over labels, of a single one the sigmoid.",
+    )
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     gpu: Count | None = Field(None, description="GPU, counted as for --gpu, with room left for it. Default: the CPU.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of its weights.")
     max_length: Positive = Field(4096, description="Longest text in tokens; of a longer one the beginning is dropped.")
     batch_size: Positive = Field(8, description="Texts per forward pass.")
 
+    def problems(self) -> Problems:
+        for key in () if self.steps else self.model_fields_set & {"label", "value"}:
+            yield f"{key} is for steps; set steps, or remove it"
 
-class RewardService(Section):
+
+class RewardService(_StepReward):
     headers_env: dict[str, str] = Field(
         default_factory=dict,
         description="Headers of every request, by the environment variable that holds the value: `{Authorization: MY_TOKEN}`.",
@@ -157,7 +197,8 @@ class RewardFunction(Section):
     )
     model: str | None = Field(
         None,
-        description="Sequence-classification model with one label (folder or hub name): its logit is the reward.",
+        description="Sequence-classification model with one label (folder or hub name): its logit is the reward. With "
+        "`options.steps` a token-classification model.",
     )
     url: HttpUrl | None = Field(None, description="HTTP service that computes rewards.")
     posted: str | None = Field(
@@ -224,6 +265,11 @@ class RewardFunction(Section):
         if self.function is not None:
             return SHIPPED.get(self.function)
         return RewardModel if self.model is not None else RewardService if self.url is not None else None
+
+    @property
+    def steps(self) -> Steps | None:
+        """How it splits completions, if it scores their steps."""
+        return getattr(self.settings, "steps", None)
 
     @property
     def counts_reasoning(self) -> bool:
@@ -293,6 +339,9 @@ class RewardsSection(Section):
         for key in ("gamma", "outcome_weight") if self.credit in ("outcome", "given") else ():
             if getattr(self, key) != 1.0:
                 yield f"{key} is for credit: per_turn or per_step; set credit, or remove it"
+        for function in self.functions:
+            if function.steps and self.strips(function):
+                yield f"functions: {function.name} scores steps of the whole completion; set its strip_thinking: false"
 
     @property
     def names(self) -> tuple[str, ...]:
