@@ -17,7 +17,7 @@ from examples.smollm2 import demo as smollm2
 from producer.rewards import builtin
 from protocol.config.functions import load_function
 from protocol.config.loader import load_config
-from protocol.config.rewards import SHIPPED
+from protocol.config.reward_options import SHIPPED
 
 _CHATML = "<|im_start|>assistant\n", r"<\|im_end\|>"
 _LCM = "What is the least common multiple of {} and {}? Answer with the number alone."

@@ -23,12 +23,8 @@ from docs.markdown import grouped, reserved, row
 from docs.trainer_section import trainer_section
 from protocol.config import library_section as rules
 from protocol.config import run as schema
-from protocol.config.rewards import (
-    AGENTS,
-    SHIPPED,
-    RewardModel,
-    RewardService,
-)
+from protocol.config.reward_options import SHIPPED, RewardModel, RewardService
+from protocol.config.rewards import AGENTS
 from protocol.config.schema import FILE as SCHEMA
 from protocol.config.schema import json_schema
 from protocol.config.section import is_section, type_in_words
@@ -73,10 +69,10 @@ REWARD_OPTIONS = """\
 | `function` | your Python, with TRL's signature, or a plugin; asynchronous ones of a group are awaited together | worker \
 processes, each call in the main thread of one |
 | `model` | the logit of a sequence-classification model for prompt and completion together, as in TRL; with `steps` a \
-label of a token-classification model at the last token of each step | a process of its own |
+token-classification model's label at the end of each | a process of its own |
 | `url` | an HTTP service: `POST {"prompt", "completions", "completion_ids", "columns"}`, answered with \
-`{"rewards": [1.0, null, ...]}`; with `steps` the request has `"steps": [["One.\\n\\n", "Two."], ...]`, and the answer a list for \
-each completion, with a number for each step, or `null` | the producer |
+`{"rewards": [1.0, null, ...]}`; with `steps` the request has `"steps": [["A", "B"], ...]` too, answered with \
+`{"rewards": [[0.9, 0.1], ...]}` | the producer |
 
 A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never
 zero. If a function failed for the whole group, the others count; if it failed for some completions, these are left out of the

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from protocol.config.rewards import (
+from protocol.config.reward_options import (
     ExactMatch,
     FormatRegex,
     LengthPenalty,

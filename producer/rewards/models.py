@@ -10,7 +10,7 @@ from typing import Any
 
 from producer.rewards.spans import text_of
 from producer.rewards.steps import as_spans, split
-from protocol.config.rewards import RewardModel, Steps
+from protocol.config.reward_options import RewardModel, Steps
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 

@@ -25,7 +25,8 @@ from producer.rewards.steps import Ends, as_spans, split, step_texts
 from producer.rewards.worker import Failure, Job, Scores, Source, checked
 from producer.rewards.workers import WorkerLostError, WorkerPool
 from protocol.channel.keys import secret_line
-from protocol.config.rewards import RewardModel, RewardService, RewardsSection
+from protocol.config.reward_options import RewardModel, RewardService
+from protocol.config.rewards import RewardsSection
 from protocol.errors import UNREADABLE, UNSENDABLE, ConfigError
 from protocol.gpu.nvml import environment_of
 

@@ -14,7 +14,7 @@ import regex
 
 from producer.rewards.spans import finite, text_of
 from producer.rewards.worker import Scores
-from protocol.config.rewards import Steps
+from protocol.config.reward_options import Steps
 
 Ends = list[int] | Exception
 """Where the steps of a completion end, in characters, or the reason why it has none."""

@@ -113,7 +113,7 @@ def main(descriptor: int, sources: bytes) -> None:
 def _function(source: Source) -> Callable[..., Any]:
     if source.is_model:
         from producer.rewards.models import reward_model
-        from protocol.config.rewards import RewardModel  # only here: importing it takes as long as all else
+        from protocol.config.reward_options import RewardModel  # only here: importing it takes as long as all else
 
         return reward_model(source.place, RewardModel.model_validate(source.options))
     if ":" in source.place:

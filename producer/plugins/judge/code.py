@@ -15,7 +15,7 @@ from typing import Any
 
 from producer.rewards.builtin import Results, column_of, text_of
 from producer.rewards.sandbox import Limits, Sandbox
-from protocol.config.rewards import Code
+from protocol.config.reward_options import Code
 
 _SCRIPT = """\
 import sys, types

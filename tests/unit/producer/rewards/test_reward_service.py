@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestServer
 
 from producer.rewards.services import HttpReward
 from producer.rewards.worker import Job
-from protocol.config.rewards import RewardService
+from protocol.config.reward_options import RewardService
 from protocol.errors import ConfigError
 from tests.unit.producer.loop import asynchronous
 

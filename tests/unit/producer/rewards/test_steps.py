@@ -28,7 +28,7 @@ from producer.rewards.services import HttpReward
 from producer.rewards.spans import Spans
 from producer.rewards.steps import as_spans, reduced, split
 from producer.rewards.worker import Job, Scores
-from protocol.config.rewards import RewardModel, RewardService, Steps
+from protocol.config.reward_options import RewardModel, RewardService, Steps
 from protocol.errors import ConfigError
 from tests.integration.models import byte_bpe_tokenizer
 from tests.unit.producer.loop import asynchronous
