@@ -106,7 +106,7 @@ class RewardFunction(Section):
 
     @property
     def steps(self) -> Steps | None:
-        """How it splits completions, if it scores their steps."""
+        """The way it splits completions, if it scores their steps."""
         return getattr(self.settings, "steps", None)
 
     @property
