@@ -49,6 +49,8 @@ class GroupStats:
 
 
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
+Answers = Sequence[NDArray[np.int32] | None]
+"""The token ids of the reference answer to each group's prompt, None where its row has none; empty: no run learns from them."""
 
 
 class TrainingBatch(NamedTuple):
@@ -60,6 +62,7 @@ class TrainingBatch(NamedTuple):
     groups: list[RolloutGroup]
     num_fresh: int  # of the groups, which come first; the others are replayed
     arrivals: Sequence[GroupStats] = ()
+    answers: Answers = ()
 
 
 @dataclass(eq=False)

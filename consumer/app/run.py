@@ -119,9 +119,10 @@ class Run(TrainerCallback):
         if ranks.world > 1:
             folder = checkpoint.folder if checkpoint else None
             begin(ranks, len(setup.prompts), setup.shape.vocab_size, self.start.step, folder)
+        batches = self.feed if setup.answers is None else map(setup.answers.add_to, self.feed)
         with loading("transformers, PEFT or TRL refused to build the trainer"):
             trainer = SlipstreamTrainer(
-                setup.config, setup.arguments, setup.lora, setup.model_folder, self.feed, self.commit_checkpoint, ranks,
+                setup.config, setup.arguments, setup.lora, setup.model_folder, batches, self.commit_checkpoint, ranks,
                 self.recorded,
             )  # fmt: skip
         if setup.initial_adapter is not None:

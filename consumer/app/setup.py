@@ -18,6 +18,7 @@ from consumer.learn.adapters import AdapterFolder, initial_adapter
 from consumer.learn.checkpoints import Checkpoint
 from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.run_facts import run_facts
+from consumer.prompts.answers import Answers
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
 from consumer.report.steps import LearningMetrics, StepReport
 from consumer.waiting import StopRequested
@@ -56,6 +57,7 @@ class Setup:
     initial_adapter: AdapterFolder | None
     prompts: PromptDataset | Placeholders
     held_out: PromptDataset | None  # what is evaluated
+    answers: Answers | None  # that are trained
     arguments: Any
     model_folder: Path
     shape: GroupShape
@@ -77,6 +79,7 @@ class Setup:
 
         prompts = open_prompts(config, model_folder, check)
         held_out = _held_out(config, model_folder, check)
+        answers = Answers(config, prompts, model_folder) if config.loss.ce_coef else None
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
         check_model(arguments, model, vision_language(model_folder))
@@ -96,7 +99,19 @@ class Setup:
         rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
         limit = arguments.save_total_limit  # the trainer takes it out of its arguments
         return cls(
-            config, stop, lora, adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards, limit
+            config,
+            stop,
+            lora,
+            adapter,
+            prompts,
+            held_out,
+            answers,
+            arguments,
+            model_folder,
+            shape,
+            budget,
+            rewards,
+            limit,
         )
 
     def facts(self, run_id: str) -> dict[str, str]:

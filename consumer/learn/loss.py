@@ -73,19 +73,21 @@ def part_of_loss(
     entropy_coef: float = 0.0,
     aux_loss_coef: float = 0.0,
     teacher_coef: float = 0.0,
+    answer_coef: float = 0.0,
 ) -> tuple[torch.Tensor, Seen]:
     """Return the part of a micro-batch in the loss of its step, and the values that metrics are made of."""
     mask, num_tokens = loss_mask(batch), batch["num_items_in_batch"].clamp(min=1)
     acting, num_acting = mask, num_tokens
     if threshold is not None:
         acting, num_acting = mask * (found.entropies >= threshold.entropy), threshold.num_tokens.clamp(min=1)
-    losses, seen = policy_losses(options, batch, found.logprobs, factors)
+    current = found.logprobs.masked_fill(mask == 0, 0.0)  # 0 for answers, too
+    losses, seen = policy_losses(options, batch, current, factors)
     if "teacher_advantages" in batch:
-        losses = losses + teacher_coef * distillation_losses(batch, found.logprobs, factors)
+        losses = losses + teacher_coef * distillation_losses(batch, current, factors)
         seen["distillation/logprob_gain"] = batch["teacher_advantages"]
     losses = losses * acting
     if options.beta != 0.0:
-        seen["kl"] = kl = reference_kl(options, batch, found.logprobs)
+        seen["kl"] = kl = reference_kl(options, batch, current)
         losses = losses + options.beta * (kl * factors.kl if options.use_bias_correction_kl else kl)
     loss = aggregate(options, losses * mask, mask, num_tokens)
     seen["policy_loss"] = loss[None]
@@ -95,6 +97,10 @@ def part_of_loss(
     if found.aux_loss is not None:
         seen["aux_loss"] = found.aux_loss.expand(mask.shape)
         loss = loss + aux_loss_coef * found.aux_loss * mask.sum() / num_tokens
+    if "answer_mask" in batch:
+        nats = -found.logprobs.masked_fill(batch["answer_mask"] == 0, 0.0)
+        loss = loss + answer_coef * nats.sum() / batch["num_answer_tokens"].clamp(min=1)
+        seen["ce_loss"] = nats.masked_fill(batch["answer_mask"] == 0, torch.nan).flatten()
     return loss, {name: values.detach() for name, values in seen.items()}
 
 
@@ -127,7 +133,8 @@ def policy_losses(
             slope = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
             losses = -4 / slope * torch.sigmoid(slope * (ratio - 1)) * advantages
         case "vespo":
-            seen["vespo/phi_seq_mean"] = phi = _vespo_weights(options, advantages, log_ratio * mask, factor)
+            phi = _vespo_weights(options, advantages, log_ratio * mask, factor)
+            seen["vespo/phi_seq_mean"] = phi.masked_fill(~mask.any(-1, keepdim=True), torch.nan)
             losses, factor = -phi * advantages * current, torch.ones_like(factor)
         case _:
             clipped = ratio.clamp(1 - low, 1 + high)

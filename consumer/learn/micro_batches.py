@@ -2,7 +2,8 @@
 
 Guarantee: a step is split into micro-batches of bounded size, by the tokens that go through the model. Every micro-batch is
 padded to its own longest prompt and completion and to nothing else. Its log-probs stand beside the tokens they were sampled
-with. Tokens that the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out.
+with. Tokens that the policy did not sample are attended to and have no part in its losses. A reference answer is one more row
+behind its prompt, with a loss of its own. Rows that cannot move the policy are left out.
 No padding and no importance ratio of a group is kept, so a group can be trained again in any company. Every advantage is finite;
 it is 0 where nothing is known (no reward, or none to compare with).
 
@@ -30,6 +31,7 @@ from consumer.learn.tree import Row, shared_beginnings, tree_order
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
+from replay.batch_selection import Answers
 from replay.deviations import EPSILON
 from replay.distillation import teacher_advantages
 from replay.groups import RolloutGroup
@@ -53,8 +55,15 @@ _ALIGNED_TO = 8  # bytes, of the widest numbers
 
 
 def loss_mask(batch: MicroBatch) -> torch.Tensor:
-    """Return (B, T), 1 for the tokens in the loss."""
-    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+    """Return (B, T), 1 for the sampled tokens in the loss."""
+    mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+    return mask * (1 - batch["answer_mask"]) if "answer_mask" in batch else mask
+
+
+def scored_mask(batch: MicroBatch) -> torch.Tensor:
+    """Return (B, T), 1 for the tokens whose log-probs the loss takes: those of answers too, where there is a gradient."""
+    has_answers = "answer_mask" in batch and torch.is_grad_enabled()
+    return loss_mask(batch) + batch["answer_mask"] if has_answers else loss_mask(batch)
 
 
 class Places(NamedTuple):
@@ -93,7 +102,7 @@ def view_of(data: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tenso
 
 
 class _Row(NamedTuple):
-    """A record of a completion."""
+    """A record of a completion, or an answer."""
 
     number: int  # in the batch
     prompt_ids: NDArray[np.int32]
@@ -103,6 +112,7 @@ class _Row(NamedTuple):
     in_loss: bool  # in the loss
     sampled: NDArray[np.bool_] | None  # None: all of it
     by_teacher: NDArray[np.float64] | None  # of each token; None: there are no teachers
+    is_answer: bool = False
 
     @property
     def tokens(self) -> Row:
@@ -132,7 +142,9 @@ class BatchRecipe:
     world: int = 1  # number of ranks; each trains its share of the step
     in_step: bool = False  # all of them with as many micro-batches
 
-    def tensors(self, groups: list[RolloutGroup], dealt_by: int | None = None) -> list[MicroBatch]:
+    def tensors(
+        self, groups: list[RolloutGroup], answers: Answers = (), *, dealt_by: int | None = None
+    ) -> list[MicroBatch]:
         """Return this rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
         Args:
@@ -142,11 +154,12 @@ class BatchRecipe:
         `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,), or (B, T) where spans
         have rewards (`rewards.credit`), and `num_items_in_batch` (tokens in the loss, of the whole step). Where there are tokens
         that the policy did not sample, it has TRL's `tool_mask`, 0 for them. With `distillation` it has `teacher_advantages`
-        (B, T).
+        (B, T); with answers `answer_mask` (B, T), 1 for their tokens, and `num_answer_tokens` of the whole step.
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
-        moving = [row for row in rows if self._has_gradient(row)]
+        of_answers = _answer_rows(groups, answers, len(rows))
+        moving = [row for row in rows if self._has_gradient(row)] + of_answers
         shortest = min(rows, key=lambda row: row.tokens.num_tokens)
         moving = moving or [shortest]
         if self.tree:
@@ -156,7 +169,10 @@ class BatchRecipe:
         num_parts = max(len(self._passes(rows)) for rows in of_ranks) if self.in_step else 1
         filler = [shortest._replace(number=FILLER, advantage=0.0, in_loss=False)]
         parts += [filler] * (num_parts - len(parts))
-        return [self._pad(part) | {"num_items_in_batch": num_items} for part in parts]
+        counts = {"num_items_in_batch": num_items}
+        if answers:
+            counts["num_answer_tokens"] = torch.tensor(sum(len(row.completion_ids) for row in of_answers))
+        return [self._pad(part, has_answers=bool(answers)) | counts for part in parts]
 
     def _deal(self, rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
         """Return the rows of each rank; some may have none."""
@@ -211,7 +227,7 @@ class BatchRecipe:
                 )
         return result
 
-    def _pad(self, rows: list[_Row]) -> MicroBatch:
+    def _pad(self, rows: list[_Row], *, has_answers: bool) -> MicroBatch:
         num_rows = len(rows)
         prompt_width = max(len(row.prompt_ids) for row in rows)
         width = max(len(row.completion_ids) for row in rows)
@@ -227,6 +243,8 @@ class BatchRecipe:
             batch["advantages"] = np.zeros((num_rows, width))
         if self.rewards.distillation is not None:
             batch["teacher_advantages"] = np.zeros((num_rows, width))
+        if has_answers:
+            batch["answer_mask"] = np.zeros((num_rows, width), np.int64)
         if any(row.sampled is not None for row in rows):
             batch["tool_mask"] = np.ones((num_rows, width), np.int64)
         for i, row in enumerate(rows):
@@ -234,8 +252,10 @@ class BatchRecipe:
             batch["prompt_ids"][i, start:] = row.prompt_ids
             batch["prompt_mask"][i, start:] = 1
             batch["completion_ids"][i, :end] = row.completion_ids
-            batch["completion_mask"][i, :end] = row.in_loss
+            batch["completion_mask"][i, :end] = row.in_loss or row.is_answer
             batch["sampling_per_token_logps"][i, :end] = row.logprobs
+            if has_answers:
+                batch["answer_mask"][i, :end] = row.is_answer
             if row.sampled is not None:
                 batch["tool_mask"][i, :end] = row.sampled
             if self.rewards.credit is not None:
@@ -247,6 +267,20 @@ class BatchRecipe:
         real = torch.get_default_dtype()
         tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
         return {name: each.to(real) if each.is_floating_point() else each for name, each in tensors.items()}
+
+
+def _answer_rows(groups: list[RolloutGroup], answers: Answers, first: int) -> list[_Row]:
+    """Return the rows of the answers that there are.
+
+    Args:
+        first: the number of the first group's.
+    """
+    numbered = enumerate(zip(groups, answers, strict=True), first) if answers else ()
+    return [
+        _Row(number, group.prompt_ids, ids, np.zeros(len(ids), np.float32), 0.0, False, None, None, is_answer=True)
+        for number, (group, ids) in numbered
+        if ids is not None
+    ]
 
 
 def combined_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -346,11 +380,12 @@ class StepSplitter:
         self._kept: Sequence[MicroBatch] = ()  # of the step before over the same batch
         self._recipe: BatchRecipe
         self._groups: list[RolloutGroup]
+        self._answers: Answers
         self._dealt_by: int  # tokens of a pass when the rows were dealt out to the ranks
 
-    def begin(self, recipe: BatchRecipe, groups: list[RolloutGroup]) -> None:
+    def begin(self, recipe: BatchRecipe, groups: list[RolloutGroup], answers: Answers = ()) -> None:
         """Take up the next batch."""
-        self._recipe, self._groups, self.micro_batches = recipe, groups, []
+        self._recipe, self._groups, self._answers, self.micro_batches = recipe, groups, answers, []
 
     def split(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of optimizer step `step`, counted from 1, over the batch."""
@@ -424,7 +459,7 @@ class StepSplitter:
         if not self._kept:
             self._dealt_by = self.tokens
         recipe = replace(self._recipe, max_tokens=self.tokens)
-        self.micro_batches = recipe.tensors(self._groups, dealt_by=self._dealt_by)
+        self.micro_batches = recipe.tensors(self._groups, self._answers, dealt_by=self._dealt_by)
         if self._kept:
             carry_over(self._kept, self.micro_batches)
 

@@ -70,6 +70,8 @@ def run_facts(
     }
     if config.teachers:
         facts["has_teachers"] = True
+    if config.loss.ce_coef:
+        facts["has_answers"] = True
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 
@@ -107,6 +109,11 @@ def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
         raise JournalError(
             f"{journal_file} has groups of protocol schema {schema}, this release reads {SCHEMA_VERSION}; use the "
             "release that wrote them"
+        )
+    if now.get("has_answers") and before.get("dataset_digest") != now.get("dataset_digest"):
+        raise ConfigError(
+            "--from-journal: loss.ce_coef takes the answers of the dataset's rows, and the dataset is another one than that of "
+            "the run; give that one, or remove loss.ce_coef"
         )
     for name, fact in _changes(before, now):
         raise ConfigError(

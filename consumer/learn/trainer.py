@@ -60,6 +60,7 @@ from consumer.learn.micro_batches import (
     StepSplitter,
     loss_mask,
     on_device,
+    scored_mask,
 )
 from consumer.learn.model import is_sharded, load_policy, router_loss_coef
 from consumer.learn.options import checkpoints_by_memory
@@ -85,7 +86,7 @@ from replay.rewards import RewardRecipe
 _RATIO = "sampling/importance_sampling_ratio/"
 _OF_LOSS = (
     *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
-    *("old_per_token_logps", "ref_per_token_logps", "teacher_advantages"),
+    *("old_per_token_logps", "ref_per_token_logps", "teacher_advantages", "answer_mask", "num_answer_tokens"),
 )
 """The tensors of a micro-batch that the loss takes."""
 
@@ -154,6 +155,7 @@ class SlipstreamTrainer(Trainer):
         self._correction = resolve(config.correction)
         self._entropy_bonus = EntropyBonus(options)
         self._teacher_coef = 0.0 if config.distillation is None else config.distillation.coef
+        self._answer_coef = config.loss.ce_coef
         self._router_loss_coef = router_loss_coef(options, self.base)
         self._logits = None if self._router_loss_coef else logits_of(self.base)
         if self._logits is None:
@@ -240,7 +242,7 @@ class SlipstreamTrainer(Trainer):
             if self._ranks.world > 1 and self._ranks.rank == 0:
                 self._ranks.share(Train.of(batch))  # before this rank trains it
             self._newest_groups = batch.groups
-            self._splitter.begin(self.recipe, batch.groups)
+            self._splitter.begin(self.recipe, batch.groups, batch.answers)
             for step in range(batch.last_step - batch.num_iterations + 1, batch.last_step + 1):
                 yield self._splitter.split(step)
 
@@ -345,7 +347,7 @@ class SlipstreamTrainer(Trainer):
         loss, seen = part_of_loss(
             self.args, batch, found, factors, threshold=threshold,
             entropy_coef=self._entropy_bonus.acting_coef, aux_loss_coef=self._router_loss_coef,
-            teacher_coef=self._teacher_coef,
+            teacher_coef=self._teacher_coef, answer_coef=self._answer_coef,
         )  # fmt: skip
         ratios = ratio_values(self._correction, factors, places)
         of_tokens, of_rows = samples_of(self._correction)
@@ -376,7 +378,7 @@ class SlipstreamTrainer(Trainer):
         self._entropy_bonus.adapt(metrics.pop(ACTING_ENTROPY, 0.0))
         if self._entropy_bonus.is_on:
             metrics["entropy_coef"] = self._entropy_bonus.coef
-        else:
+        elif not self._answer_coef:
             metrics.pop("policy_loss", None)  # it is the loss
         if self._ranks.rank != 0:
             return {}
@@ -408,10 +410,10 @@ class SlipstreamTrainer(Trainer):
             self._kernel = None
 
     def forward_pass(self, batch: MicroBatch) -> Pass:
-        """Return log-probs and entropies under the present policy; 0 for tokens outside the loss."""
+        """Return log-probs and entropies under the present policy; 0 for tokens outside the loss (`scored_mask`)."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        tokens = Tokens(ids, mask, loss_mask(batch))
+        tokens = Tokens(ids, mask, scored_mask(batch))
         if not self._is_chosen:  # in turns, where the model comes with the first batch; all ranks come here together
             self._choose_kernel()
             self.recipe = replace(self.recipe, tree=self._kernel is not None)

@@ -62,7 +62,8 @@ class UsableRows:
             self.digest += f" {limit.identity if limit else ''}"
             self._judged = _judged(reader, limit, hashlib.sha256(self.digest.encode()).hexdigest(), check)
             self._choose(np.asarray(self._judged.data.column("verdict"), np.int8), limit)
-        self[0]  # without a prompt in the first row the section is wrong
+        _, columns = self[0]  # without a prompt in the first row, or a column for answers, the section is wrong
+        reader.check_answer(columns, int(self._numbers[0]))
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -78,11 +78,7 @@ class RowReader:
                 )
             row = dict(made)
         column = self.source.prompt_column
-        if column not in row:
-            raise DatasetError(
-                f"{self.key}.prompt_column: {self.source.path} has no column {column!r}; it has "
-                f"{', '.join(map(repr, row))} (row {number})"
-            )
+        self._check_column("prompt_column", row, number)
         prompt = row.pop(column)
         if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
             raise DatasetError(
@@ -95,6 +91,19 @@ class RowReader:
                 "those of vision-language models: take the row out with a filter, or the part with a transform"
             )
         return prompt, row
+
+    def check_answer(self, columns: Row, number: int) -> None:
+        """Raise DatasetError if a row is to have an answer and has no column for it."""
+        if self.source.answer_column is not None:
+            self._check_column("answer_column", columns, number)
+
+    def _check_column(self, key: str, row: Row, number: int) -> None:
+        column = getattr(self.source, key)
+        if column not in row:
+            raise DatasetError(
+                f"{self.key}.{key}: {self.source.path} has no column {column!r}; it has "
+                f"{', '.join(map(repr, row))} (row {number})"
+            )
 
     def judge(self, row: Row, number: int) -> Judged:
         """Filter and read a row. Raises DatasetError if the filter raised, or returned no bool."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,15 +55,20 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
     last_step: int
     num_fresh: int
     groups: list[Group]
+    answers: list[bytes | None] = []
 
     @classmethod
     def of(cls, batch: TrainingBatch) -> "Train":
         groups = [message_of(group) for group in batch.groups]
-        return cls(batch.first_step, batch.num_iterations, batch.last_step, batch.num_fresh, groups)
+        answers = [None if ids is None else ids.astype("<i4").tobytes() for ids in batch.answers]
+        return cls(batch.first_step, batch.num_iterations, batch.last_step, batch.num_fresh, groups, answers)
 
     def batch(self, shape: GroupShape) -> TrainingBatch:
         groups = [shape.parse(message) for message in self.groups]
-        return TrainingBatch(self.first_step, self.num_iterations, self.last_step, groups, self.num_fresh)
+        answers = [None if ids is None else np.frombuffer(ids, "<i4") for ids in self.answers]
+        return TrainingBatch(
+            self.first_step, self.num_iterations, self.last_step, groups, self.num_fresh, answers=answers
+        )
 
 
 Plan = Begin | Piece | Train

@@ -104,6 +104,7 @@ _GAUGES = {
         "teacher_logprob_gain_nats",
         "Mean of the teacher's log-prob minus the policy's, per token.",
     ),
+    "ce_loss": ("answer_cross_entropy_nats", "Mean cross-entropy per token of answers (loss.ce_coef)."),
     "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
     "loss": ("loss", "Loss of the last step."),
     "grad_norm": ("gradient_norm", "Norm of the gradient of the last step, before clipping."),

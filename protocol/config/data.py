@@ -104,6 +104,7 @@ class _RowsSection(Section):
         "prompt",
         description="Column with the prompt: text, or a list of chat messages. The other columns reach the reward functions.",
     )
+    answer_column: str | None = Field(None, description="Column with the reference answer, for `loss.ce_coef`.")
     filter: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows with "

@@ -204,6 +204,12 @@ class CorrectionSection(Section):
             yield "ratio_min must be below ratio_max"
 
 
+class LossSection(Section):
+    ce_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the cross-entropy of reference answers (`dataset.answer_column`)."
+    )
+
+
 class GuardsSection(Section):
     max_groups_without_signal: Positive | None = Field(
         1024,

@@ -20,6 +20,7 @@ from protocol.config.learning import (
     AdvantageSection,
     CorrectionSection,
     GuardsSection,
+    LossSection,
     PipelineSection,
     ReplaySection,
     RerollSection,
@@ -65,6 +66,7 @@ class RunConfig(Section):
     distillation: DistillationSection | None = Field(
         None, description="Learning from `teachers`. See docs/algorithms.md."
     )
+    loss: LossSection = LossSection()
     swap: SwapSection = SwapSection()
     serve: ServeSection = ServeSection()
     transport: TransportSection = TransportSection()
@@ -191,6 +193,7 @@ class RunConfig(Section):
 def _problems(config: RunConfig) -> Problems:
     yield from _of_rewards(config)
     yield from _of_teachers(config)
+    yield from _of_answers(config)
     yield from _of_agents(config)
     if config.environment.atropos:
         yield from _of_atropos(config)
@@ -257,6 +260,16 @@ def _of_teachers(config: RunConfig) -> Problems:
             "sampling.num_generations: rewards teach by comparing at least 2 completions; only with distillation.alone, and "
             "pipeline.groups_per_step of 2 or more, may it be 1"
         )
+
+
+def _of_answers(config: RunConfig) -> Problems:
+    """Yield the settings that leave `loss.ce_coef` without answers."""
+    if config.loss.ce_coef and config.environment.is_given:
+        yield (
+            "loss.ce_coef: in an environment an answer is a whole episode, which a column does not have; remove one of them"
+        )
+    if config.loss.ce_coef and all(source.answer_column is None for source in config.dataset.all_sources.values()):
+        yield "loss.ce_coef: no column has the reference answers; set dataset.answer_column, or remove ce_coef"
 
 
 def _of_quantization(config: RunConfig) -> Problems:
@@ -358,6 +371,8 @@ def _of_evaluation(config: RunConfig) -> Problems:
     known = (WEIGHTED_SUM, *config.reward_names)
     if config.evaluation.metric not in known:
         yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"
+    if any(source.answer_column is not None for source in config.evaluation.dataset.all_sources.values()):
+        yield "evaluation.dataset.answer_column: answers to held-out prompts are not trained; remove the key"
     if config.evaluation.dataset.sampling != "fixed":
         yield "evaluation.dataset.sampling: all held-out prompts are asked; remove the key"
     if config.evaluation.dataset.chat_template_kwargs not in ({}, config.dataset.chat_template_kwargs):

@@ -60,7 +60,8 @@ def train_again(run: Run, *arguments: str) -> Path:
 def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
     start: Callable[..., Run], num_iterations: int, answer: Answer
 ) -> None:
-    run = start(**settings(num_iterations=num_iterations))
+    answers = {"dataset": {"answer_column": "answer"}, "loss": {"ce_coef": 0.1}}
+    run = start(**settings(num_iterations=num_iterations), **answers)
     run.producer(answer=answer)
     for kill_at in (2, 5, 10):  # without a checkpoint, and some steps after one
         trainer = run.trainer("--resume")
@@ -74,6 +75,7 @@ def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
     assert set(killed) == {f"checkpoint-{step}" for step in saved} | {"adapter"}
     assert killed == never_killed
     assert len(set(killed.values())) == len(killed) - 1, "only the last checkpoint and the final adapter are the same"
+    assert min(run.column("ce_loss")) > 0
 
     reader = JournalReader(run.config.journal_file)
     trained = [lease_id for batch in reader.batches() for lease_id in batch.lease_ids]

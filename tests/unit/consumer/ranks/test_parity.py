@@ -16,6 +16,7 @@ from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
 from protocol.config.learning import CorrectionSection
 from tests.unit.consumer.builders import run_config
+from tests.unit.consumer.learn.test_answer_steps import ANSWERS
 from tests.unit.consumer.learn.test_credit_steps import rewarded
 from tests.unit.consumer.learn.test_distillation_steps import TEACHERS, taught
 from tests.unit.consumer.learn.test_loss_parity import LOSS_TYPES, off_policy, some_groups
@@ -44,7 +45,7 @@ def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch
     """Loss, gradient and metrics of one step over the groups."""
     trainer.model.zero_grad()
     trainer.create_optimizer_and_scheduler(2)
-    trainer._splitter.begin(trainer.recipe, groups)
+    trainer._splitter.begin(trainer.recipe, groups, ANSWERS if trainer._answer_coef else ())
     loss = trainer.training_step(trainer.model, trainer._splitter.split(1), None)
     gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
     metrics = {name: value for name, value in metrics_of(trainer).items() if name not in UNLIKE}
@@ -122,6 +123,16 @@ def test_teachers(trainers_of: Callable[..., Trainers], alone: bool) -> None:
     for world in (2, 4):
         assert_same(one, *trainers[:world])
     assert metrics_of(one)["distillation/logprob_gain"] != 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "beta": 0.1}])
+def test_answers(trainers_of: Callable[..., Trainers], options: dict[str, Any]) -> None:
+    sections = {"dataset": {"answer_column": "answer"}, "loss": {"ce_coef": 0.25}}
+    one, *trainers = trainers_of(4, options, sections)
+    for world in (2, 3, 4):
+        assert_same(one, *trainers[:world])
+    assert metrics_of(one)["ce_loss"] > 1
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

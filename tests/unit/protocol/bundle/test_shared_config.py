@@ -25,6 +25,7 @@ EVERYTHING: dict[str, Any] = {
     "dataset": {
         "path": "/home/me/data.jsonl",
         "transform": "rows.py:row",
+        "answer_column": "answer",
         "chat_template_kwargs": {"enable_thinking": False, "suffix": "/no_think"},
     },
     "rewards": {
@@ -39,6 +40,7 @@ EVERYTHING: dict[str, Any] = {
     "sampling": {"num_generations": 4},
     "pipeline": {"groups_per_step": 8, "max_staleness": 3, "lease_timeout_s": 60.0},
     "replay": {"mode": "signal"},
+    "loss": {"ce_coef": 0.0},
     "swap": {"probe_every": 4},
     "serve": {"enabled": True, "host": "0.0.0.0", "api_key_file": "/home/me/serve.key"},
     "transport": {
@@ -263,7 +265,8 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
     left = {
         "model": set(),
         "dataset": {
-            *("path", "name", "revision", "split", "streaming", "max_rows", "prompt_column", "filter", "transform"),
+            *("path", "name", "revision", "split", "streaming", "max_rows", "filter", "transform"),
+            *("prompt_column", "answer_column"),
             *("sources", "shuffle", "sampling", "max_prompt_tokens"),
         },
         "pipeline": {
@@ -295,6 +298,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "reroll",
         "advantage",
         "correction",
+        "loss",
         "guards",
         "trainer",
         "sft",
