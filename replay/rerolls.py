@@ -35,7 +35,7 @@ class RerollRules:
     column: int = 0  # of that function
 
     def grade(self, group: RolloutGroup) -> Grade:
-        rewards = group.rewards[:, self.column]
+        rewards = group.rewards[:, self.column : self.column + 1]  # none where teachers alone teach
         scored = rewards[~np.isnan(rewards)]
         successes = int((scored > self.settings.fail_threshold).sum())
         if len(scored) == 0:

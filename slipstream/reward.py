@@ -161,7 +161,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     none to try."""
     rewards = config.rewards.computed
     if not rewards.functions:
-        raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")
+        raise ConfigError("rewards.functions: none is computed here, so there is nothing to try")
     by_span = rewards.credit in ("per_step", "given")
     trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, by_span)
 

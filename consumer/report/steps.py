@@ -306,8 +306,9 @@ class StepReport:
             "tokens_per_s": record.tokens / whole_s,
             "wait_share": record.wait_s / whole_s,
         }
-        shown = {
-            "reward": f"{fields['reward']:.3f}",
+        gain = numbers.get("distillation/logprob_gain", math.nan)
+        learnt = {"reward": numbers["reward"], "teacher": gain}
+        shown = {name: f"{value:.3f}" for name, value in learnt.items() if not math.isnan(value)} | {
             "staleness": f"{fields['staleness']:.2f}",
             "tok/s": f"{fields['tokens_per_s']:.0f}",
             "wait": f"{fields['wait_share']:.0%}",

@@ -74,7 +74,7 @@ class GroupBuilder:
             if episode.failure:
                 failures.add("", "environment", episode.failure, [number])
                 episode.forget_spans()
-        self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
+        self._check_scored(rollouts, any(has_failed) and bool(rewards.size) and bool(np.isnan(rewards).all()))
         limit = lease.sampling.max_completion_length
         message: Group = await self.in_thread(
             partial(group_message, is_given=self.is_given),

@@ -137,7 +137,8 @@ class ThinkingSection(Section):
 
 class RewardsSection(Section):
     functions: list[RewardFunction] = Field(
-        [], description="The reward functions; at least one, unless the environment has `get_reward`."
+        [],
+        description="The reward functions; at least one, unless the environment has `get_reward`, or with `distillation.alone`.",
     )
     timeout_s: PositiveSeconds = Field(
         30.0, description="Limit of one call on one group; the worker is then killed and replaced."

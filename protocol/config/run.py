@@ -221,10 +221,10 @@ def _problems(config: RunConfig) -> Problems:
 
 def _of_rewards(config: RunConfig) -> Problems:
     own = config.environment
-    if not config.reward_names:
+    if not config.reward_names and (config.distillation is None or not config.distillation.alone):
         yield (
             "rewards.functions: nothing scores the completions; name a reward function, or set environment.reward_weight for "
-            "an environment that has get_reward"
+            "an environment that has get_reward, or distillation.alone where teachers teach all"
         )
     if own.reward_weight is not None and not own.is_given:
         yield "environment.reward_weight: there is no environment.factory"
@@ -368,6 +368,8 @@ def _of_atropos(config: RunConfig) -> Problems:
 def _of_evaluation(config: RunConfig) -> Problems:
     if config.evaluation is None:
         return
+    if not config.reward_names:
+        yield "evaluation: nothing scores the answers; name reward functions, or remove the section"
     known = (WEIGHTED_SUM, *config.reward_names)
     if config.evaluation.metric not in known:
         yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"

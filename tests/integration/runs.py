@@ -40,7 +40,7 @@ class Run:
             "trainer": {"max_steps": 6, "learning_rate": 1e-3, "gradient_checkpointing": False},
         }
         for name, section in sections.items():
-            values[name] = values.get(name, {}) | section
+            values[name] = section if isinstance(section, list) else values.get(name, {}) | section
         self.config_file.write_text(yaml.safe_dump(values))
         self.config = load_config(str(self.config_file))
 

@@ -50,6 +50,15 @@ def test_one_completion_has_signal() -> None:
     assert recipe(alone=True).signal(group) == 0.5
 
 
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_without_reward_functions_the_teacher_is_all_there_is(aggregation: str) -> None:
+    group = rollout_group([[11], [12]], rewards=[], logprobs=[[-1.0], [-1.0]], teacher=[-1.0, -1.5])
+    assert group.rewards.shape == (2, 0)
+    taught = RewardRecipe(np.empty(0, np.float32), aggregation, distillation=DistillationRecipe(2.0, alone=True))
+    assert taught.signal(group) == 1.0
+    assert math.isnan(taught.mean_reward(group))
+
+
 def test_the_recipe_is_the_configuration(tmp_path: Path) -> None:
     teachers = [{"name": "big", "url": "http://127.0.0.1:8000"}]
     sections = {"teachers": teachers, "distillation": {"mode": "advantage", "coef": 0.5}}

@@ -59,6 +59,10 @@ def test_what_is_not_scored_neither_fails_nor_succeeds(rewards: list[float], exp
     assert reroll_rules().grade(scored(*[(reward,) for reward in rewards])) == Grade(*expected)
 
 
+def test_without_reward_functions_no_group_has_a_verdict() -> None:
+    assert reroll_rules().grade(scored((), ())) == Grade("unscored", 0, 0)
+
+
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [

@@ -194,6 +194,14 @@ def test_elsewhere_than_on_a_terminal_a_step_is_one_readable_line(
     assert capsys.readouterr().err == "step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%\n"
 
 
+def test_a_step_that_only_teachers_taught_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = report(tmp_path, show_bar=True)
+    numbers = {"reward": math.nan, "staleness/mean": 1.0, "distillation/logprob_gain": -0.25}
+    place.step(StepRecord(1, numbers, 0.5, 1.5, 40))
+    place.close()
+    assert capsys.readouterr().err == "step 1/9  teacher -0.250  staleness 1.00  tok/s 20  wait 25%\n"
+
+
 def test_where_logs_are_json_a_step_is_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -139,6 +139,13 @@ def test_a_failed_episode_has_no_reward(caplog):
     assert "an episode of prompt 7 failed: it hangs" in caplog.text
 
 
+def test_where_nothing_is_scored_an_episode_that_failed_costs_only_its_own():
+    setup = Setup((), ())
+    assert setup.group([[], []], "", "it hangs").rewards == b""
+    with pytest.raises(LeaseFailure, match="it hangs too"):
+        setup.group([[], []], "it hangs too", "and it")
+
+
 @pytest.mark.parametrize(
     ("columns", "own", "failures", "num_failed"),
     [

@@ -68,11 +68,29 @@ def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask
     assert RunConfig.model_validate(more.model_dump()) == more, "what --check prints can be read again"
 
 
+TAUGHT = {
+    "teachers": [{"name": "big", "url": "http://h:8000"}],
+    "distillation": {"mode": "advantage", "alone": True},
+}
+
+
+def test_where_teachers_alone_teach_no_reward_function_is_needed() -> None:
+    assert RunConfig.model_validate(BASE | {"rewards": {}} | TAUGHT).reward_names == ()
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         (BASE | {"rewards": {}}, "rewards.functions: nothing scores the completions"),
         (BASE | {"rewards": {}, "environment": "shop:Shop"}, "or set environment.reward_weight"),
+        (
+            BASE | {"rewards": {}} | TAUGHT | {"distillation": {"mode": "advantage"}},
+            "rewards.functions: nothing scores",
+        ),
+        (
+            BASE | {"rewards": {}} | TAUGHT | {"evaluation": {"dataset": {"path": "held-out"}}},
+            "evaluation: nothing scores",
+        ),
         ({"serve": {}}, "serve.enabled: environments of Atropos generate through the endpoint"),
         ({"environment": {"agent": "atropos", "factory": "shop:Shop"}}, "give one of factory and agent"),
         ({"environment": {"agent": "atropos", "options": {"id": "a"}}}, "options.id: Extra inputs are not permitted"),
