@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 
 from replay.groups import RolloutGroup
 
+FLOOR = -100.0
+"""The least log-prob of a teacher that counts. No probability in float32 is below exp(-104), and vLLM writes -9999 for zero."""
+
 
 def teacher_advantages(group: RolloutGroup) -> NDArray[np.float64]:
     """Return log p_T - log p_S of each token, float64 (T,): the teacher's log-prob minus that of the policy that sampled it. Its
-    mean over tokens estimates minus the KL divergence of the policy from the teacher."""
+    mean over tokens estimates minus the KL divergence of the policy from the teacher. Below `FLOOR` log p_T is that."""
     if group.teacher_logprobs is None:
         return np.zeros(group.num_tokens)
-    result = group.teacher_logprobs.astype(np.float64) - group.logprobs.astype(np.float64)
+    result = np.maximum(group.teacher_logprobs.astype(np.float64), FLOOR) - group.logprobs.astype(np.float64)
     return np.where(group.is_sampled & ~np.isnan(result), result, 0.0)
 
 

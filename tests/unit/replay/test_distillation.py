@@ -31,6 +31,13 @@ def test_a_token_has_the_teachers_log_prob_minus_the_policys() -> None:
     assert teacher_advantages(rollout_group([[11], [12, 13]])).tolist() == [0, 0, 0], "nobody was asked"
 
 
+@pytest.mark.parametrize("least", [-9999.0, -100.5])
+def test_a_token_that_its_teacher_never_says_has_a_bounded_advantage(least: float) -> None:
+    group = rollout_group([[11, 12, 13]], rewards=[1.0], logprobs=[[-0.5, -0.5, -0.5]], teacher=[least, -99.5, -0.5])
+    assert teacher_advantages(group).tolist() == [-99.5, -99.0, 0.0]
+    assert recipe(coef=2.0, alone=True).signal(group) == 397.0
+
+
 def test_a_group_of_equal_rewards_has_the_signal_of_its_teacher() -> None:
     assert RewardRecipe(np.ones(1, np.float32)).signal(TAUGHT) == 0.0
     assert recipe().signal(TAUGHT) == 2.75
