@@ -34,7 +34,7 @@ class Trainer:
 def start(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     unused: Any = None
     setup: Any = SimpleNamespace(
-        config=None, arguments=None, lora=None, model_folder=None, initial_adapter=None, prompts=[]
+        answers=None, config=None, arguments=None, lora=None, model_folder=None, initial_adapter=None, prompts=[]
     )
     monkeypatch.setattr(run, "SlipstreamTrainer", trainer)
     run.Run(setup, RunStart("run", Checkpoint(Path("checkpoint-3"), {})), unused, unused, unused).load()
