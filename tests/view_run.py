@@ -57,7 +57,8 @@ def completion_text(prompt: int, number: int) -> str:
 def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[float]) -> Group:
     """A group of `COMPLETIONS`. The log-prob of token i of a completion is -i/8, its first is not scored; the last tenth of its
     tokens are of the next version. Of the second completion the first four tokens were not sampled. Those of prompt 8 have two
-    spans each: the first, up to the ninth token from the end, has reward 0, 0.5 or 1, and the second -1."""
+    spans each: the first, up to the ninth token from the end, has reward 0, 0.5 or 1, and the second -1. Those of prompt 7 had a
+    teacher, whose log-probs are all -1."""
     prompt = lease.key.prompt_id
     texts = [completion_text(prompt, number) for number in range(COMPLETIONS)]
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -72,6 +73,8 @@ def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[fl
         credit, last = np.zeros(sum(map(len, ids)), "<f4"), np.cumsum([len(one) for one in ids]) - 1
         credit[last - 8], credit[last] = np.arange(COMPLETIONS) / 2, -1
         spans = {"credit": credit.tobytes(), "span_ends": np.isin(np.arange(len(credit)), [last - 8, last]).tobytes()}
+    if prompt == 7:
+        spans["teacher_logprobs"] = np.where(np.concatenate(sampled), -1, 0).astype("<f4").tobytes()
     versions = [version + (np.arange(len(one)) >= len(one) * 9 // 10) for one in ids]
     return Group(
         lease_id=str(lease),

@@ -114,6 +114,7 @@ class ProducerView(Struct, frozen=True, kw_only=True):
     swaps: dict[str, int] = {}
     swap_mean_s: float | None = None
     swap_last_s: float | None = None
+    teacher_failed_shares: dict[str, float] = {}  # of the completions, by teacher
 
 
 class View(Struct, frozen=True, kw_only=True):
@@ -227,6 +228,7 @@ def _producer(answer: Answer, said: list[Status], trainer: Status | None) -> Pro
         "tokens_per_s": rates.per_second("completion_tokens"),
         "swap_mean_s": rates.mean("swap_seconds"),
         "swap_last_s": newest_mean(said, "swap_seconds"),
+        "teacher_failed_shares": rates.per_other("teacher_failures", "completions"),
     }
     return _view(ProducerView, now, identity, computed)
 
@@ -300,6 +302,13 @@ class Rates:
     def clock_per(self, name: str) -> float | None:
         """Seconds of work by which a total grows by one."""
         return _ratio(self._worked_s(), self._increase(name))
+
+    def per_other(self, name: str, other: str) -> dict[str, float]:
+        """Return by label how much totals have grown for each by which another has; empty if that has not grown."""
+        grown, before = self._increase(other), _by_label(self._before, name)
+        if not grown:
+            return {}
+        return {label: (value - before.get(label, 0.0)) / grown for label, value in _by_label(self._now, name).items()}
 
     def _worked_s(self) -> float:
         return sum(self._increase(name) or 0.0 for name in self._clock)

@@ -24,6 +24,7 @@ class Thresholds:
     truncated_share: float = 0.25
     zero_signal_share: float = 0.5
     disk_share: float = 0.95  # of the limit
+    teacher_failed_share: float = 0.05  # of the completions
     dead_letter_share: float = 0.05  # of the prompts that were answered or given up
     num_dead_letters: int = 4
     step_paces: float = 5.0  # without a step
@@ -42,7 +43,7 @@ class Warned(NamedTuple):
 
 RULES = (
     "nothing_answers", "daemon_gone", "not_ready", "nonfinite_steps", "no_progress", "disk_nearly_full", "swaps_refused",
-    "heartbeat_stale", "trainer_starved", "producer_idle", "staleness_at_bound", "effective_sample_low",
+    "teacher_failing", "heartbeat_stale", "trainer_starved", "producer_idle", "staleness_at_bound", "effective_sample_low",
     "completions_truncated", "zero_signal", "dead_letters", "connections_refused", "frames_refused",
 )  # fmt: skip
 """The worst first."""
@@ -109,6 +110,10 @@ def _of_producers(view: View) -> Iterator[Warned]:
         elif count := producer.swaps.get("refused", 0):
             text = f"{name} refused {_number_of(count, 'policy version')} since its start"
             yield Warned("swaps_refused", text, cure)
+        for teacher, share in producer.teacher_failed_shares.items():
+            if share > LIMITS.teacher_failed_share:
+                text = f"teacher {teacher} fails to score {percent(share)} of the completions of {name}"
+                yield Warned("teacher_failing", text, "start it again; its log and the producer's have the reason")
         if producer.heard_s is not None and producer.heard_s > LIMITS.heard_s:
             text = f"the trainer has not heard {name} for {producer.heard_s:.0f} s"
             cure = "check its machine; after transport.heartbeat_timeout_s its prompts go out again"

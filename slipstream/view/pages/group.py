@@ -14,19 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.wire.messages import MissingReward
+from replay.distillation import teacher_advantages
 from replay.groups import RolloutGroup
 from slipstream.journal.content import Content
 from slipstream.tables import printable
 from slipstream.view.index.decoder import Decoder
 from slipstream.view.pages.credit import Credit
 
-Colour = Literal["logprob", "version", "mask", "advantage", "none"]
+Colour = Literal["logprob", "version", "mask", "advantage", "teacher", "none"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
 SURPRISE = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Upper bounds of the classes `l0` to `l6` of -log-prob, in nats; `l7` is above the last."""
 ADVANTAGES = (0.5, 1.5)
 """Upper bounds of the classes `p1` and `p2` of advantages above 0, and `n1` and `n2` of those below, by size. `p3` and `n3` are
-beyond; `a0` is 0."""
+beyond; `a0` is 0. Those of a teacher are its log-prob minus the policy's."""
 _VERSION_COLOURS = 8
 
 
@@ -40,7 +41,8 @@ class Span(NamedTuple):
 def spans(
     group: RolloutGroup, tokens: slice, pieces: list[str], colour: Colour, credit: Credit | None = None
 ) -> list[Span]:
-    """Return one span for each of these tokens; `pieces` are their texts. The colour of advantages needs `credit`."""
+    """Return one span for each of these tokens; `pieces` are their texts. The colour of advantages needs `credit`, that of a
+    teacher one that was asked."""
     columns = (group.completion_ids, group.logprobs, group.versions, group.is_sampled)
     advantages = credit.advantages[tokens] if credit else None
     numbers = zip(*(column[tokens].tolist() for column in columns), strict=True)
@@ -67,11 +69,12 @@ def _kinds(group: RolloutGroup, tokens: slice, colour: Colour, advantages: NDArr
             return [f"v{age % _VERSION_COLOURS}" for age in (group.versions[tokens] - group.versions.min()).tolist()]
         case "logprob":
             return _graded(-logprobs)
-        case "advantage":
-            assert advantages is not None
+        case "advantage" | "teacher":
+            values = teacher_advantages(group)[tokens] if colour == "teacher" else advantages
+            assert values is not None
             return [
                 f"{'p' if value > 0 else 'n'}{1 + bisect_left(ADVANTAGES, abs(value))}" if value else "a0"
-                for value in advantages.tolist()
+                for value in values.tolist()
             ]
     return ["sampled" if colour == "mask" else ""] * len(logprobs)
 
@@ -168,6 +171,7 @@ class GroupPage(NamedTuple):
     reward_s: float
     has_spans: bool  # that have rewards
     credit: Credit | None
+    colour: Colour
 
 
 def group_page(
@@ -202,7 +206,7 @@ def group_page(
     return GroupPage(
         _as_turns(prompt, "", raw=raw), completions, first, group.num_completions,
         sorted(set(group.versions.tolist())), content.message.generation_s, content.message.reward_s,
-        group.credit is not None, credit,
+        group.credit is not None, credit, colour,
     )  # fmt: skip
 
 

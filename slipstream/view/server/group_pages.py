@@ -3,28 +3,24 @@
 Guarantee: a page reads its groups from the journal when it is made; the index only finds them.
 """
 
-import json
 from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replay.credit import CreditRecipe
-from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
-from replay.journal.schema import STATES, GroupRow
+from replay.journal.schema import STATES
 from slipstream.journal.content import ContentReader
 from slipstream.view.index.listing import MOST_FOUND, SORTS, Cursor, Page, Wanted, neighbours
 from slipstream.view.index.listing import page as page_of
 from slipstream.view.index.rows import VERDICTS
 from slipstream.view.index.texts import progress
 from slipstream.view.pages import forms
-from slipstream.view.pages.credit import Credit
 from slipstream.view.pages.group import COLOURS, COMPLETIONS, group_page
 from slipstream.view.server.compare_pages import MOST, attempts, by_version
 from slipstream.view.server.rendering import page
-from slipstream.view.server.viewer import Viewer
+from slipstream.view.server.viewer import Viewer, credit_of
 
 _ROWS = 50
 
@@ -73,8 +69,9 @@ class GroupPages:
             if row is None or content is None:
                 return page(request, "missing.html", self._viewer.name, 404, group=query.get("id", ""))
             decoder, problem = self._viewer.decoder(facts)
-            credit = _credit(reader, row, content.group)
-            colours = [name for name in COLOURS if credit or name != "advantage"]
+            credit = credit_of(reader, row, content.group)
+            told = {"advantage": credit, "teacher": content.message.teacher_logprobs}
+            colours = [name for name in COLOURS if told.get(name, True)]
             seen = colour if colour in colours else "logprob"
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
             missing = ContentReader(reader).missing(row)
@@ -102,16 +99,6 @@ class GroupPages:
         rows = [reader.rows_of([seq]) if seq is not None else [] for seq in seqs]
         before, after = (found[0].lease_id if found else None for found in rows)
         return before, after
-
-
-def _credit(reader: JournalReader, row: GroupRow, group: RolloutGroup) -> Credit | None:
-    """Return what rewards of spans credit, where the run uses them and the group has some."""
-    said = reader.facts().get("credit")
-    if not said or group.credit is None:
-        return None
-    batch = next(reader.batches(row.step), None) if row.step is not None else None
-    known = reader.advantages(batch, row.step) if batch and row.step is not None and batch.step <= row.step else {}
-    return Credit.of(group, CreditRecipe(**json.loads(said)), known.get(row.lease_id))
 
 
 def _in_order_of_arrival(reader: JournalReader, wanted: Wanted, cursor: Cursor | None) -> Page:

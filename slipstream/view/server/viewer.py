@@ -4,6 +4,7 @@ Guarantee: a journal or an index is open for one page at a time and closed with 
 know within `_FRESH_S`.
 """
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from consumer.evaluate.kept_answers import KeptAnswer
 from protocol.errors import JournalError
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import MissingReward
-from replay.groups import InvalidGroupError
+from replay.credit import CreditRecipe
+from replay.groups import InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.schema import GroupRow
 from slipstream.journal.content import Content, ContentReader, content_of, reward_names
@@ -28,7 +30,8 @@ from slipstream.view.index.cache import opened, place_of
 from slipstream.view.index.decoder import Decoder, find_decoder
 from slipstream.view.index.reading import Worth, worth_reading
 from slipstream.view.pages.brief import NOTHING, Brief, brief
-from slipstream.view.pages.group import GroupPage, group_page
+from slipstream.view.pages.credit import Credit
+from slipstream.view.pages.group import Colour, GroupPage, group_page
 
 _FRESH_S = 1.5
 
@@ -83,8 +86,9 @@ class Viewer:
     def shown(self, reader: JournalReader, row: GroupRow) -> GroupPage | None:
         """A group as it is shown beside others; None if retention has deleted it meanwhile."""
         contents = ContentReader(reader)
-        content = contents.read(row)
-        return self._beside(content, reader.facts(), contents.missing(row)) if content else None
+        if (content := contents.read(row)) is None:
+            return None
+        return self._beside(content, reader.facts(), contents.missing(row), credit_of(reader, row, content.group))
 
     def shown_answer(self, answer: KeptAnswer) -> GroupPage | None:
         """An answer of an evaluation, likewise; None if it was not kept, or cannot be read."""
@@ -115,8 +119,12 @@ class Viewer:
             briefs = self.briefs(reader, reader.rows_of(worth)) if reader else []
         return [(worth[row.seq], row, shown) for row, shown in briefs]
 
-    def _beside(self, content: Content, facts: dict[str, str], missing: Sequence[MissingReward]) -> GroupPage:
-        return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0, missing=missing)
+    def _beside(
+        self, content: Content, facts: dict[str, str], missing: Sequence[MissingReward], credit: Credit | None = None
+    ) -> GroupPage:
+        colour: Colour = "advantage" if credit else "logprob"
+        decoder = self.decoder(facts)[0]
+        return group_page(content, facts, decoder, colour, raw=False, first=0, missing=missing, credit=credit)
 
     def status(self) -> View:
         """Return the view of the daemons, at most some seconds old."""
@@ -133,3 +141,13 @@ def written_at(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def credit_of(reader: JournalReader, row: GroupRow, group: RolloutGroup) -> Credit | None:
+    """Return what rewards of spans credit, where the run uses them and the group has some."""
+    said = reader.facts().get("credit")
+    if not said or group.credit is None:
+        return None
+    batch = next(reader.batches(row.step), None) if row.step is not None else None
+    known = reader.advantages(batch, row.step) if batch and row.step is not None and batch.step <= row.step else {}
+    return Credit.of(group, CreditRecipe(**json.loads(said)), known.get(row.lease_id))

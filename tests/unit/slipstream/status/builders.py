@@ -25,7 +25,7 @@ def answer(
     started: float = 800.0,
     not_ready: dict[str, str] | None = None,
     numbers: dict[str, Any] | None = None,
-    **others: float,
+    **others: Any,
 ) -> Answer:
     """What a daemon says: `numbers`, or those of its document with `others` in place of some."""
     said = SAID[source.job or "rl-trainer"]

@@ -66,6 +66,16 @@ def test_rates_are_over_the_looks_once_these_span_long_enough() -> None:
     assert near.swap_last_s == near.swap_mean_s == pytest.approx(0.25)
 
 
+def test_the_failures_of_a_teacher_are_a_share_of_the_completions_since_the_look_before() -> None:
+    looks = [
+        [answer(PRODUCER, at=at, teacher_failures={"big": failures}, completions=completions, busy_seconds=at)]
+        for at, failures, completions in ((1000.0, 4, 100), (1020.0, 14, 150), (1040.0, 20, 150))
+    ]
+    assert read(looks[:1]).producers[0].teacher_failed_shares == {"big": 0.04}
+    assert read(looks[:2]).producers[0].teacher_failed_shares == {"big": 0.2}
+    assert read(looks[1:]).producers[0].teacher_failed_shares == {}, "nothing was generated"
+
+
 def test_the_last_swap_is_that_of_the_newest_interval_that_had_one() -> None:
     swaps = [(1000.0, 30, 6.0), (1002.0, 31, 6.5), (1004.0, 31, 6.5)]
     looks = [[answer(PRODUCER, at=at, swap_seconds_count=count, swap_seconds_sum=total)] for at, count, total in swaps]

@@ -29,6 +29,11 @@ CASES: dict[str, tuple[View, str, View]] = {  # one that it speaks of, what it s
         seen({}, producer(swaps={"refused": 1})), "producer p1 refused 1 policy version since its start",
         seen({}, producer(swaps={"live": 9, "refused": 0}, refused_version=-1)),
     ),
+    "teacher_failing": (
+        seen({}, producer(teacher_failed_shares={"big": 0.5, "old": 0.0})),
+        "teacher big fails to score 50 % of the completions of producer p1",
+        seen({}, producer(teacher_failed_shares={"big": 0.05})),
+    ),
     "heartbeat_stale": (
         seen({}, producer(heard_s=5.6)), "the trainer has not heard producer p1 for 6 s",
         seen({}, producer(heard_s=4.9)),

@@ -157,6 +157,22 @@ def test_advantages_are_a_colour_where_spans_have_rewards(client: TestClient) ->
     assert "data-reward" not in plain
 
 
+def test_a_teacher_is_a_colour_where_one_was_asked(client: TestClient) -> None:
+    taught, plain = (client.get(f"/group?id=2-{prompt}-0-1-s&colour=teacher").text for prompt in (7, 9))
+    # Token i of a completion has log-prob -i / 8: the teacher's -1 is 0.875 below that of the second one, and the same at 8.
+    assert re.search(r'<span class="n2" title="[^"]*log-prob -0\.1250[^"]*teacher&#39;s -1\.0000', taught)
+    assert re.search(r'<span class="a0" title="[^"]*log-prob -1\.0000', taught)
+    assert re.search(r'<span class="p2" title="[^"]*log-prob -2\.5000', taught)
+    assert (">teacher</a>" in taught, ">teacher</a>" in plain) == (True, False)
+
+
+def test_the_newest_attempt_at_a_prompt_has_the_colour_of_its_credit(client: TestClient) -> None:
+    rewarded, plain = (client.get(f"/prompts/{prompt}").text for prompt in (8, 9))
+    assert '<span class="n2" title' in rewarded
+    assert "data-reward" in rewarded
+    assert '<span class="l5" title' in plain
+
+
 @pytest.mark.parametrize("path", [path for path in PAGES if not path.startswith(PARTS)])
 def test_a_shared_page_needs_nothing_else(client: TestClient, path: str) -> None:
     answer = client.get(path, params=[*parse_qsl(urlsplit(path).query), ("share", "1")])
