@@ -67,9 +67,9 @@ REWARD_OPTIONS = """\
 | an entry with | is scored by | in |
 |---|---|---|
 | `function` | your Python, with TRL's signature, or a plugin; asynchronous ones of a group are awaited together | worker \
-processes, each call in the main thread of one |
+processes |
 | `model` | the logit of a sequence-classification model for prompt and completion together, as in TRL; with `steps` a \
-token-classification model's label at the end of each | a process of its own |
+token-classification model's label at the end of each; `feature_matching` too | a process of its own |
 | `url` | an HTTP service: `POST {"prompt", "completions", "completion_ids", "columns"}`, answered with \
 `{"rewards": [1.0, null, ...]}`; with `steps` the request has `"steps": [["A", "B"], ...]` too, answered with \
 `{"rewards": [[0.9, 0.1], ...]}` | the producer |

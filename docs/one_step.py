@@ -90,7 +90,7 @@ async def one_step(config: RunConfig) -> None:
     in_flight = InFlight(engine, policies, counters, "finish")
     tokenizer = load_tokenizer(components.model_folder, trust_remote_code=False)
     prompts = PromptFormat(tokenizer, config.engine["max_model_len"], {})
-    rewards = RewardPool(config.rewards.computed, metrics)
+    rewards = RewardPool(config.computed_rewards, metrics)
     await rewards.start()
 
     def publish(version: int) -> None:

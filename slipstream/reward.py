@@ -159,7 +159,7 @@ def until_stop(tokens: list[int], stop: Sequence[str], tokenizer: Any) -> list[i
 def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     """Score all groups, as many at once as the workers allow. Raises ConfigError if a reward cannot be loaded, or there is
     none to try."""
-    rewards = config.rewards.computed
+    rewards = config.computed_rewards
     if not rewards.functions:
         raise ConfigError("rewards.functions: none is computed here, so there is nothing to try")
     by_span = rewards.credit in ("per_step", "given")

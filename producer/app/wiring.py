@@ -201,7 +201,7 @@ class Helpers:
 
 def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     config = base.config
-    rewards = RewardPool(config.rewards.computed, base.metrics)
+    rewards = RewardPool(config.computed_rewards, base.metrics)
     stack.push_async_callback(rewards.close)
     listener = stack.enter_context(listening(config.serve, base.launch.gpus))
     client_keys = read_keys(config.serve.api_key_file)

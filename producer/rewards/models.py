@@ -10,7 +10,7 @@ from typing import Any
 
 from producer.rewards.spans import text_of
 from producer.rewards.steps import as_spans, split
-from protocol.config.reward_options import RewardModel, Steps
+from protocol.config.reward_options import FeatureMatching, RewardModel, Steps
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 
@@ -28,7 +28,7 @@ def _completion_rewards(path: str, options: RewardModel) -> Callable[..., list[f
         if config.num_labels != 1:
             raise ValueError(f"it has {config.num_labels} labels; a reward model has 1")
 
-    model, tokenizer = _loaded(path, options, "AutoModelForSequenceClassification", check)
+    model, tokenizer = loaded(path, options, "AutoModelForSequenceClassification", check)
 
     def text(prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
@@ -37,7 +37,7 @@ def _completion_rewards(path: str, options: RewardModel) -> Callable[..., list[f
 
     def score_all(prompts: list[Any], completions: list[Any], **_columns: Any) -> list[float]:
         texts = [text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        return [float(logits[0, 0]) for logits, _ in _logits(model, tokenizer, texts, options)]
+        return [float(output.logits[row, 0]) for output, row, _, _ in outputs(model, tokenizer, texts, options)]
 
     return score_all
 
@@ -49,7 +49,7 @@ def _step_rewards(path: str, options: RewardModel, steps: Steps) -> Callable[...
             raise ValueError(f"it is a {heads}; what scores steps is a ...ForTokenClassification")
         _label(config, options.label)
 
-    model, tokenizer = _loaded(path, options, "AutoModelForTokenClassification", check)
+    model, tokenizer = loaded(path, options, "AutoModelForTokenClassification", check)
     if not tokenizer.is_fast:
         raise ConfigError(f"rewards.functions: model {path}: its tokenizer does not say where in a text its tokens are")
     label = _label(model.config, options.label)
@@ -69,8 +69,9 @@ def _step_rewards(path: str, options: RewardModel, steps: Steps) -> Callable[...
         known = {row: found for row, found in enumerate(ends) if found and not isinstance(found, Exception)}
         texts = [f"{begins[row]}{text_of(completions[row])}" for row in known]
         rewards: list[list[float]] = [[] for _ in ends]
-        for row, (logits, starts) in zip(known, _logits(model, tokenizer, texts, options), strict=True):
-            values = value(logits)
+        found = outputs(model, tokenizer, texts, options)
+        for row, (output, place, num_tokens, starts) in zip(known, found, strict=True):
+            values = value(output.logits[place, :num_tokens].float())
             places = [bisect_left(starts, len(begins[row]) + end) - 1 for end in known[row]]
             if places[0] < 0:
                 ends[row] = ValueError(f"its first step is not among the last max_length={options.max_length} tokens")
@@ -92,7 +93,9 @@ def _label(config: Any, label: int | str) -> int:
     raise ValueError(f"it has no label {label!r}: {names}; set options.label")
 
 
-def _loaded(path: str, options: RewardModel, head: str, check: Callable[[Any], None]) -> tuple[Any, Any]:
+def loaded(
+    path: str, options: RewardModel | FeatureMatching, head: str, check: Callable[[Any], None]
+) -> tuple[Any, Any]:
     """Return the model, ready, and its tokenizer. `check` raises ValueError for a configuration that does not fit."""
     import torch
     import transformers
@@ -121,9 +124,11 @@ def _loaded(path: str, options: RewardModel, head: str, check: Callable[[Any], N
     return model, tokenizer
 
 
-def _logits(model: Any, tokenizer: Any, texts: list[str], options: RewardModel) -> Iterator[tuple[Any, list[int]]]:
-    """Yield the logits of each text, in float32 on the CPU, and where its tokens begin, in characters: (1, labels) of the whole
-    text, or one row per token."""
+def outputs(
+    model: Any, tokenizer: Any, texts: list[str], options: RewardModel | FeatureMatching, **asked: bool
+) -> Iterator[tuple[Any, int, int, list[int]]]:
+    """Yield for each text the output of its batch, its row there, its number of tokens, and where these begin, in characters
+    (empty if the tokenizer does not tell)."""
     import torch
 
     for start in range(0, len(texts), options.batch_size):
@@ -139,7 +144,6 @@ def _logits(model: Any, tokenizer: Any, texts: list[str], options: RewardModel) 
         )
         offsets = batch.pop("offset_mapping", None)
         with torch.inference_mode():
-            logits = model(**batch.to(model.device)).logits.float().cpu()
+            output = model(**batch.to(model.device), **asked)
         for row, num_tokens in enumerate(batch["attention_mask"].sum(1).tolist()):
-            starts = [] if offsets is None else offsets[row, :num_tokens, 0].tolist()
-            yield logits[row, :num_tokens] if logits.ndim == 3 else logits[row : row + 1], starts
+            yield output, row, num_tokens, [] if offsets is None else offsets[row, :num_tokens, 0].tolist()

@@ -25,8 +25,8 @@ from producer.rewards.steps import Ends, as_spans, split, step_texts
 from producer.rewards.worker import Failure, Job, Scores, Source, checked
 from producer.rewards.workers import WorkerLostError, WorkerPool
 from protocol.channel.keys import secret_line
-from protocol.config.reward_options import RewardModel, RewardService
-from protocol.config.rewards import RewardsSection
+from protocol.config.reward_options import FeatureMatching, RewardModel, RewardService
+from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.errors import UNREADABLE, UNSENDABLE, ConfigError
 from protocol.gpu.nvml import environment_of
 
@@ -151,9 +151,16 @@ def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:
 
 
 def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
-    """Return the sources of a section's functions, in their order. Functions share workers; each model has its own. Raise
-    ConfigError if a service has a header that cannot be sent."""
-    ours = {each.name: Source(each.function, each.options) for each in section.functions if each.function is not None}
+    """Return the sources of a section's functions, in their order. Functions share workers; each model has its own, and so have
+    entries that match features by the same model. Raise ConfigError if a service has a header that cannot be sent."""
+    given = {each.name: Source(each.function, each.options) for each in section.functions if each.function is not None}
+    matching = {
+        each.name: each.settings.model_copy(update={"score": "reward"}).model_dump_json()
+        for each in section.functions
+        if isinstance(each.settings, FeatureMatching)
+    }
+    ours = {name: source for name, source in given.items() if name not in matching}
+    networks: dict[str, WorkerPool] = {}
     where = environment_of(section.gpu)
     shared = WorkerPool(ours, section.num_workers, section.max_memory_bytes, _START_TIMEOUT_S, where)
     sources: list[WorkerReward | HttpReward] = []
@@ -161,12 +168,20 @@ def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
         settings = function.settings
         if isinstance(settings, RewardService):
             sources.append(HttpReward(function.name, str(function.url), settings))
+        elif isinstance(settings, FeatureMatching):
+            options = matching[function.name]
+            alike = [name for name in matching if matching[name] == options]
+            if options not in networks:
+                networks[options] = _model_pool({name: given[name] for name in alike}, function, settings.gpu)
+            sources.append(WorkerReward(networks[options], alike.index(function.name)))
         elif isinstance(settings, RewardModel):
             model = {function.name: Source(str(function.model), function.options, is_model=True)}
-            count = function.concurrency or 1  # without a limit of memory, because its use is known beforehand
-            sources.append(
-                WorkerReward(WorkerPool(model, count, None, _MODEL_START_TIMEOUT_S, environment_of(settings.gpu)), 0)
-            )
+            sources.append(WorkerReward(_model_pool(model, function, settings.gpu), 0))
         else:
             sources.append(WorkerReward(shared, list(ours).index(function.name)))
     return sources
+
+
+def _model_pool(sources: dict[str, Source], function: RewardFunction, gpu: int | None) -> WorkerPool:
+    """Return the processes of a model, without a limit of memory, because its use is known beforehand."""
+    return WorkerPool(sources, function.concurrency or 1, None, _MODEL_START_TIMEOUT_S, environment_of(gpu))

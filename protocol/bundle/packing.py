@@ -160,10 +160,12 @@ def _keep_places(shared: SharedConfig) -> None:
     if is_local(model["path"], Path()):
         shared.keep(model, "path", "model.path")
     for number, function in enumerate(_functions(values)):
-        if function.get("model") and is_local(function["model"], Path()):
-            shared.keep(function, "model", f"rewards.functions.{number}.model")
-        if "/" in function.get("options", {}).get("python", ""):
-            shared.keep(function["options"], "python", f"rewards.functions.{number}.options.python")
+        options = function.get("options", {})
+        for section, place in ((function, ""), (options, ".options")):
+            if isinstance(model := section.get("model"), str) and is_local(model, Path()):
+                shared.keep(section, "model", f"rewards.functions.{number}{place}.model")
+        if "/" in options.get("python", ""):
+            shared.keep(options, "python", f"rewards.functions.{number}.options.python")
     options = values.get("environment", {}).get("options", {})
     if "/" in (options.get("python") or ""):
         shared.keep(options, "python", "environment.options.python")

@@ -56,6 +56,7 @@ _KEYS: dict[str, Callable[[str, Path], str]] = {
     "model.path": _model,
     "lora.init_from": _model,
     "rewards.functions.*.model": _model,
+    "rewards.functions.*.options.model": _model,
     "rewards.functions.*.function": _code,
     "rewards.functions.*.options.python": _program,
     "environment": _code,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from protocol.config.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section
+from protocol.config.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
 
 
 def compiled(pattern: str) -> str:
@@ -96,17 +96,6 @@ class Code(Section):
     parallel: Positive = Field(4, description="Tests that run at once, in each reward worker.")
 
 
-SHIPPED: dict[str, type[Section]] = {
-    "exact_match": ExactMatch,
-    "numeric_match": NumericMatch,
-    "math_verify": MathVerify,
-    "format_regex": FormatRegex,
-    "length_penalty": LengthPenalty,
-    "reasoning_length": ReasoningLength,
-    "code": Code,
-}
-
-
 def _splits(pattern: str) -> str:
     import regex  # only runs with steps pay for it
 
@@ -138,17 +127,20 @@ class _StepReward(Section):
     )
 
 
-class RewardModel(_StepReward):
-    label: int | str = Field(-1, description="With `steps`: label that counts, index or name.")
-    value: Literal["probability", "logit"] = Field(
-        "probability",
-        description="With `steps`: its softmax (of a single label the sigmoid), or its logit.",
-    )
+class _Model(Section):
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     gpu: Count | None = Field(None, description="GPU, counted as for --gpu, with room left for it. Default: the CPU.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of its weights.")
     max_length: Positive = Field(4096, description="Longest text in tokens; of a longer one the beginning is dropped.")
     batch_size: Positive = Field(8, description="Texts per forward pass.")
+
+
+class RewardModel(_Model, _StepReward):
+    label: int | str = Field(-1, description="With `steps`: label that counts, index or name.")
+    value: Literal["probability", "logit"] = Field(
+        "probability",
+        description="With `steps`: its softmax (of a single label the sigmoid), or its logit.",
+    )
 
     def problems(self) -> Problems:
         for key in () if self.steps else self.model_fields_set & {"label", "value"}:
@@ -169,3 +161,34 @@ class RewardService(_StepReward):
             if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
                 raise ValueError(f"{name!r} is no name of a header, such as Authorization")
         return values
+
+
+class FeatureMatching(_Model):
+    """How near features of a completion in a frozen model are to the answer's, less to the others' (EBFT)."""
+
+    model: str | None = Field(None, description="Frozen model (folder or hub name). Default: the run's base.")
+    column: str = Field("answer", description="Dataset column with the text to match.")
+    feature_layers: Annotated[list[Share], Field(min_length=1)] = Field(
+        [0.25, 0.5, 0.75], description="Layers, as shares of its depth, rounded up."
+    )
+    pooling: Literal["last_token", "mean", "completion_mean", "concat"] = Field(
+        "last_token", description="Tokens that count; `concat`: those at the quarters."
+    )
+    whiten: bool = Field(True, description="Whiten features over the group.")
+    alignment: Annotated[float, Field(ge=0)] = Field(1.0, description="Weight of nearness to the answer.")
+    diversity: Annotated[float, Field(ge=0)] = Field(1.0, description="Weight of nearness to the others.")
+    score: Literal["reward", "alignment", "diversity", "distance"] = Field(
+        "reward", description="What it returns. Entries that differ only in it share a process."
+    )
+
+
+SHIPPED: dict[str, type[Section]] = {
+    "exact_match": ExactMatch,
+    "numeric_match": NumericMatch,
+    "math_verify": MathVerify,
+    "format_regex": FormatRegex,
+    "length_penalty": LengthPenalty,
+    "reasoning_length": ReasoningLength,
+    "code": Code,
+    "feature_matching": FeatureMatching,
+}

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
-from protocol.config.reward_options import SHIPPED, ReasoningLength, RewardModel, RewardService, Steps
+from protocol.config.reward_options import SHIPPED, FeatureMatching, ReasoningLength, RewardModel, RewardService, Steps
 from protocol.config.section import (
     Count,
     HttpUrl,
@@ -110,6 +110,10 @@ class RewardFunction(Section):
         return getattr(self.settings, "steps", None)
 
     @property
+    def needs_base(self) -> bool:
+        return self._schema is FeatureMatching and not self.options.get("model")
+
+    @property
     def counts_reasoning(self) -> bool:
         return self._schema is ReasoningLength
 
@@ -191,9 +195,14 @@ class RewardsSection(Section):
     def posted(self) -> tuple[str, ...]:
         return tuple(function.name for function in self.functions if function.posted is not None)
 
-    @property
-    def computed(self) -> "RewardsSection":
-        functions = [function for function in self.functions if function.posted is None]
+    def computed(self, model: str, revision: str | None) -> "RewardsSection":
+        """Return those that producers compute, with this base where they need one and name none."""
+        base = {"model": model, "revision": revision}
+        functions = [
+            each.model_copy(update={"options": base | each.options}) if each.needs_base else each
+            for each in self.functions
+            if each.posted is None
+        ]
         return self.model_copy(update={"functions": functions})
 
     def strips(self, function: RewardFunction) -> bool:

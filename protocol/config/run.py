@@ -118,6 +118,10 @@ class RunConfig(Section):
         return self.rewards.names + ((REWARD_NAME,) if self.environment.own_weight is not None else ())
 
     @property
+    def computed_rewards(self) -> RewardsSection:
+        return self.rewards.computed(self.model.path, self.model.revision)
+
+    @property
     def posted_rewards(self) -> tuple[str, ...]:
         return self.rewards.posted + ((REWARD_NAME,) if self.environment.is_played_outside else ())
 

@@ -247,7 +247,7 @@ def _other_users(config: RunConfig) -> Iterator[tuple[str, int | None]]:
     yield "rewards.gpu: each reward worker", config.rewards.gpu
     yield "environment.gpu: the environment", config.environment.gpu
     for function in config.rewards.functions:
-        yield f"rewards.functions: {function.name}", getattr(function.settings, "gpu", None) if function.model else None
+        yield f"rewards.functions: {function.name}", getattr(function.settings, "gpu", None)
 
 
 def _usable(found: list[Gpu], index: int) -> Gpu:

@@ -19,7 +19,7 @@ from producer.groups import LeaseFailure
 from producer.rewards.pool import RewardPool
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError
-from tests.integration.models import byte_bpe_tokenizer
+from tests.integration.models import build_model, byte_bpe_tokenizer
 from tests.unit.producer.rewards.test_rewards import Seen, section, with_pool
 
 pytestmark = pytest.mark.integration
@@ -204,3 +204,23 @@ def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None
     folder = build_reward_model(tmp_path / "labels", num_labels=3)
     with pytest.raises(ConfigError, match="it has 3 labels; a reward model has 1"):
         score(section({"model": str(folder)}))
+
+
+def test_features_are_matched_in_one_process_for_all_entries(tmp_path: Path) -> None:
+    entries = [{"function": "feature_matching"}] + [
+        {"function": "feature_matching", "name": name, "weight": 0.0, "options": {"score": name}}
+        for name in ("alignment", "diversity", "distance")
+    ]
+    rewards = section(*entries, timeout_s=60).computed(str(build_model("llama", tmp_path / "base")), None)
+
+    async def use(pool: RewardPool) -> np.ndarray:
+        assert pool.num_workers == 1
+        found = [await pool.score("2+2=", ["four", "4", "five", "4"], [[1]] * 4, {"answer": "four"}) for _ in range(2)]
+        np.testing.assert_array_equal(found[0].rewards, found[1].rewards)
+        return found[0].rewards
+
+    reward, alignment, diversity, distance = with_pool(rewards, use).T
+    np.testing.assert_allclose(reward, alignment - diversity, atol=1e-6)
+    assert alignment[0] == max(alignment)
+    np.testing.assert_allclose(diversity, [0, 1 / 6, 0, 1 / 6], atol=1e-3)
+    assert len(set(distance)) == 1

@@ -127,6 +127,10 @@ def test_a_producer_s_configuration_is_the_trainer_s_in_what_it_computes_with(tm
         ({"model": {"path": "base"}}, ["model.path"]),  # a folder there
         ({"rewards": {"functions": [{"function": "exact_match"}, {"model": "/judge"}]}}, ["rewards.functions.1.model"]),
         (
+            {"rewards": {"functions": [{"function": "feature_matching", "options": {"model": "/base"}}]}},
+            ["rewards.functions.0.options.model"],
+        ),
+        (
             {"rewards": {"functions": [{"function": "code", "options": {"python": "venv/bin/python"}}]}},
             ["rewards.functions.0.options.python"],
         ),

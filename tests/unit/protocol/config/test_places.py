@@ -23,6 +23,7 @@ rewards:
     - function: exact_match
     - {function: code, options: {python: venv/bin/python}}
     - model: ./judge
+    - {function: feature_matching, options: {model: ./features}}
 environment: environment.py:Shop
 evaluation:
   dataset: {path: held-out.parquet}
@@ -64,7 +65,7 @@ def places(config: RunConfig) -> list[str | None]:
     assert server is not None
     return [
         config.run_dir, config.model.path, sources[0].path, sources[0].transform, functions[0].function,
-        functions[2].options["python"], functions[3].model, config.environment.factory, config.evaluation.dataset.path,
+        functions[2].options["python"], functions[3].model, functions[4].options["model"], config.environment.factory, config.evaluation.dataset.path,
         config.transport.keys, config.serve.api_key_file, server.adapter_dir, server.key_file, config.lora["init_from"],
         config.teachers[0].key_file,
     ]  # fmt: skip
@@ -72,7 +73,7 @@ def places(config: RunConfig) -> list[str | None]:
 
 def test_every_path_of_a_file_begins_in_its_folder(task: Path) -> None:
     names = [
-        "runs/x", "base", "data/train.jsonl", "task.py:to_prompt", "rewards.py:exact", "venv/bin/python", "judge",
+        "runs/x", "base", "data/train.jsonl", "task.py:to_prompt", "rewards.py:exact", "venv/bin/python", "judge", "features",
         "environment.py:Shop", "held-out.parquet", "keys", "/home/me/serve.key", "adapters", "server.key", "runs/sft",
         "teacher.key",
     ]  # fmt: skip

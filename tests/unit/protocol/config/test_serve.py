@@ -31,4 +31,4 @@ def test_posted_rewards_are_rewards_like_others():
     config = RunConfig.model_validate(values | {"serve": {"enabled": True}})
     assert config.rewards.names == ("solved", "brevity")
     assert config.rewards.posted == ("solved",)
-    assert config.rewards.computed.names == ("brevity",)
+    assert config.computed_rewards.names == ("brevity",)

@@ -115,6 +115,10 @@ def test_a_reward_model_is_elsewhere(folder: Path) -> None:
     crowded = reserve_gpu(run_of(folder, rewards=rewards(0)), [0], "producer")
     with pytest.raises(ConfigError, match=r"rewards\.functions: judge is on GPU 0, too"), crowded:
         pass
+    features = {"functions": [{"function": "feature_matching", "options": {"gpu": 0}}]}
+    crowded = reserve_gpu(run_of(folder, rewards=features), [0], "producer")
+    with pytest.raises(ConfigError, match=r"rewards\.functions: feature_matching is on GPU 0, too"), crowded:
+        pass
 
 
 @pytest.mark.parametrize("section", ["rewards", "environment"])
