@@ -32,7 +32,7 @@ _REMEMBERED = 64  # groups, which entries with another `score` ask for again
 
 
 class Match(NamedTuple):
-    """How the n completions of a group match an answer."""
+    """The match of the n completions of a group with an answer."""
 
     alignment: Features  # (n,), cos(phi_i, phi)
     diversity: Features  # (n,), the mean of phi_i phi_j over the others

@@ -164,7 +164,7 @@ class RewardService(_StepReward):
 
 
 class FeatureMatching(_Model):
-    """How near features of a completion in a frozen model are to the answer's, less to the others' (EBFT)."""
+    """Nearness of features of a completion in a frozen model to the answer's, less that to the others' (EBFT)."""
 
     model: str | None = Field(None, description="Frozen model (folder or hub name). Default: the run's base.")
     column: str = Field("answer", description="Dataset column with the text to match.")
