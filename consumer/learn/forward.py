@@ -12,7 +12,7 @@ its row, so it is as finite as the row. A layout is made on the CPU; a pass on a
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -232,16 +232,22 @@ def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:
 class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
     """Log-probs and entropies (N,) of `targets` (N,), given hidden states (N, H) and weights (V, H), in float32 or wider.
 
-    Logits exist for one tile of tokens at a time, in the forward pass only. The gradient of a token's log-prob (and entropy) with
-    respect to its hidden state does not depend on the loss. So it is made while the tile is there, and the backward pass scales
-    it. TRL's kernel projects each tile a second time there: three matrix products in place of two.
+    Logits exist for one tile of tokens at a time. With a frozen head they do so in the forward pass only: the gradient of a
+    token's log-prob (and entropy) with respect to its hidden state does not depend on the loss. So it is made while the tile is
+    there, and the backward pass scales it. TRL's kernel projects each tile a second time there: three matrix products in place
+    of two. The gradient of a weight is a sum over tokens, so a head that is trained is projected a second time here, too.
 
     With logits z = (W h + bias) / temperature, p = softmax(z) and H = -Σ p log p:
 
         d log p_y / dh = (W_y - Σ_v p_v W_v) / temperature        dH / dh = -Σ_v p_v (log p_v + H) W_v / temperature
+
+    With the gradients g of log p_y and e of H, that of W is
+
+        Σ_n G_n h_n' / temperature        G_v = g ([v = y] - p_v) - e p_v (log p_v + H)
     """
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
@@ -254,14 +260,12 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         entropies = torch.empty_like(logprobs)
-        trains = ctx.needs_input_grad[0]
+        ctx.head_trains = any(ctx.needs_input_grad[1:3])
+        trains = ctx.needs_input_grad[0] and not ctx.head_trains
         slopes = torch.empty_like(hidden) if trains else None
         entropy_slopes = torch.empty_like(hidden) if trains and entropy_trains else None
-        tile = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // len(weight))
-        for start in range(0, len(hidden), tile):
-            part = slice(start, start + tile)
-            z = torch.nn.functional.linear(hidden[part], weight, bias).to(dtype).div_(temperature)
-            z -= z.logsumexp(-1, keepdim=True)  # log p
+        for part in _tiles(hidden, weight):
+            z = _log_p(hidden[part], weight, bias, temperature)
             logprobs[part] = z.gather(1, targets[part, None])[:, 0]
             p = z.exp()
             entropies[part] = -torch.einsum("nv,nv->n", p, z)
@@ -271,15 +275,56 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
             if entropy_slopes is not None:
                 z += entropies[part, None]
                 entropy_slopes[part] = (p.mul_(z).to(weight.dtype) @ weight) / -temperature
-        ctx.save_for_backward(slopes, entropy_slopes)
+        ctx.temperature = temperature
+        ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.head_trains else (slopes, entropy_slopes)))
         if not entropy_trains:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, logprob_gradient: torch.Tensor, entropy_gradient: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.head_trains:
+            return *_gradients(ctx, logprob_gradient, entropy_gradient), None, None, None
         slopes, entropy_slopes = ctx.saved_tensors
         gradient = logprob_gradient[:, None].to(slopes.dtype) * slopes
         if entropy_slopes is not None:
             gradient += entropy_gradient[:, None].to(slopes.dtype) * entropy_slopes
         return gradient, None, None, None, None, None
+
+
+def _tiles(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    tile = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // len(weight))
+    return (slice(start, start + tile) for start in range(0, len(hidden), tile))
+
+
+def _log_p(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    """Return the log-probs of the vocabulary (tokens, V), in float32 or wider."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    z = torch.nn.functional.linear(hidden, weight, bias).to(dtype).div_(temperature)
+    return z.sub_(z.logsumexp(-1, keepdim=True))
+
+
+def _gradients(
+    ctx: Any, logprob_gradient: torch.Tensor, entropy_gradient: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of hidden states, weights and bias of a head that is trained, summed in float32 or wider."""
+    hidden, weight, bias, targets = ctx.saved_tensors
+    of_hidden, of_weight, of_bias = (
+        torch.zeros_like(each, dtype=logprob_gradient.dtype) if needed else None
+        for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+    )
+    for part in _tiles(hidden, weight):
+        z, g, e = _log_p(hidden[part], weight, bias, ctx.temperature), logprob_gradient[part], entropy_gradient[part]
+        p = z.exp()
+        z += -torch.einsum("nv,nv->n", p, z)[:, None]  # log p + H
+        of_z = p.mul_(z.mul_(e[:, None]).add_(g[:, None])).neg_()
+        of_z = of_z.scatter_add_(1, targets[part, None], g[:, None]).div_(ctx.temperature)
+        if of_hidden is not None:
+            of_hidden[part] = of_z.to(weight.dtype) @ weight
+        if of_weight is not None:
+            of_weight.addmm_(of_z.T, hidden[part].to(of_z.dtype))
+        if of_bias is not None:
+            of_bias += of_z.sum(0)
+    found = zip((hidden, weight, bias), (of_hidden, of_weight, of_bias), strict=True)
+    return tuple(None if made is None else made.to(given.dtype) for given, made in found)

@@ -196,6 +196,26 @@ def test_one_update_per_batch_in_any_number_of_micro_batches(
 
 
 @pytest.mark.long
+def test_a_step_that_trains_all_weights(trainers: tuple[SlipstreamTrainer, GRPOTrainer]) -> None:
+    """The base with its embeddings, which are the head's weights too, beside the adapter."""
+    ours, theirs = trainers
+    for trainer in trainers:
+        trainer.model.requires_grad_(True)
+    assert ours.base.get_output_embeddings().weight is ours.base.get_input_embeddings().weight
+    try:
+        groups = off_policy(ours, some_groups())
+        expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
+        assert len(expected[1]) == sum(parameter.numel() for parameter in ours.model.parameters())
+        for max_tokens in (1000, 16):
+            batches = ours._prepare_inputs(dataclasses.replace(ours.recipe, max_tokens=max_tokens).tensors(groups))
+            assert_equal(loss_and_gradients(ours, batches), expected)
+    finally:
+        for trainer in trainers:
+            for name, parameter in trainer.model.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("target", [0.1, 9.0])
 def test_the_entropy_bonus_adapts_to_the_steps_before(tmp_path: Path, one_layer_model: Path, target: float) -> None:
     """The model's entropy is above the one target and below the other."""
