@@ -37,13 +37,19 @@ def other_ranks(pid: int) -> list[psutil.Process]:
 
 
 def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:
-    run = start(replay={"keep_all": True}, trainer={"max_steps": 4, "optim": "sgd", "learning_rate": 0.1})
+    run = start(
+        replay={"keep_all": True},
+        dataset={"answer_column": "answer"},
+        loss={"ce_coef": 0.1},
+        trainer={"max_steps": 4, "optim": "sgd", "learning_rate": 0.1},
+    )
     producer = run.producer()
     trainer = run.trainer("--ranks", "2", spawns=True)
     assert trainer.end() == 0, trainer.output
     producer.join(10)
     assert producer.farewell == "finished"
     assert run.column("step") == [1, 2, 3, 4]
+    assert min(run.column("ce_loss")) > 0
     of_run = adapter(Path(run.config.run_dir))
     for ranks, name in ((2, "again"), (1, "one")):
         folder = run.folder / name
