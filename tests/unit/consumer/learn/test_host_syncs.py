@@ -66,8 +66,8 @@ def test_a_pass_and_its_gradient(model: Any, layout: Callable[[Tokens], Layout],
 def test_the_loss_and_its_numbers(preset: str, loss_type: str) -> None:
     current = torch.full((2, 3), -1.0, requires_grad=True)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    reference = {"ref_per_token_logps": current.detach()}
-    batch = inputs_of_logprobs(torch.full((2, 3), -1.5), torch.tensor([1.0, -1.0]), mask, **reference)
+    more = {"ref_per_token_logps": current.detach(), "answer_mask": 1 - mask, "num_answer_tokens": torch.tensor(2)}
+    batch = inputs_of_logprobs(torch.full((2, 3), -1.5), torch.tensor([1.0, -1.0]), mask, **more)
     places = Places.of(batch["completion_mask"])
     options = loss_options(loss_type=loss_type, beta=0.1, off_policy_mask_threshold=0.5)
     with Waits() as waits:
