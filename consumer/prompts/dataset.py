@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from consumer.prompts.blocks import cut
 from consumer.prompts.filters import TokenLimit, UsableRows
 from consumer.prompts.rows import Prompt, RowReader, load_rows
 from protocol.config.data import DatasetSection
@@ -26,7 +27,7 @@ MOST_PROMPTS = 100_000_000
 class PromptDataset:
     """The prompts of a dataset, by id. `digest` is 64 hex digits that change with the rows, with what is skipped and with the
     files of the functions. The tokenizer of `model_folder`, of files of its own only with `trust_remote_code`, counts tokens of
-    prompts.
+    prompts, and cuts documents.
 
     Raises:
         DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.
@@ -42,10 +43,13 @@ class PromptDataset:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         limit = TokenLimit(section, model_folder, trust_remote_code) if section.max_prompt_tokens else None
-        self._sources = [
-            UsableRows(RowReader(source, key, load_rows(source, key)), limit, check)
-            for key, source in section.all_sources.items()
-        ]
+        self._sources = []
+        for key, source in section.all_sources.items():
+            rows = load_rows(source, key)
+            if source.blocks is not None:
+                assert model_folder is not None, "blocks need the folder of the model"
+                rows = cut(rows, source, key, model_folder, trust_remote_code=trust_remote_code)
+            self._sources.append(UsableRows(RowReader(source, key, rows), limit, check))
         given = [rows.reader.source for rows in self._sources]
         parts = [f"{rows.digest} {source.weight}" for rows, source in zip(self._sources, given, strict=True)]
         self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -90,6 +90,13 @@ class SamplingSection(Section):
         return Sampling(**values | {"regex": self.regex or "", "json_schema": schema})
 
 
+class BlocksSection(Section):
+    context: Positive = Field(description="Tokens of a prompt.")
+    continuation: Positive = Field(description="Tokens of its `answer`, the column.")
+    stride: Positive | None = Field(None, description="Tokens from block to block. Default: `continuation`.")
+    column: str = Field("text", description="Column with the documents.")
+
+
 class _RowsSection(Section):
     path: str = Field(description="As `dataset.path`.")
     name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
@@ -105,6 +112,7 @@ class _RowsSection(Section):
         description="Column with the prompt: text, or a list of chat messages. The other columns reach the reward functions.",
     )
     answer_column: str | None = Field(None, description="Column with the reference answer, for `loss.ce_coef`.")
+    blocks: BlocksSection | None = Field(None, description="Cut documents into prompts and answers, before `filter`.")
     filter: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows with "
