@@ -1,4 +1,4 @@
-"""The cost of the streams `credit` and `teacher_logprobs` of a group on the wire: `python -m benchmarks.streams`.
+"""The cost of the streams `credit`, `teacher_logprobs` and `teacher_top_*` on the wire: `python -m benchmarks.streams`.
 
 Prints, for a group of 8 completions of 512 tokens without them and with each (a span in every 64 tokens), the bytes of its
 frame, and the microseconds in which it is encoded, and decoded and checked: the medians of `ROUNDS` groups.
@@ -37,10 +37,21 @@ def rewarded(group: Group, every: int) -> Group:
     return msgspec.structs.replace(group, credit=credit.tobytes(), span_ends=ends.tobytes())
 
 
+def top(k: int) -> dict[str, bytes]:
+    """Return a teacher's likeliest tokens, other ones in each place, of probabilities 1/2, 1/4 and so on of half of 1."""
+    draw, num_tokens = np.random.default_rng(0), SHAPE.num_generations * SHAPE.max_completion_length
+    ids = draw.integers(0, SHAPE.vocab_size - k, num_tokens)[:, None] + np.arange(k)
+    logprobs = np.log(0.25) + np.log(0.5) * np.arange(k) + draw.uniform(-0.5, 0, (num_tokens, k))
+    return {"teacher_top_ids": ids.astype("<i4").tobytes(), "teacher_top_logprobs": logprobs.astype("<f4").tobytes()}
+
+
 def main() -> None:
     group = GroupFactory(0).group("0-0-0-1-s", 0)
     taught = msgspec.structs.replace(group, teacher_logprobs=group.logprobs)
-    for name, one in (("without", group), ("with credit", rewarded(group, 64)), ("with teacher", taught)):
+    likeliest = msgspec.structs.replace(taught, **top(16))
+    for name, one in (
+        ("without", group), ("with credit", rewarded(group, 64)), ("with teacher", taught), ("with top 16", likeliest)
+    ):  # fmt: skip
         frame = encode(one)
         encoding, loading = microseconds(partial(encode, one)), microseconds(partial(SHAPE.load, frame))
         print(f"{name:<12}{len(frame):>8} bytes  encode {encoding:6.1f} us  decode and check {loading:6.1f} us")

@@ -4,19 +4,20 @@ Guarantee: a `RolloutGroup` that exists is self-consistent and in range, so noth
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.config.distillation import MOST_TOP
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
 from replay.lease_ids import LeaseId
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
-_ROUNDING = 1e-3  # by which a log-prob may be above 0
+_ROUNDING = 1e-3  # by which a log-prob may be above 0, or a sum of probabilities above 1
 
 
 class InvalidGroupError(ValueError):
@@ -45,6 +46,8 @@ class RolloutGroup:
     credit: NDArray[np.float32] | None = None  # (T,), the reward of the span that ends with a token; 0 where none ends
     span_ends: NDArray[np.bool_] | None = None  # (T,), some of `sampled`; None, like `credit`: no span has a reward
     teacher_logprobs: NDArray[np.float32] | None = None  # (T,), 0 where not `sampled`; None: no teacher was asked
+    teacher_top_ids: NDArray[np.int32] | None = None  # (T, k), the teacher's likeliest tokens; -1: none
+    teacher_top_logprobs: NDArray[np.float32] | None = None  # (T, k), 0 beside -1; None, like the ids: k is 0
 
     @cached_property
     def lease(self) -> LeaseId:
@@ -139,6 +142,7 @@ class GroupShape:
     max_completion_length: int
     vocab_size: int
     has_teacher: bool = False  # a teacher must have been asked
+    teacher_top_k: int = 0  # for so many of its likeliest tokens; 0: for any number
 
     def parse(self, message: Group) -> RolloutGroup:
         """Check every buffer of `message` and returns the group. Raises InvalidGroupError."""
@@ -167,7 +171,7 @@ class GroupShape:
         credit, span_ends = _credit(message, num_tokens, sampled)
         if self.has_teacher and not message.teacher_logprobs:
             raise InvalidGroupError("teacher_logprobs is empty, and this run learns from teachers")
-        return RolloutGroup(
+        group = RolloutGroup(
             lease_id=message.lease_id,
             policy_version=message.policy_version,
             prompt_ids=prompt_ids,
@@ -183,10 +187,40 @@ class GroupShape:
             span_ends=span_ends,
             teacher_logprobs=_teacher_logprobs(message.teacher_logprobs, num_tokens, sampled),
         )
+        if not message.teacher_top_ids and not message.teacher_top_logprobs and not self.teacher_top_k:
+            return group
+        ids, top_logprobs = self._teacher_top(message, group)
+        return replace(group, teacher_top_ids=ids, teacher_top_logprobs=top_logprobs)
 
     def load(self, frame: bytes) -> RolloutGroup:
         """The group in a frame that a journal kept. Raises as `parse`, and CodecError if the frame is not a message."""
         return self.parse(decode(frame, Group))
+
+    def _teacher_top(self, message: Group, group: RolloutGroup) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Parse a teacher's likeliest tokens: those of sampled tokens, with probabilities of at most 1 together."""
+        k, num_tokens = self.teacher_top_k or len(message.teacher_top_ids) // (4 * group.num_tokens), group.num_tokens
+        if not 1 <= k <= MOST_TOP:
+            raise InvalidGroupError(
+                f"teacher_top_ids has {len(message.teacher_top_ids)} bytes, expected {num_tokens} x 4 x (1 to {MOST_TOP})"
+            )
+        if group.teacher_logprobs is None:
+            raise InvalidGroupError("teacher_logprobs is empty, and teacher_top_ids is not")
+        ids = _array(message.teacher_top_ids, _INT32, "teacher_top_ids", num_tokens * k).reshape(-1, k)
+        logprobs = _array(message.teacher_top_logprobs, _FLOAT32, "teacher_top_logprobs", num_tokens * k).reshape(-1, k)
+        is_none, in_order = ids == -1, np.sort(ids)
+        _refuse((ids < -1) | (ids >= self.vocab_size), f"teacher_top_ids must lie in -1..{self.vocab_size - 1}")
+        _refuse(
+            (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0), "teacher_top_ids must not repeat a token"
+        )
+        _refuse(~is_none & ~group.is_sampled[:, None], "teacher_top_ids must be -1 for tokens that were not sampled")
+        refused = ~np.isfinite(logprobs) | (logprobs > _ROUNDING) | (is_none & (logprobs != 0))
+        _refuse(refused, "teacher_top_logprobs must be finite and not positive, and 0 beside a token -1")
+        is_apart = group.is_sampled & (ids != group.completion_ids[:, None]).all(1)
+        total = np.where(is_none, 0.0, np.exp(logprobs)).sum(1) + np.where(
+            is_apart, np.exp(group.teacher_logprobs), 0.0
+        )
+        _refuse(total[:, None] > 1 + _ROUNDING, "probabilities of teacher_top_logprobs must add up to at most 1")
+        return ids, logprobs
 
     def _episodes(self, data: bytes) -> NDArray[np.int32]:
         episodes: NDArray[np.int32] = _array(data, _INT32, "episodes", None)
@@ -248,6 +282,12 @@ def _teacher_logprobs(data: bytes, num_tokens: int, sampled: NDArray[np.bool_] |
     return found
 
 
+def _refuse(is_wrong: NDArray[np.bool_], rule: str) -> None:
+    """Refuse rows of tokens with anything wrong."""
+    if is_wrong.any():
+        raise InvalidGroupError(f"{rule}, unlike those at token {int(is_wrong.any(1).argmax())}")
+
+
 def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> Any:
     item_bytes = dtype.itemsize
     if len(data) % item_bytes or (count is not None and len(data) != count * item_bytes):
@@ -275,4 +315,8 @@ def message_of(group: RolloutGroup) -> Group:
         credit=b"" if group.credit is None else group.credit.astype("<f4").tobytes(),
         span_ends=b"" if group.span_ends is None else group.span_ends.astype("u1").tobytes(),
         teacher_logprobs=b"" if group.teacher_logprobs is None else group.teacher_logprobs.astype("<f4").tobytes(),
+        teacher_top_ids=b"" if group.teacher_top_ids is None else group.teacher_top_ids.astype("<i4").tobytes(),
+        teacher_top_logprobs=b""
+        if group.teacher_top_logprobs is None
+        else group.teacher_top_logprobs.astype("<f4").tobytes(),
     )

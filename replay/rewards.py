@@ -74,8 +74,15 @@ class RewardRecipe:
         )
         weights = np.array(config.reward_weights, np.float32)
         credit, teachers = CreditRecipe.of(config.rewards), config.distillation
-        distillation = None if teachers is None else DistillationRecipe(teachers.coef, teachers.alone)
+        distillation = None
+        if teachers is not None:
+            distillation = DistillationRecipe(teachers.coef, teachers.alone, teachers.num_top, teachers.mixture)
         return cls(weights, aggregation, overlong if buffer_tokens else None, credit, distillation)
+
+    @property
+    def num_top(self) -> int:
+        """The number of a teacher's likeliest tokens; 0 where no divergence teaches."""
+        return 0 if self.distillation is None else self.distillation.num_top
 
     @cached_property
     def column_weights(self) -> NDArray[np.float32]:

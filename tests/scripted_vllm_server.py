@@ -173,6 +173,9 @@ class ScriptedVllmServer:
         if body.get("logprobs", 0) > self.flags.max_logprobs:
             said = f"greater than max allowed: {self.flags.max_logprobs} (parameter=logprobs)"
             return refusal(400, f"Requested sample logprobs of {body['logprobs']}, which is {said}")
+        if body.get("prompt_logprobs", 0) > self.flags.max_logprobs:
+            said = f"greater than max allowed: {self.flags.max_logprobs} (parameter=prompt_logprobs)"
+            return refusal(400, f"Requested prompt logprobs of {body['prompt_logprobs']}, which is {said}")
         if "prompt_logprobs" in body and max(body["prompt"]) >= self.flags.vocabulary:
             return refusal(400, f"Token id {max(body['prompt'])} is out of vocabulary")
         if body["max_tokens"] > 1:
@@ -204,8 +207,9 @@ class ScriptedVllmServer:
             logprobs.append(float(told[token]))
         scores: list[Any] = [None]
         for place in range(1, len(prompt)) if "prompt_logprobs" in body else ():
-            logprob = float(self.logprobs(model, prompt[:place], 1.0)[prompt[place]])
-            scores.append({str(prompt[place]): {"logprob": logprob, "rank": 1}})
+            found = self.logprobs(model, prompt[:place], 1.0)
+            likely = {prompt[place]: 1} | {int(one): 1 for one in np.argsort(-found)[: body["prompt_logprobs"]]}
+            scores.append({str(one): {"logprob": float(found[one]), "rank": rank} for one, rank in likely.items()})
         return {
             "index": index,
             "token_ids": token_ids,

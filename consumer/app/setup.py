@@ -89,6 +89,7 @@ class Setup:
             config.sampling.max_completion_length,
             int(model.vocab_size),
             has_teacher=bool(config.teachers),
+            teacher_top_k=config.distillation.num_top if config.distillation else 0,
         )
         budget = StalenessBudget(
             config.pipeline.groups_per_step,

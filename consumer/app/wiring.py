@@ -288,7 +288,9 @@ def evaluation_of(
             min_p=0.0,
         ),
         metric=_metric(config, section),
-        shape=dataclasses.replace(setup.shape, num_generations=section.num_completions, has_teacher=False),
+        shape=dataclasses.replace(
+            setup.shape, num_generations=section.num_completions, has_teacher=False, teacher_top_k=0
+        ),
         budgets=retry_budgets(pipeline),
         per_place=max(1, config.sampling.num_generations // section.num_completions),
         timeout_s=pipeline.lease_timeout_s,

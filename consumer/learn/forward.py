@@ -18,17 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from trl.kernels import ChunkedLogProbFunction
 
-from consumer.learn.micro_batches import on_device
+from consumer.learn.divergence import Teacher, tile_divergences
+from consumer.learn.micro_batches import MicroBatch, on_device
 from consumer.learn.model import text_model
 from consumer.learn.tree import Row, tree_of
 from consumer.learn.tree_attention import MakeKernel, tree_pass
 from consumer.learn.tree_kernels import TreeKernel
+from protocol.config.distillation import DistillationSection
+from protocol.errors import ConfigError
+from replay.distillation import DistillationRecipe
 
-ApplyHead = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From hidden states (N, H), weights (V, H), bias and targets (N,) to log-probs and entropies (N,)."""
+ApplyHead = Callable[..., tuple[torch.Tensor, ...]]
+"""From hidden states (N, H), weights (V, H), bias, targets (N,) and perhaps a `Teacher` to log-probs and entropies (N,), and
+divergences from that teacher (N,)."""
 
 _VOCABULARY_CHUNK = 32768  # of TRL's kernel
 _TILE_ELEMENTS = 2**23  # of float32 logits: 32 MiB, and as much again for their softmax
+_TILES_ON_GPU = 8  # in one
 _MIN_TILE_TOKENS = 128  # fewer would read the weights more often than they are worth
 
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -79,6 +85,22 @@ class Layout(NamedTuple):
     mask: torch.Tensor | None = None  # rows: (B, columns), 0 for padding
     positions: torch.Tensor | None = None  # a tree: as `ids`
     tree: TreeKernel | None = None
+    teacher_ids: torch.Tensor | None = None  # (N, 1 + k), as in `Teacher`
+    teacher_logprobs: torch.Tensor | None = None  # (N, 1 + k)
+    beta: float = 0.0  # of divergences from the teacher
+
+    def with_teacher(self, batch: MicroBatch, recipe: DistillationRecipe | None) -> "Layout":
+        """Return it with the log-probs of teachers, if their divergence teaches. It is on the CPU."""
+        if recipe is None or not recipe.num_top:
+            return self
+        ids, logprobs = (batch[name].flatten(0, 1)[self.in_loss] for name in ("teacher_ids", "teacher_logprobs"))
+        return self._replace(teacher_ids=ids.long(), teacher_logprobs=logprobs, beta=recipe.beta)
+
+    @property
+    def teacher(self) -> Teacher | None:
+        if self.teacher_ids is None or self.teacher_logprobs is None:
+            return None
+        return Teacher(self.teacher_ids, self.teacher_logprobs, self.beta)
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +139,19 @@ def logits_of(model: Any) -> Logits | None:
     return Logits(scales[0] if scales else 1.0, getattr(config, "final_logit_softcapping", None))
 
 
+def check_teachable(section: DistillationSection | None, logits: Logits | None) -> None:
+    """Refuse divergences from teachers where logits are not those of the LM head but for a factor.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    if section is not None and section.num_top and (logits is None or logits.softcap is not None):
+        raise ConfigError(
+            "distillation.mode: divergence needs logits as the LM head gives them, and this model caps or changes them, or has "
+            "experts with trainer.router_aux_loss_coef; set distillation.mode=advantage, or that coefficient to 0"
+        )
+
+
 class Head:
     """The LM head of a model whose logits are known: ours on a CPU, TRL's kernel where Triton runs or logits are scaled.
 
@@ -129,17 +164,22 @@ class Head:
         self._logits, self._options, self._entropy_trains = logits, options, entropy_trains
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        teacher: Teacher | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """See `ApplyHead`."""
-        given, device = (hidden, weight, bias, targets, self._options.temperature), hidden.device.type
+        device, temperature, logits = hidden.device.type, self._options.temperature, self._logits
         is_float32 = self._options.cast_lm_head_to_fp32
         with torch.autocast(device, enabled=False) if is_float32 else contextlib.nullcontext():
-            if device == "cpu" and self._logits == Logits():
-                logprobs, entropies = TokenLogprobs.apply(*given, self._entropy_trains)
-            else:
-                numbers = (_VOCABULARY_CHUNK, self._logits.softcap, self._logits.scale, ("log_probs", "entropy"))
-                logprobs, entropies, *_ = ChunkedLogProbFunction.apply(*given, *numbers)
+            if teacher is not None or (device == "cpu" and logits == Logits()):
+                given = (hidden, weight, bias, targets, temperature / logits.scale, self._entropy_trains, teacher)
+                return tuple(TokenLogprobs.apply(*given))
+            numbers = (_VOCABULARY_CHUNK, logits.softcap, logits.scale, ("log_probs", "entropy"))
+            logprobs, entropies, *_ = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, temperature, *numbers)
         return logprobs, entropies
 
 
@@ -180,24 +220,24 @@ def _layout(tokens: Tokens, ids: torch.Tensor, places: torch.Tensor) -> Layout:
     return Layout(ids, before, tokens.completion_ids.flatten()[in_loss], in_loss, tuple(tokens.in_loss.shape))
 
 
-def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (B, T) log-probs and entropies, 0 for tokens outside the loss.
+def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.Tensor, ...]:
+    """Return (B, T) log-probs and entropies, and divergences if the layout has a teacher; 0 for tokens outside the loss.
 
     Args:
         layout: on the device of the model.
     """
     linear, hidden = model.get_output_embeddings(), hidden_states(text_model(model), layout)
+    teacher = () if layout.teacher is None else (layout.teacher,)
     if len(layout.targets):
-        found = head(hidden.to(linear.weight.dtype), linear.weight, linear.bias, layout.targets)
-    else:
-        found = (hidden.float().sum(1),) * 2  # none, with a gradient: all ranks go back through a model that they share
-    logprobs, entropies = (spread(values, layout) for values in found)
-    return logprobs, entropies
+        found = head(hidden.to(linear.weight.dtype), linear.weight, linear.bias, layout.targets, *teacher)
+    else:  # none, with a gradient: all ranks go back through a model that they share
+        found = (hidden.float().sum(1),) * (2 + len(teacher))
+    return tuple(spread(values, layout) for values in found)
 
 
-def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[torch.Tensor, torch.Tensor, None, Any]:
     """Return (B, T) log-probs and entropies by the LM head that TRL gave the model, and the load-balancing loss of experts or
-    None. This is for models whose logits `Head` cannot make.
+    None, behind None for divergences. This is for models whose logits `Head` cannot make.
 
     Args:
         layout: of whole rows, on the device of the model.
@@ -210,7 +250,7 @@ def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[t
         spread(torch.nn.functional.pad(values, (0, 1)).flatten()[layout.before], layout)
         for values in (found.log_probs, found.entropy)
     )
-    return logprobs, entropies, found.aux_loss if has_experts else None
+    return logprobs, entropies, None, found.aux_loss if has_experts else None
 
 
 def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -230,12 +270,13 @@ def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:
 
 
 class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
-    """Log-probs and entropies (N,) of `targets` (N,), given hidden states (N, H) and weights (V, H), in float32 or wider.
+    """Log-probs and entropies (N,) of `targets` (N,), given hidden states (N, H) and weights (V, H), in float32 or wider, and
+    divergences (N,) from a teacher.
 
     Logits exist for one tile of tokens at a time. With a frozen head they do so in the forward pass only: the gradient of a
-    token's log-prob (and entropy) with respect to its hidden state does not depend on the loss. So it is made while the tile is
-    there, and the backward pass scales it. TRL's kernel projects each tile a second time there: three matrix products in place
-    of two. The gradient of a weight is a sum over tokens, so a head that is trained is projected a second time here, too.
+    token's log-prob (entropy, divergence) with respect to its hidden state does not depend on the loss. So it is made while the
+    tile is there, and the backward pass scales it. TRL's kernel projects each tile a second time there: three matrix products in
+    place of two. The gradient of a weight is a sum over tokens, so a head that is trained is projected a second time here, too.
 
     With logits z = (W h + bias) / temperature, p = softmax(z) and H = -Σ p log p:
 
@@ -247,7 +288,6 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
@@ -256,14 +296,18 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
         targets: torch.Tensor,
         temperature: float,
         entropy_trains: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        teacher: Teacher | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        dtype, device = torch.promote_types(hidden.dtype, torch.float32), hidden.device.type
         logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        entropies = torch.empty_like(logprobs)
+        entropies, divergences = torch.empty_like(logprobs), torch.empty_like(logprobs)
         ctx.head_trains = any(ctx.needs_input_grad[1:3])
+        if ctx.head_trains:  # the backward pass computes in the same types
+            ctx.autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         trains = ctx.needs_input_grad[0] and not ctx.head_trains
         slopes = torch.empty_like(hidden) if trains else None
         entropy_slopes = torch.empty_like(hidden) if trains and entropy_trains else None
+        divergence_slopes = torch.empty_like(hidden) if trains and teacher is not None else None
         for part in _tiles(hidden, weight):
             z = _log_p(hidden[part], weight, bias, temperature)
             logprobs[part] = z.gather(1, targets[part, None])[:, 0]
@@ -272,29 +316,39 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
             if slopes is not None:
                 expected = p.to(weight.dtype) @ weight
                 slopes[part] = (weight[targets[part]] - expected) / temperature
+            if teacher is not None:
+                divergences[part], slope = tile_divergences(z, p, teacher.of(part))
+                if divergence_slopes is not None:
+                    divergence_slopes[part] = (slope.to(weight.dtype) @ weight) / temperature
             if entropy_slopes is not None:
                 z += entropies[part, None]
                 entropy_slopes[part] = (p.mul_(z).to(weight.dtype) @ weight) / -temperature
-        ctx.temperature = temperature
-        ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.head_trains else (slopes, entropy_slopes)))
+        ctx.temperature, ctx.teacher = temperature, teacher
+        of_rows = (slopes, entropy_slopes, divergence_slopes)
+        ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.head_trains else of_rows))
         if not entropy_trains:
             ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        return (logprobs, entropies) if teacher is None else (logprobs, entropies, divergences)
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, logprob_gradient: torch.Tensor, entropy_gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, logprob_gradient: torch.Tensor, entropy_gradient: torch.Tensor, *divergence_gradient: torch.Tensor
+    ) -> tuple[Any, ...]:
         if ctx.head_trains:
-            return *_gradients(ctx, logprob_gradient, entropy_gradient), None, None, None
-        slopes, entropy_slopes = ctx.saved_tensors
+            with ctx.autocast:
+                found = _gradients(ctx, logprob_gradient, entropy_gradient, *divergence_gradient)
+            return *found, None, None, None, None
+        slopes, entropy_slopes, divergence_slopes = ctx.saved_tensors
         gradient = logprob_gradient[:, None].to(slopes.dtype) * slopes
         if entropy_slopes is not None:
             gradient += entropy_gradient[:, None].to(slopes.dtype) * entropy_slopes
-        return gradient, None, None, None, None, None
+        if divergence_slopes is not None:
+            gradient += divergence_gradient[0][:, None].to(slopes.dtype) * divergence_slopes
+        return gradient, None, None, None, None, None, None
 
 
 def _tiles(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    tile = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // len(weight))
+    tile = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // len(weight)) * (_TILES_ON_GPU if hidden.is_cuda else 1)
     return (slice(start, start + tile) for start in range(0, len(hidden), tile))
 
 
@@ -306,7 +360,10 @@ def _log_p(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _gradients(
-    ctx: Any, logprob_gradient: torch.Tensor, entropy_gradient: torch.Tensor
+    ctx: Any,
+    logprob_gradient: torch.Tensor,
+    entropy_gradient: torch.Tensor,
+    divergence_gradient: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of hidden states, weights and bias of a head that is trained, summed in float32 or wider."""
     hidden, weight, bias, targets = ctx.saved_tensors
@@ -317,9 +374,13 @@ def _gradients(
     for part in _tiles(hidden, weight):
         z, g, e = _log_p(hidden[part], weight, bias, ctx.temperature), logprob_gradient[part], entropy_gradient[part]
         p = z.exp()
+        of_teacher = None if divergence_gradient is None else tile_divergences(z, p, ctx.teacher.of(part))[1]
         z += -torch.einsum("nv,nv->n", p, z)[:, None]  # log p + H
         of_z = p.mul_(z.mul_(e[:, None]).add_(g[:, None])).neg_()
-        of_z = of_z.scatter_add_(1, targets[part, None], g[:, None]).div_(ctx.temperature)
+        of_z = of_z.scatter_add_(1, targets[part, None], g[:, None])
+        if divergence_gradient is not None:
+            of_z += of_teacher * divergence_gradient[part, None]
+        of_z /= ctx.temperature
         if of_hidden is not None:
             of_hidden[part] = of_z.to(weight.dtype) @ weight
         if of_weight is not None:

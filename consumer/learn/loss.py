@@ -45,6 +45,7 @@ class Pass(NamedTuple):
 
     logprobs: torch.Tensor  # (B, T)
     entropies: torch.Tensor  # (B, T)
+    divergences: torch.Tensor | None = None  # (B, T), from a teacher
     aux_loss: torch.Tensor | None = None  # (), load-balancing loss of experts
 
 
@@ -83,13 +84,17 @@ def part_of_loss(
     current = found.logprobs.masked_fill(mask == 0, 0.0)  # 0 for answers, too
     losses, seen = policy_losses(options, batch, current, factors)
     if "teacher_advantages" in batch:
-        losses = losses + teacher_coef * distillation_losses(batch, current, factors)
         seen["distillation/logprob_gain"] = batch["teacher_advantages"]
+        if found.divergences is None:
+            losses = losses + teacher_coef * distillation_losses(batch, current, factors)
     losses = losses * acting
     if options.beta != 0.0:
         seen["kl"] = kl = reference_kl(options, batch, current)
         losses = losses + options.beta * (kl * factors.kl if options.use_bias_correction_kl else kl)
     loss = aggregate(options, losses * mask, mask, num_tokens)
+    if found.divergences is not None:
+        seen["distillation/divergence"] = found.divergences
+        loss = loss + teacher_coef * (found.divergences * factors.policy * mask).sum() / num_tokens
     seen["policy_loss"] = loss[None]
     seen |= {"entropy": found.entropies, ACTING_ENTROPY: found.entropies.masked_fill(acting == 0, torch.nan)}
     if entropy_coef:

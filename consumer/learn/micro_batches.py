@@ -33,7 +33,7 @@ from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from replay.batch_selection import Answers
 from replay.deviations import EPSILON
-from replay.distillation import teacher_advantages
+from replay.distillation import teacher_advantages, teacher_buckets
 from replay.groups import RolloutGroup
 from replay.journal.schema import MicroBatchPlan
 from replay.rewards import RewardRecipe
@@ -113,6 +113,7 @@ class _Row(NamedTuple):
     sampled: NDArray[np.bool_] | None  # None: all of it
     by_teacher: NDArray[np.float64] | None  # of each token; None: there are no teachers
     is_answer: bool = False
+    buckets: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None  # of a teacher, whose divergence teaches
 
     @property
     def tokens(self) -> Row:
@@ -154,7 +155,8 @@ class BatchRecipe:
         `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,), or (B, T) where spans
         have rewards (`rewards.credit`), and `num_items_in_batch` (tokens in the loss, of the whole step). Where there are tokens
         that the policy did not sample, it has TRL's `tool_mask`, 0 for them. With `distillation` it has `teacher_advantages`
-        (B, T); with answers `answer_mask` (B, T), 1 for their tokens, and `num_answer_tokens` of the whole step.
+        (B, T), and where a divergence teaches also `teacher_ids` and `teacher_logprobs` (B, T, 1 + k); with answers `answer_mask`
+        (B, T), 1 for their tokens, and `num_answer_tokens` of the whole step.
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
@@ -192,7 +194,7 @@ class BatchRecipe:
     def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
-        moves = np.any(row.advantage) or (row.by_teacher is not None and np.any(row.by_teacher))
+        moves = np.any(row.advantage) or (row.by_teacher is not None and np.any(row.by_teacher)) or row.buckets
         return row.in_loss and (bool(moves) or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
@@ -214,17 +216,16 @@ class BatchRecipe:
         for of_group, group in zip(values.split(self.num_generations), groups, strict=True):
             own = of_group.tolist() if credit is None else credit.advantages(group, of_group.double().numpy())
             taught = None if self.rewards.distillation is None else teacher_advantages(group)
+            buckets = teacher_buckets(group) if self.rewards.num_top else None
             for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
                 completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
                 sampled = None if group.sampled is None else group.sampled[tokens]
                 in_loss = not (cut and self.mask_truncated)
                 advantage = own[completion if credit is None else tokens]
                 by_teacher = None if taught is None else taught[tokens]
-                result.append(
-                    _Row(
-                        len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled, by_teacher
-                    )
-                )
+                of_row = None if buckets is None else (buckets[0][tokens], buckets[1][tokens])
+                row = (len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled, by_teacher)
+                result.append(_Row(*row, buckets=of_row))
         return result
 
     def _pad(self, rows: list[_Row], *, has_answers: bool) -> MicroBatch:
@@ -245,6 +246,9 @@ class BatchRecipe:
             batch["teacher_advantages"] = np.zeros((num_rows, width))
         if has_answers:
             batch["answer_mask"] = np.zeros((num_rows, width), np.int64)
+        if num_top := self.rewards.num_top:
+            batch["teacher_ids"] = np.zeros((num_rows, width, 1 + num_top), np.int32)
+            batch["teacher_logprobs"] = np.zeros((num_rows, width, 1 + num_top))
         if any(row.sampled is not None for row in rows):
             batch["tool_mask"] = np.ones((num_rows, width), np.int64)
         for i, row in enumerate(rows):
@@ -262,6 +266,8 @@ class BatchRecipe:
                 batch["advantages"][i, :end] = row.advantage
             if row.by_teacher is not None:
                 batch["teacher_advantages"][i, :end] = row.by_teacher
+            if row.buckets is not None:
+                batch["teacher_ids"][i, :end], batch["teacher_logprobs"][i, :end] = row.buckets
         if self.rewards.credit is None:
             batch["advantages"] = np.array([row.advantage for row in rows])
         real = torch.get_default_dtype()

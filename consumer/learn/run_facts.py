@@ -39,6 +39,7 @@ _MUST_BE_EQUAL = {
     "num_iterations": _Fact("trainer.num_iterations", "batches"),
     "quantization": _Fact("model.quantization", "batches"),
     "has_teachers": _Fact("teachers", "groups"),
+    "teacher_top_k": _Fact("distillation.top_k", "groups"),
 }
 
 
@@ -72,6 +73,8 @@ def run_facts(
         facts["has_teachers"] = True
     if config.loss.ce_coef:
         facts["has_answers"] = True
+    if config.distillation is not None and config.distillation.num_top:
+        facts["teacher_top_k"] = config.distillation.num_top
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 

@@ -32,6 +32,7 @@ from consumer.learn.adapters import AdapterFolder
 from consumer.learn.forward import (
     Head,
     Tokens,
+    check_teachable,
     logits_of,
     logprobs_by_trl,
     rows_layout,
@@ -161,6 +162,7 @@ class SlipstreamTrainer(Trainer):
         if self._logits is None:
             outputs = ("log_probs", "entropy")
             add_fused_lm_head(self.base, options.temperature, options.cast_lm_head_to_fp32, outputs)
+        check_teachable(config.distillation, self._logits)
         self._kernel: ChosenKernel | None = None
         self._is_chosen = self._logits is None
         is_here = self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type
@@ -328,7 +330,7 @@ class SlipstreamTrainer(Trainer):
         return total
 
     def _part_of_loss(self, batch: MicroBatch, threshold: EntropyThreshold | None) -> torch.Tensor:
-        found = self.forward_pass(batch)
+        found = self.forward_pass(batch, teaches=True)
         if self.args.top_entropy_quantile < 1.0 and threshold is None:  # this is all of the step
             threshold = self._entropy_threshold([(batch, found)])
         num_tokens, places = int(batch["num_items_in_batch"]), Places.of(loss_mask(batch))
@@ -409,8 +411,8 @@ class SlipstreamTrainer(Trainer):
         if not self._ranks.gather({"tree": torch.tensor([self._kernel is not None])})["tree"].all():
             self._kernel = None
 
-    def forward_pass(self, batch: MicroBatch) -> Pass:
-        """Return log-probs and entropies under the present policy; 0 for tokens outside the loss (`scored_mask`)."""
+    def forward_pass(self, batch: MicroBatch, *, teaches: bool = False) -> Pass:
+        """Return log-probs and entropies (if it `teaches` also divergences) of the policy; 0 outside the loss (`scored_mask`)."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, scored_mask(batch))
@@ -419,6 +421,8 @@ class SlipstreamTrainer(Trainer):
             self.recipe = replace(self.recipe, tree=self._kernel is not None)
         layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)
         self._passes.append(PassSize(layout.ids.numel(), layout.num_tokens))
+        if teaches:
+            layout = layout.with_teacher(batch, self.recipe.rewards.distillation)
         layout = layout.on(self.accelerator.device)
         with self._recomputed.of_pass(layout.ids.numel()), self.accelerator.autocast():
             if self._logits is not None:

@@ -105,6 +105,10 @@ _GAUGES = {
         "Mean of the teacher's log-prob minus the policy's, per token.",
     ),
     "ce_loss": ("answer_cross_entropy_nats", "Mean cross-entropy per token of answers (loss.ce_coef)."),
+    "distillation/divergence": (
+        "teacher_divergence_nats",
+        "Mean divergence from teachers per token.",
+    ),
     "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
     "loss": ("loss", "Loss of the last step."),
     "grad_norm": ("gradient_norm", "Norm of the gradient of the last step, before clipping."),

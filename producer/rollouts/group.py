@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Teachers(Protocol):
-    async def logprobs(self, lease: Lease, group: Group) -> bytes:
-        """Return a teacher's log-probs of the tokens of a group, as `Group.teacher_logprobs`. Raise LeaseFailure if there are
-        none."""
+    async def scores(self, lease: Lease, group: Group) -> dict[str, bytes]:
+        """Return the fields of a group that a teacher's log-probs of its tokens fill. Raise LeaseFailure if there are none."""
         ...
 
 
@@ -88,7 +87,7 @@ class GroupBuilder:
         )
         if self.teachers is not None and lease.evaluates is None:
             progress.enter("scoring", "generation_failed")
-            message = msgspec.structs.replace(message, teacher_logprobs=await self.teachers.logprobs(lease, message))
+            message = msgspec.structs.replace(message, **await self.teachers.scores(lease, message))
         self.counters.groups += 1
         self.metrics.reward_s.observe(reward_s)
         return message

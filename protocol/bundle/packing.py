@@ -53,7 +53,7 @@ SHARED: dict[str, tuple[str, ...] | None] = {
     "engine": ALL,
     "engine_server": ALL,
     "teachers": ALL,
-    "distillation": ("mode", "alone", "teacher_column"),
+    "distillation": ("mode", "alone", "teacher_column", "top_k"),
 }
 """The keys by section, beside `seed`. None: all of them."""
 

@@ -37,10 +37,37 @@ class TeacherSection(Section):
             yield "url: leave the `/v1` out, it is added to the address"
 
 
+MOST_TOP = 32
+_TOP_K, _BETA = 16, 0.5
+
+
 class DistillationSection(Section):
-    mode: Literal["advantage"] = Field(description="What teaches a token: log p_teacher - log p_policy.")
+    mode: Literal["advantage", "divergence"] = Field(
+        description="What teaches: log p_teacher - log p_policy, or a divergence."
+    )
     coef: PositiveFloat = Field(1.0, description="Weight of the teachers' part of the loss.")
     alone: bool = Field(False, description="Rewards teach nothing; `sampling.num_generations` may be 1.")
     teacher_column: str | None = Field(
         None, min_length=1, description="Column that names a row's teacher. Default: by `weight`."
     )
+    top_k: Annotated[int, Field(ge=1, le=MOST_TOP)] | None = Field(
+        None, description="`divergence`: the teacher's likeliest tokens. Default: 16."
+    )
+    beta: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="`divergence`: 0 is KL(teacher, policy), 1 KL(policy, teacher). Default: 0.5."
+    )
+
+    @property
+    def num_top(self) -> int:
+        """The number of likeliest tokens that teachers are asked for."""
+        return (self.top_k or _TOP_K) if self.mode == "divergence" else 0
+
+    @property
+    def mixture(self) -> float:
+        """The share of the teacher in the mixture that both are compared with."""
+        return _BETA if self.beta is None else self.beta
+
+    def problems(self) -> Problems:
+        for key, value in (("top_k", self.top_k), ("beta", self.beta)):
+            if self.mode == "advantage" and value is not None:
+                yield f"{key}: only with mode=divergence; remove it, or set that"

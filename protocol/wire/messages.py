@@ -258,7 +258,10 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     one record each). `prompt_ids` is what all records begin with.  `missing` says of rewards that are missing why, as far as
     that is known; it is for people.  `span_ends` uint8 (T,) is 1 for the last sampled token of every span that has a reward of
     its own, and `credit` float32 (T,) has that reward there, times its weight, and 0 elsewhere (both empty: no span has one).
-    `teacher_logprobs` float32 (T,) is a teacher's log-prob of each sampled token, and 0 of the others (empty: none was asked)."""
+    `teacher_logprobs` float32 (T,) is a teacher's log-prob of each sampled token, and 0 of the others (empty: none was asked).
+    `teacher_top_ids` int32 (T, k) has the k tokens that the teacher found likeliest in the place of each sampled token, and -1
+    for those that the policy does not have and in rows of other tokens; `teacher_top_logprobs` float32 (T, k) has their
+    log-probs, and 0 beside -1 (both empty: k is 0)."""
 
     lease_id: Name
     policy_version: Version
@@ -277,6 +280,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     credit: bytes = b""
     span_ends: bytes = b""
     teacher_logprobs: bytes = b""
+    teacher_top_ids: bytes = b""
+    teacher_top_logprobs: bytes = b""
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):

@@ -47,24 +47,28 @@ def export(reader: JournalReader, wanted: GroupFilter, newest: int, to: Path) ->
 def _record(row: GroupRow, content: Content) -> dict[str, Any]:
     group = content.group
     ends = np.cumsum(group.completion_lengths)[:-1]
-    return as_dict(row) | {
-        "generation_s": content.message.generation_s,
-        "reward_s": content.message.reward_s,
-        "prompt_ids": group.prompt_ids.tolist(),
-        "completion_ids": [part.tolist() for part in np.split(group.completion_ids, ends)],
-        "logprobs": [plain(part.tolist()) for part in np.split(group.logprobs, ends)],
-        "token_versions": [part.tolist() for part in np.split(group.versions, ends)],
-        "truncated": group.truncated.tolist(),
-        "sampled": [part.tolist() for part in np.split(group.is_sampled, ends)],
-        "episodes": group.completion_of.tolist(),
-        "reward_names": content.reward_names,
-        "rewards": plain(group.rewards.tolist()),
-        "credit": None if group.credit is None else [part.tolist() for part in np.split(group.credit, ends)],
-        "span_ends": None if group.span_ends is None else [part.tolist() for part in np.split(group.span_ends, ends)],
-        "teacher_logprobs": None
-        if group.teacher_logprobs is None
-        else [part.tolist() for part in np.split(group.teacher_logprobs, ends)],
-    }
+    return (
+        as_dict(row)
+        | {
+            "generation_s": content.message.generation_s,
+            "reward_s": content.message.reward_s,
+            "prompt_ids": group.prompt_ids.tolist(),
+            "completion_ids": [part.tolist() for part in np.split(group.completion_ids, ends)],
+            "logprobs": [plain(part.tolist()) for part in np.split(group.logprobs, ends)],
+            "token_versions": [part.tolist() for part in np.split(group.versions, ends)],
+            "truncated": group.truncated.tolist(),
+            "sampled": [part.tolist() for part in np.split(group.is_sampled, ends)],
+            "episodes": group.completion_of.tolist(),
+            "reward_names": content.reward_names,
+            "rewards": plain(group.rewards.tolist()),
+        }
+        | {
+            name: None
+            if (values := getattr(group, name)) is None
+            else [part.tolist() for part in np.split(values, ends)]
+            for name in ("credit", "span_ends", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+        }
+    )
 
 
 def _jsonl(records: Iterator[dict[str, Any]], path: Path) -> int:
@@ -115,4 +119,5 @@ def _schema() -> "pa.Schema":
     columns += [("truncated", truth), ("sampled", pa.list_(truth)), ("episodes", whole)]
     columns += [("reward_names", pa.list_(text)), ("rewards", pa.list_(real))]
     columns += [("credit", pa.list_(real)), ("span_ends", pa.list_(truth)), ("teacher_logprobs", pa.list_(real))]
+    columns += [("teacher_top_ids", pa.list_(pa.list_(whole))), ("teacher_top_logprobs", pa.list_(pa.list_(real)))]
     return pa.schema(columns)

@@ -87,6 +87,11 @@ def _record(
         write_line(f"policies: {', '.join(f'version {version} sampled {count} tokens' for version, count in shares)}")
     if group.teacher_logprobs is not None:
         write_line(f"log-probs of the teacher: {_summary(group.teacher_logprobs[tokens][sampled])}")
+    if group.teacher_top_ids is not None and group.teacher_top_logprobs is not None:
+        shares = np.exp(group.teacher_top_logprobs[tokens]).sum(1, where=group.teacher_top_ids[tokens] >= 0)[sampled]
+        write_line(
+            f"its {group.teacher_top_ids.shape[1]} likeliest tokens: probability {shares.mean():.3f} in the mean"
+        )
     if spans := [f"{number(reward)} at token {end}" for end, reward in group.span_rewards(tokens).items()]:
         write_line(f"rewards of spans: {', '.join(spans)}")
     _text(tokenizer, group.completion_ids[tokens])

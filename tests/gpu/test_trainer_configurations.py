@@ -9,6 +9,7 @@ import torch
 
 from tests.gpu.conftest import Model
 from tests.gpu.trainers import trainer
+from tests.unit.consumer.learn.test_distillation_steps import TEACHERS
 
 pytestmark = pytest.mark.stand_in
 
@@ -52,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
         "correction": WIDE | {"preset": "token_truncate", "token_veto": 1e-9, "probability_difference_max": 0.999}
     },
     "an off-policy mask": {"trainer": {"off_policy_mask_threshold": 0.5}},
+    "a teacher's divergence": {"teachers": TEACHERS, "distillation": {"mode": "divergence"}},
     "logged completions": {"trainer": {"log_completions": True}},
     **{name: {"trainer": {"optim": name}} for name in ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_8bit")},
     "NF4 with checkpointing": LLAMA

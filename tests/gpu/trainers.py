@@ -8,6 +8,7 @@ from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from replay.batch_selection import TrainingBatch
 from tests.unit.consumer.builders import rollout_group, run_config
+from tests.unit.consumer.learn.test_distillation_steps import with_top
 
 COMPLETIONS = ([3, 9], [4, 5], [6], [7, 8])
 """Of each of the two groups of a step."""
@@ -57,6 +58,8 @@ def trainer(
                 rollout_group(list(completions), lease_id=f"s-{number}-{i}", prompt=prompt, sampled=in_loss)
                 for i in range(2)
             ]
+            if config.distillation is not None:
+                groups = with_top(groups, config.distillation.num_top)
             yield TrainingBatch(number + 1, iterations, (number + 1) * iterations, groups, len(groups))
 
     return SlipstreamTrainer(

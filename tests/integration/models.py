@@ -201,8 +201,20 @@ def reference_logprobs(
     temperature: float,
 ) -> torch.Tensor:
     """Log-probs of the completion's tokens under transformers + PEFT, loaded from disk."""
+    whole = reference_distributions(model_folder, adapter_folder, prompt_ids, completion_ids, temperature)
+    return whole.gather(1, torch.tensor(completion_ids)[:, None])[:, 0]
+
+
+def reference_distributions(
+    model_folder: Path,
+    adapter_folder: Path | None,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Log-probs of the whole vocabulary in the place of each of the completion's tokens, as `reference_logprobs`."""
     model = _loaded(model_folder, adapter_folder, _written(model_folder), _written(adapter_folder))
     ids = torch.tensor([prompt_ids + completion_ids])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(completion_ids)[:, None])[:, 0]
+    return torch.log_softmax(logits / temperature, -1)

@@ -19,9 +19,10 @@ from producer.groups import Episode, Record, group_message
 from producer.metrics import ProducerMetrics
 from producer.plugins.engine_server.teachers import TeacherPool
 from producer.rollouts.prompts import load_tokenizer
+from protocol.errors import ConfigError
 from protocol.wire.messages import Group
 from tests.integration.engines import run_config
-from tests.integration.models import build_model, char_tokenizer, reference_logprobs
+from tests.integration.models import build_model, char_tokenizer, reference_distributions
 from tests.integration.pair import Daemon, run_pair
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vllm_server import VllmServer
@@ -42,8 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         yield VllmServer(model, folder, stack, max_len=256, flags=("--max-num-batched-tokens", "64"))
 
 
-def sections(server: VllmServer) -> dict[str, Any]:
-    return {"teachers": [{"name": "expert", "url": server.url}], "distillation": {"mode": "advantage"}}
+def sections(server: VllmServer, mode: str = "advantage", **options: Any) -> dict[str, Any]:
+    return {"teachers": [{"name": "expert", "url": server.url}], "distillation": {"mode": mode} | options}
 
 
 def group_of_unlike_lengths() -> Group:
@@ -67,40 +68,73 @@ def test_its_log_probs_are_those_of_transformers(server: VllmServer, tmp_path: P
     server.wait_until_ready()
     group = group_of_unlike_lengths()
 
-    async def ask() -> list[torch.Tensor]:
-        """Twice, because a server keeps what it has computed."""
+    async def ask(times: int, top_k: int) -> list[dict[str, bytes]]:
         metrics = ProducerMetrics(CollectorRegistry(), teachers=["expert"])
-        pool = TeacherPool(run_config(server.model, tmp_path / "run", **sections(server)), metrics)
+        options = sections(server, "divergence", top_k=top_k)
+        pool = TeacherPool(run_config(server.model, tmp_path / "run", **options), metrics)
         try:
             await pool.read_with(load_tokenizer(server.model, trust_remote_code=False))
-            answers = [await pool.logprobs(lease(7), group) for _ in range(2)]
+            return [await pool.scores(lease(7), group) for _ in range(times)]
         finally:
             await pool.close()
-        return [torch.tensor(np.frombuffer(answer, "<f4")) for answer in answers]
 
     token_ids = np.frombuffer(group.completion_ids, "<i4")
     records = np.split(token_ids, np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1])
-    everything = torch.cat([reference_logprobs(server.model, None, PROMPT, one.tolist(), 1.0) for one in records])
+    whole = torch.cat([reference_distributions(server.model, None, PROMPT, one.tolist()) for one in records])
+    own, likeliest = whole.gather(1, torch.tensor(token_ids)[:, None].long())[:, 0], whole.topk(3).values
     is_sampled = torch.tensor(np.frombuffer(group.sampled, "?"))
     assert is_sampled.logical_not().sum() == 5
-    for found in asyncio.run(ask()):
-        torch.testing.assert_close(found, everything.where(is_sampled, 0.0), atol=1e-4, rtol=0)
+    for found in asyncio.run(ask(2, 3)):  # twice, because a server keeps what it has computed
+        logprobs, ids, top = (
+            torch.tensor(np.frombuffer(found[f"teacher_{name}"], kind)).view(len(own), -1)
+            for name, kind in (("logprobs", "<f4"), ("top_ids", "<i4"), ("top_logprobs", "<f4"))
+        )
+        torch.testing.assert_close(logprobs[:, 0], own.where(is_sampled, 0.0), atol=1e-4, rtol=0)
+        assert ((ids == -1) == ~is_sampled[:, None]).all()
+        torch.testing.assert_close(top[is_sampled], likeliest[is_sampled], atol=1e-4, rtol=0)
+        theirs = whole[is_sampled].gather(1, ids[is_sampled].long())
+        torch.testing.assert_close(top[is_sampled], theirs, atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match=r"distillation\.top_k.*--max-logprobs 21"):
+        asyncio.run(ask(1, 21))
 
 
-def test_a_pair_learns_from_it(server: VllmServer, short_dir: Path, daemons: list[Daemon]) -> None:
+def divergences(student: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor, beta: float) -> list[float]:
+    """Of probabilities (T, V), over the tokens of each row of `ids`, of which the first may come again, and all the rest."""
+    result = []
+    for s, t, own in zip(student.double(), teacher.double(), ids, strict=True):
+        buckets = own.unique()
+        s, t = (torch.cat([p[buckets], (1 - p[buckets].sum())[None]]) for p in (s, t))
+        m = beta * t + (1 - beta) * s
+        result.append((beta * t * (t / m).log() + (1 - beta) * s * (s / m).log()).sum().item())
+    return result
+
+
+@pytest.mark.parametrize("mode", ["advantage", "divergence"])
+def test_a_pair_learns_from_it(server: VllmServer, short_dir: Path, daemons: list[Daemon], mode: str) -> None:
     server.wait_until_ready()
-    trainer = {"max_steps": 2, "save_steps": 1}
-    run_pair(short_dir, str(write_run(short_dir, "qwen2", ROWS, REWARD, trainer=trainer, **sections(server))), daemons)
+    options = {"top_k": 4, "beta": 0.25} if mode == "divergence" else {}
+    run = sections(server, mode, **options) | {"trainer": {"max_steps": 2, "save_steps": 1}}
+    run_pair(short_dir, str(write_run(short_dir, "qwen2", ROWS, REWARD, **run)), daemons)
 
     assert len(versions_trained_on(short_dir)) == 2 * 4 * 4
-    gains = defaultdict[int, list[float]](list)
+    gains, apart = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for group in map(json.loads, (short_dir / "trained.jsonl").read_text().splitlines()):
-        for ids, own, taught in zip(group["completion_ids"], group["logprobs"], group["teacher_logprobs"], strict=True):
-            expected = reference_logprobs(server.model, None, group["prompt_ids"], ids, 1.0)
+        step, tops = group["step"], group["teacher_top_ids"] or [None] * 4
+        before = short_dir / "run" / "checkpoints" / f"checkpoint-{step - 1}" if step > 1 else None
+        columns = (group["completion_ids"], group["logprobs"], group["teacher_logprobs"], tops)
+        for ids, own, taught, top in zip(*columns, strict=True):
+            whole = reference_distributions(server.model, None, group["prompt_ids"], ids)
+            expected = whole.gather(1, torch.tensor(ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(taught), expected, atol=1e-4, rtol=0)
-            gains[group["step"]] += (np.array(taught) - np.array(own)).tolist()
+            gains[step] += (np.array(taught) - np.array(own)).tolist()
+            if top is not None:
+                policy = reference_distributions(short_dir / "model", before, group["prompt_ids"], ids)
+                buckets = torch.tensor([[one, *others] for one, others in zip(ids, top, strict=True)])
+                apart[step] += divergences(policy.exp(), whole.exp(), buckets, 0.25)
     found = {line["step"]: line["distillation/logprob_gain"] for line in read_steps(short_dir)}
     assert found == {step: pytest.approx(np.mean(gains[step]), abs=1e-5) for step in (1, 2)}
+    means = {line["step"]: line["distillation/divergence"] for line in read_steps(short_dir) if mode == "divergence"}
+    assert means == {step: pytest.approx(np.mean(values), abs=1e-4) for step, values in apart.items()}
 
 
 def test_a_policy_of_another_vocabulary_is_not_started(

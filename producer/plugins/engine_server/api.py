@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -33,6 +35,7 @@ _UNAUTHORIZED, _BUSY = (401, 403), (429, 503)
 _SECTION = "engine_server"
 
 Answer = TypeVar("Answer")
+Numbers = NDArray[Any]
 
 
 class ServerLostError(Exception):
@@ -262,14 +265,14 @@ class VllmApi:
 
     async def score(self, model: str, token_ids: list[int]) -> list[float]:
         """Return the log-probs of all these tokens but the first, at temperature 1. vLLM uses no cached KV for that."""
+        return list((await self.score_with_top(model, token_ids, 0))[0].tolist())
+
+    async def score_with_top(self, model: str, token_ids: list[int], top_k: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Return, as `score`, log-probs (N,), and the `top_k` likeliest tokens in each place, (N, k), with theirs, (N, k)."""
         (choice,) = await self._complete(
-            model, token_ids, 1, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            model, token_ids, 1, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
         )
-        pairs = zip(token_ids[1:], (choice.prompt_logprobs or [])[1:], strict=False)
-        found = [position[str(token)].logprob for token, position in pairs if position and str(token) in position]
-        if len(found) != len(token_ids) - 1:
-            raise ServerMismatchError(f"returns {len(found)} log-probs of a prompt of {len(token_ids)} tokens")
-        return found
+        return await asyncio.to_thread(_scores, token_ids, choice.prompt_logprobs or [], top_k)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """Return the tokens of a text, without those that begin or end a prompt."""
@@ -302,7 +305,8 @@ class VllmApi:
 
     async def _complete(self, model: str, prompt_ids: list[int], count: int, asked: dict[str, Any]) -> list[_Choice]:
         body = {"model": model, "prompt": prompt_ids, "return_token_ids": True} | asked
-        tokens = len(prompt_ids) * count + asked["max_tokens"] * count * max(1, asked.get("logprobs", 0))
+        tokens = len(prompt_ids) * count * (1 + asked.get("prompt_logprobs", 0))
+        tokens += asked["max_tokens"] * count * max(1, asked.get("logprobs", 0))
         answer = await self._http.ask(
             _COMPLETIONS,
             body,
@@ -318,6 +322,31 @@ class VllmApi:
         if [choice.index for choice in choices] != list(range(count)):
             raise ServerMismatchError(f"was asked for {count} completions and returns {len(choices)}")
         return choices
+
+
+def _scores(
+    token_ids: list[int], positions: list[dict[str, _PromptToken] | None], top_k: int
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Return log-probs, and likeliest tokens with theirs: vLLM adds the token of the prompt where it is none of these."""
+    logprobs, ids, top = list[float](), list[int](), list[float]()
+    for token, position in zip(map(str, token_ids[1:]), positions[1:], strict=False):
+        if not position or token not in position:
+            break
+        others = [one for one in position if top_k and (one != token or len(position) == top_k)]
+        if len(others) != top_k or not all(one.isdecimal() and len(one) <= _MOST_DIGITS for one in others):
+            break
+        logprobs.append(position[token].logprob)
+        ids += map(int, others)
+        top += [position[one].logprob for one in others]
+    if len(logprobs) != len(token_ids) - 1:
+        raise ServerMismatchError(
+            f"returns {len(logprobs)} log-probs of a prompt of {len(token_ids)} tokens, with {top_k} others in each place"
+        )
+    shape = (len(logprobs), top_k)
+    top_ids, top_logprobs = np.array(ids, np.int64).reshape(shape), np.array(top, np.float64).reshape(shape)
+    likeliest = np.argsort(-top_logprobs, kind="stable")
+    first, second = (np.take_along_axis(values, likeliest, 1) for values in (top_ids, top_logprobs))
+    return np.array(logprobs, np.float64), first, second
 
 
 def _every_parameter(**given: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Teachers: vLLM servers that score what the policy sampled.
 
-Guarantee: `logprobs` returns a teacher's log-prob of every sampled token of a group, finite and at most 0, or raises
-LeaseFailure: a teacher that is down, slow or wrong is never a zero. Each was found to have the policy's vocabulary before it is
-asked, and again after it was lost. One with another ends the start of the producer. One that is down then is checked later.
+Guarantee: `scores` returns a teacher's log-prob of every sampled token of a group, and of its likeliest tokens there, finite and
+at most 0, or raises LeaseFailure: a teacher that is down, slow or wrong is never a zero. Each was found to have the policy's
+vocabulary before it is asked, and again after it was lost. One with another, or that returns fewer of its likeliest tokens than
+the run needs, ends the start of the producer. One that is down then is checked later.
 
 A completion is scored by one request: vLLM returns the log-probs of the tokens of its prompt, at temperature 1.
 """
@@ -56,6 +57,17 @@ class Vocabulary(NamedTuple):
         return cls(text, tokenizer.encode(text, add_special_tokens=False), largest)
 
 
+class Scores(NamedTuple):
+    """A teacher's log-probs of T tokens, and of its k likeliest in their places, as in `Group`."""
+
+    logprobs: NDArray[np.float32]  # (T,)
+    top_ids: NDArray[np.int32]  # (T, k), -1 for tokens that the policy does not have
+    top_logprobs: NDArray[np.float32]  # (T, k)
+
+    def since(self, start: int) -> "Scores":
+        return Scores(self.logprobs[start:], self.top_ids[start:], self.top_logprobs[start:])
+
+
 class TeacherObserver(Protocol):
     """Counts every request to a teacher, and every completion that it failed to score."""
 
@@ -65,11 +77,14 @@ class TeacherObserver(Protocol):
 
 
 class Teacher:
-    """A server. `place` is its section in the file; it must take sequences of `min_model_len` tokens."""
+    """A server. `place` is its section in the file; it must take sequences of `min_model_len` tokens, and is asked for `top_k`
+    likeliest ones."""
 
-    def __init__(self, section: TeacherSection, place: str, min_model_len: int, observer: TeacherObserver) -> None:
+    def __init__(
+        self, section: TeacherSection, place: str, min_model_len: int, top_k: int, observer: TeacherObserver
+    ) -> None:
         self.section, self.place = section, place
-        self._min_model_len, self._observer = min_model_len, observer
+        self._min_model_len, self._top_k, self._observer = min_model_len, top_k, observer
         self._session = open_session(section, place)
         self._api = VllmApi(HttpClient(self._session, section.url.rstrip("/"), section.timeout_s, place))
         self._places = asyncio.Semaphore(section.concurrency)
@@ -110,34 +125,52 @@ class Teacher:
                 f"has another tokenizer than model.path: they read a text differently from token {first} on; take a teacher of "
                 "the same vocabulary"
             )
+        pair = [vocabulary.token_ids[0], vocabulary.largest]
+        await self._probe(
+            base.id,
+            pair,
+            0,
+            f"does not score token {vocabulary.largest}, which model.path has",
+            "take a teacher of the same vocabulary",
+        )
+        await self._probe(
+            base.id,
+            pair,
+            self._top_k,
+            f"does not return {self._top_k} tokens in a place (distillation.top_k)",
+            f"give it --max-logprobs {self._top_k}, or lower distillation.top_k",
+        )
+        return base.id
+
+    async def _probe(self, model: str, token_ids: list[int], top_k: int, problem: str, fix: str) -> None:
+        """Score a few tokens. Raise ServerMismatchError with the problem if the server refuses that."""
         try:
-            await self._scored(base.id, [vocabulary.token_ids[0], vocabulary.largest])
+            await self._scored(model, token_ids, top_k)
         except ServerRefusedError as error:
             if error.status not in _UNFIT:
                 raise
-            raise ServerMismatchError(
-                f"does not score token {vocabulary.largest}, which model.path has ({error}); take a teacher of the same "
-                "vocabulary"
-            ) from error
-        return base.id
+            raise ServerMismatchError(f"{problem} ({error}); {fix}") from error
 
-    async def _scored(self, model: str, token_ids: list[int]) -> NDArray[np.float32]:
+    async def _scored(self, model: str, token_ids: list[int], top_k: int) -> Scores:
         """Return the log-probs of all these tokens but the first."""
-        found = np.array(await self._api.score(model, token_ids))
-        if not ((found > _LEAST) & (found <= _MOST)).all():
-            raise ServerMismatchError(f"returns log-probs that are none: give it --logprobs-mode {LOGPROBS_MODE}")
-        result: NDArray[np.float32] = np.minimum(found, 0).astype(np.float32)
-        return result
+        own, top_ids, top = await self._api.score_with_top(model, token_ids, top_k)
+        for values in (own, top):
+            if not ((values > _LEAST) & (values <= _MOST)).all():
+                raise ServerMismatchError(f"returns log-probs that are none: give it --logprobs-mode {LOGPROBS_MODE}")
+        return Scores(
+            np.minimum(own, 0).astype(np.float32), top_ids.astype(np.int32), np.minimum(top, 0).astype(np.float32)
+        )
 
-    async def score(self, vocabulary: Vocabulary, token_ids: list[int], start: int) -> NDArray[np.float32]:
-        """Return the log-probs of these tokens from `start` on, which is at least 1. Raises LeaseFailure after all tries."""
+    async def score(self, vocabulary: Vocabulary, token_ids: list[int], start: int) -> Scores:
+        """Return the scores of these tokens from `start` on, which is at least 1. Raises LeaseFailure after all tries."""
         for attempt in range(self.section.retries + 1):
             if attempt > 0:
                 await asyncio.sleep(pause_s(attempt))
             async with self._places:
                 began = time.monotonic()
                 try:
-                    return (await self._scored(await self.check(vocabulary), token_ids))[start - 1 :]
+                    found = await self._scored(await self.check(vocabulary), token_ids, self._top_k)
+                    return found.since(start - 1)
                 except (ServerLostError, ServerRefusedError, ServerMismatchError) as error:
                     problem: Exception = error
                 finally:
@@ -160,7 +193,7 @@ class TeacherPool:
         # With a token of the prompt, and one that vLLM samples behind:
         least = config.sampling.max_completion_length + 2
         self._teachers = {
-            section.name: Teacher(section, f"teachers.{number}", least, observer)
+            section.name: Teacher(section, f"teachers.{number}", least, config.distillation.num_top, observer)
             for number, section in enumerate(config.teachers)
         }
         self._vocabulary: Vocabulary
@@ -182,8 +215,8 @@ class TeacherPool:
         except (ServerLostError, ServerRefusedError) as error:
             logger.warning("%s %s; it is asked again when it is needed", teacher, error)
 
-    async def logprobs(self, lease: Lease, group: Group) -> bytes:
-        """Return the log-probs of the group's teacher, as `Group.teacher_logprobs`. Raise LeaseFailure if there are none."""
+    async def scores(self, lease: Lease, group: Group) -> dict[str, bytes]:
+        """Return the fields of the group that its teacher fills. Raise LeaseFailure if there are no scores."""
         teacher = self._of(lease)
         prompt = np.frombuffer(group.prompt_ids, "<i4").tolist()
         ends = np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1]
@@ -196,10 +229,14 @@ class TeacherPool:
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        result = np.concatenate([task.result() for task in asked])
-        if group.sampled:
-            result = result * np.frombuffer(group.sampled, "u1")
-        return result.astype("<f4").tobytes()
+        logprobs, ids, top_logprobs = map(np.concatenate, zip(*(task.result() for task in asked), strict=True))
+        is_sampled = np.frombuffer(group.sampled, "?") if group.sampled else np.ones(len(logprobs), np.bool_)
+        is_none = (ids > self._vocabulary.largest) | ~is_sampled[:, None]
+        return {
+            "teacher_logprobs": np.where(is_sampled, logprobs, 0).astype("<f4").tobytes(),
+            "teacher_top_ids": np.where(is_none, -1, ids).astype("<i4").tobytes(),
+            "teacher_top_logprobs": np.where(is_none, 0, top_logprobs).astype("<f4").tobytes(),
+        }
 
     def _of(self, lease: Lease) -> Teacher:
         """Return the teacher of a prompt: the one that its row names, or one drawn by weight, another in another attempt."""

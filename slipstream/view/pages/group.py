@@ -29,6 +29,7 @@ ADVANTAGES = (0.5, 1.5)
 """Upper bounds of the classes `p1` and `p2` of advantages above 0, and `n1` and `n2` of those below, by size. `p3` and `n3` are
 beyond; `a0` is 0. Those of a teacher are its log-prob minus the policy's."""
 _VERSION_COLOURS = 8
+_TOP = 4  # of a teacher's likeliest tokens
 
 
 class Span(NamedTuple):
@@ -54,6 +55,9 @@ def spans(
         title += f", log-prob {logprob:.4f}, version {version}" if sampled else ", not sampled"
         if sampled and group.teacher_logprobs is not None:
             title += f", the teacher's {group.teacher_logprobs[tokens][place]:.4f}"
+        if sampled and group.teacher_top_ids is not None and group.teacher_top_logprobs is not None:
+            top = zip(group.teacher_top_ids[tokens][place], group.teacher_top_logprobs[tokens][place], strict=True)
+            title += "".join(f", its id {one} {value:.4f}" for one, value in list(top)[:_TOP] if one >= 0)
         title += f", advantage {advantages[place]:+.4f}" if sampled and advantages is not None else ""
         title += f", reward {rewards[place]:g} of the span up to it" if place in rewards else ""
         reward = f"{rewards[place]:+g}" if place in rewards else ""

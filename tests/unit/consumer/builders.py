@@ -51,10 +51,11 @@ def rollout_group(
     episodes: list[int] | None = None,
     credit: dict[int, float] | None = None,
     teacher: list[float] | None = None,
+    top: list[list[tuple[int, float]]] | None = None,
 ) -> RolloutGroup:
     """A group of exactly these completions, or records with `episodes`; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... (0 for
     what is not sampled) unless given. `credit` has the rewards of spans by the tokens that they end with, `teacher` a
-    teacher's log-probs."""
+    teacher's log-probs, and `top` its likeliest tokens with theirs."""
     count = len(set(episodes)) if episodes else len(completions)
     lengths = np.array([len(ids) for ids in completions], np.int32)
     flat = [-0.1 * (i + 1) for i in range(int(lengths.sum()))]
@@ -79,6 +80,8 @@ def rollout_group(
         credit=None if credit is None else spans,
         span_ends=None if credit is None else ends,
         teacher_logprobs=None if teacher is None else np.array(teacher, np.float32),
+        teacher_top_ids=None if top is None else np.array(top)[..., 0].astype(np.int32),
+        teacher_top_logprobs=None if top is None else np.array(top)[..., 1].astype(np.float32),
     )
 
 

@@ -78,6 +78,8 @@ SAMPLES = [
         credit=b"\x00\x00\x00?" + b"\x00" * 4,
         span_ends=b"\x01\x00",
         teacher_logprobs=b"\x00\x00\x00\xbf" + b"\x00" * 4,
+        teacher_top_ids=b"\x07\x00\x00\x00" + b"\xff" * 4,
+        teacher_top_logprobs=b"\x00\x00\x80\xbf" + b"\x00" * 4,
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),

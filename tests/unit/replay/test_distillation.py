@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replay.credit import CreditRecipe
-from replay.distillation import DistillationRecipe, teacher_advantages
+from replay.distillation import DistillationRecipe, teacher_advantages, teacher_buckets
 from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 
@@ -36,6 +36,18 @@ def test_a_token_that_its_teacher_never_says_has_a_bounded_advantage(least: floa
     group = rollout_group([[11, 12, 13]], rewards=[1.0], logprobs=[[-0.5, -0.5, -0.5]], teacher=[least, -99.5, -0.5])
     assert teacher_advantages(group).tolist() == [-99.5, -99.0, 0.0]
     assert recipe(coef=2.0, alone=True).signal(group) == 397.0
+
+
+def test_a_teachers_buckets_begin_with_the_token_itself_and_have_it_once() -> None:
+    top = [[(7, -0.5), (11, -1.5)], [(-1, 0), (-1, 0)], [(-1, 0), (8, -0.25)], [(9, -2.0), (8, -9999.0)]]
+    group = rollout_group(
+        [[11, 12, 13], [14]], sampled=[[True, False, True], [True]], teacher=[-1.5, 0, -2.0, -9999], top=top
+    )
+    ids, logprobs = teacher_buckets(group)
+    assert ids.tolist() == [[11, 7, 11], [12, 12, 12], [13, 13, 8], [14, 9, 8]]
+    none = -math.inf
+    assert logprobs.tolist() == [[-1.5, -0.5, none], [0, none, none], [-2.0, none, -0.25], [-100, -2, -100]]
+    assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
 
 
 def test_a_group_of_equal_rewards_has_the_signal_of_its_teacher() -> None:
@@ -72,6 +84,12 @@ def test_the_recipe_is_the_configuration(tmp_path: Path) -> None:
     found = RewardRecipe.of(run_config(tmp_path, **sections, rewards={"credit": "per_step"}), "sum_then_normalize")
     assert (found.distillation, found.credit) == (DistillationRecipe(0.5), CreditRecipe("per_step"))
     assert RewardRecipe.of(run_config(tmp_path), "sum_then_normalize").distillation is None
+    assert (found.num_top, RewardRecipe.of(run_config(tmp_path), "sum_then_normalize").num_top) == (0, 0)
+    for options, expected in (({}, (16, 0.5)), ({"top_k": 4, "beta": 0}, (4, 0.0))):
+        divergence = {"distillation": {"mode": "divergence"} | options}
+        found = RewardRecipe.of(run_config(tmp_path, **(sections | divergence)), "sum_then_normalize")
+        assert found.distillation is not None
+        assert (found.distillation.num_top, found.distillation.beta) == expected
     one = {"sampling": {"num_generations": 1}}
     with pytest.raises(ValueError, match=r"sampling\.num_generations"):
         run_config(tmp_path, **sections, **one)

@@ -39,6 +39,41 @@ def test_rewards_are_completion_by_function() -> None:
     assert group.num_tokens == 4, "a log-prob that rounding took above zero passes"
 
 
+TOP_IDS, TOP_LOGPROBS = (3, 7, 8, 7, -1, 1, 6, -1), (-1, -1, -2, -0.5, 0, -1, -1, 0)
+
+
+def top(ids: tuple[int, ...] = TOP_IDS, values: tuple[float, ...] = TOP_LOGPROBS, **changes: bytes) -> dict[str, bytes]:
+    """Of two likely tokens in the place of each of 3, 4, 5 and 6."""
+    fields = {"teacher_logprobs": floats(-1, -2, -1, -1), "teacher_top_ids": ints(*ids)}
+    return fields | {"teacher_top_logprobs": floats(*values)} | changes
+
+
+def changed(values: tuple[Any, ...], place: int, value: float) -> tuple[Any, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+REFUSED_TOPS: list[tuple[dict[str, Any], str]] = [
+    ({"ids": TOP_IDS[:-1]}, "teacher_top_ids has 28 bytes, expected 4 x 4"),
+    ({"ids": TOP_IDS[:3]}, "teacher_top_ids has 12 bytes, expected 4 x 4 x (1 to 32)"),
+    ({"ids": TOP_IDS * 17, "values": TOP_LOGPROBS * 17}, "expected 4 x 4 x (1 to 32)"),
+    ({"values": TOP_LOGPROBS[:4]}, "teacher_top_logprobs has 16 bytes, expected 8 x 4"),
+    ({"ids": changed(TOP_IDS, 3, 10)}, "teacher_top_ids must lie in -1..9, unlike those at token 1"),
+    ({"ids": changed(TOP_IDS, 3, -2)}, "teacher_top_ids must lie in -1..9, unlike those at token 1"),
+    ({"ids": changed(TOP_IDS, 3, 8)}, "repeat a token, unlike those at token 1"),
+    *(
+        ({"values": changed(TOP_LOGPROBS, 5, value)}, "and 0 beside a token -1, unlike those at token 2")
+        for value in (math.nan, math.inf, -math.inf, 0.5)
+    ),
+    ({"values": changed(TOP_LOGPROBS, 4, -1)}, "and 0 beside a token -1, unlike those at token 2"),
+    ({"values": changed(TOP_LOGPROBS, 5, -0.4)}, "add up to at most 1, unlike those at token 2"),
+    ({"values": changed(TOP_LOGPROBS, 1, -0.4)}, "add up to at most 1, unlike those at token 0"),
+    (
+        {"sampled": bytes([1, 0, 1, 1]), "logprobs": bytes(16), "teacher_logprobs": floats(-1, 0, -1, -1)},
+        "must be -1 for tokens that were not sampled, unlike those at token 1",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -105,6 +140,9 @@ def test_rewards_are_completion_by_function() -> None:
             {"teacher_logprobs": floats(-1, -1, -1, -1), "sampled": b"\1\0\1\1", "logprobs": floats(-1, 0, -1, -1)},
             "and is -1.0 at token 1",
         ),
+        ({"teacher_top_ids": ints(1, 2, 3, 4)}, "teacher_logprobs is empty, and teacher_top_ids is not"),
+        ({"teacher_top_logprobs": floats(-1, -1, -1, -1)}, "teacher_top_ids has 0 bytes, expected 4 x 4 x (1 to 32)"),
+        *((top(**changes), reason) for changes, reason in REFUSED_TOPS),
         ({"episodes": ints(0, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(1, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(0, 1, 2)}, "episodes must name each of 0..1, in order"),
@@ -129,6 +167,19 @@ def test_a_group_without_a_teacher_is_refused_where_one_teaches() -> None:
     np.testing.assert_array_equal(found, np.array([1e-4, 0, -1, -2], np.float32))
 
 
+def test_a_teachers_likeliest_tokens_are_as_many_as_the_run_asks_for() -> None:
+    shape = dataclasses.replace(SHAPE, has_teacher=True, teacher_top_k=2)
+    found = shape.parse(group_message(**top()))
+    assert found.teacher_top_ids is not None
+    assert found.teacher_top_logprobs is not None
+    assert found.teacher_top_ids.tolist() == [[3, 7], [8, 7], [-1, 1], [6, -1]]
+    assert found.teacher_top_logprobs.tolist() == [[-1, -1], [-2, -0.5], [0, -1], [-1, 0]]
+    with pytest.raises(InvalidGroupError, match="teacher_top_ids has 0 bytes, expected 8 x 4"):
+        shape.parse(group_message(teacher_logprobs=floats(-1, -1, -1, -1)))
+    with pytest.raises(InvalidGroupError, match="teacher_top_ids has 32 bytes, expected 12 x 4"):
+        dataclasses.replace(shape, teacher_top_k=3).parse(group_message(**top()))
+
+
 def episode_message(**changes: Any) -> Group:
     """Episode 0 of two records, [3, 4] and [3, 5, 6], of which 3 and 4 are results of tools; episode 1 of one, [7]."""
     values = {
@@ -142,6 +193,8 @@ def episode_message(**changes: Any) -> Group:
         "credit": floats(0.5, 0, 0, 0, 0, -1),
         "span_ends": bytes([1, 0, 0, 0, 1, 1]),
         "teacher_logprobs": floats(-0.5, 0, 0, -3, 0, -0.25),
+        "teacher_top_ids": ints(3, 2, -1, -1, -1, -1, 2, 3, 6, -1, 1, 7),
+        "teacher_top_logprobs": floats(-0.5, -2, 0, 0, 0, 0, -1, -2, 0, 0, -3, -0.25),
     }
     return group_message(**(values | changes))
 

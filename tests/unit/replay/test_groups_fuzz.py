@@ -68,6 +68,12 @@ def nearly_valid(draw: st.DrawFn, shape: GroupShape) -> Group:
         values = np.array(draw(st.lists(st.floats(-100, 0, width=32), min_size=tokens, max_size=tokens)))
         mask = np.frombuffer(buffers.get("sampled", b"\1" * tokens), "u1")
         buffers["teacher_logprobs"] = floats(np.where(mask, values, 0).tolist())
+        if draw(st.booleans()):
+            one = np.array(draw(st.lists(ids, min_size=tokens, max_size=tokens)))
+            likeliest = np.where(mask, one, -1)[:, None] * [1, 0] - [0, 1]  # and one that is none
+            buffers["teacher_top_ids"] = ints(likeliest.flatten().tolist())
+            below = np.log1p(-np.exp(np.minimum(values, -1e-6)))  # what the probability of the token leaves
+            buffers["teacher_top_logprobs"] = floats((np.where(likeliest < 0, 0, below[:, None])).flatten().tolist())
     for name in draw(st.lists(st.sampled_from(sorted(buffers)), max_size=2, unique=True)):
         count = len(buffers[name]) // (1 if name in ("truncated", "sampled", "span_ends") else 4)
         same_size = st.lists(INT32, min_size=count, max_size=count).map(ints)
@@ -116,6 +122,20 @@ def check(shape: GroupShape, group: RolloutGroup, message: Group) -> None:
         assert group.teacher_logprobs.tobytes() == message.teacher_logprobs
         for value, one in zip(group.teacher_logprobs.tolist(), sampled, strict=True):
             assert -math.inf < value <= 1.001e-3 if one else value == 0
+    assert (group.teacher_top_ids is None) == (group.teacher_top_logprobs is None) == (not message.teacher_top_ids)
+    if group.teacher_top_ids is not None and group.teacher_top_logprobs is not None:
+        top = (message.teacher_top_ids, message.teacher_top_logprobs)
+        assert (group.teacher_top_ids.tobytes(), group.teacher_top_logprobs.tobytes()) == top
+        assert group.teacher_logprobs is not None
+        places = zip(group.completion_ids.tolist(), group.teacher_logprobs.tolist(), sampled, strict=True)
+        pairs = zip(group.teacher_top_ids.tolist(), group.teacher_top_logprobs.tolist(), strict=True)
+        for (token, logprob, one), (ids, logprobs) in zip(places, pairs, strict=True):
+            known = [number for number in ids if number != -1]
+            assert len(set(known)) == len(known) <= len(ids) * one
+            assert all(0 <= number < shape.vocab_size for number in known)
+            assert all(value == 0 for number, value in zip(ids, logprobs, strict=True) if number == -1)
+            chances = [math.exp(value) for number, value in zip(ids, logprobs, strict=True) if number != -1]
+            assert sum(chances) + (math.exp(logprob) if one and token not in known else 0) <= 1.002
     assert group.truncated.tolist() == [bool(byte) for byte in message.truncated]
     assert (group.lease_id, group.policy_version) == (message.lease_id, message.policy_version)
 
@@ -130,7 +150,7 @@ def parse(shape: GroupShape, message: Group) -> RolloutGroup | InvalidGroupError
 
 
 @pytest.mark.long
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_nearly_valid_message_is_refused_or_becomes_a_consistent_group(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from consumer.learn.divergence import Teacher
+from consumer.learn.forward import Head, Logits, check_teachable
 from consumer.learn.importance import PRESETS, importance_factors
 from consumer.learn.loss import Pass, part_of_loss, token_advantages
 from consumer.learn.micro_batches import MicroBatch
 from consumer.learn.options import build_arguments
 from consumer.learn.trainer import SlipstreamTrainer
+from protocol.errors import ConfigError
 from protocol.wire.codec import encode
 from replay.distillation import DistillationRecipe, teacher_advantages
 from replay.groups import GroupShape, RolloutGroup, message_of
@@ -30,6 +33,7 @@ from tests.unit.consumer.learn.test_loss_parity import (
 )
 from tests.unit.consumer.trl_reference import lora_parameters, loss_and_gradients, loss_options, slipstream_trainer
 
+TOP = ("teacher_top_ids", "teacher_top_logprobs")
 TEACHERS = [{"name": "big", "url": "http://127.0.0.1:8000"}]
 
 
@@ -60,6 +64,31 @@ def test_every_cell_of_a_batch() -> None:
     assert alone["advantages"].tolist() == [0, 0, 0]
 
 
+NONE = (-1, 0.0)
+TOPPED = dataclasses.replace(
+    rollout_group(
+        [[11, 12, 13], [14]], sampled=[[True, False, True], [True]], rewards=[1.0, 1.0],
+        logprobs=[[-1.0, 0, -1.0], [-2.0]], teacher=[-1.0, 0, -1.0, -2.0],
+        top=[[(20, -0.5), (11, -1.0)], [NONE, NONE], [(21, -1.25), NONE], [(22, -1.0), (23, -1.5)]],
+    ),
+)  # fmt: skip
+
+
+def test_every_bucket_of_a_batch_whose_divergence_teaches() -> None:
+    batch = rows_in_order([TOPPED], rewards=recipe(num_top=2), only_advantages=True)
+    assert batch["completion_ids"].shape == (2, 3), "a row is trained although no advantage moves it"
+    assert batch["teacher_ids"].tolist() == [
+        [[11, 20, 11], [12, 12, 12], [13, 21, 13]],
+        [[14, 22, 23], [0] * 3, [0] * 3],
+    ]
+    none = -math.inf
+    assert batch["teacher_logprobs"].tolist() == [
+        [[-1.0, -0.5, none], [0.0, none, none], [-1.0, -1.25, none]], [[-2.0, -1.0, -1.5], [0.0] * 3, [0.0] * 3]
+    ]  # fmt: skip
+    assert batch["num_items_in_batch"] == 3
+    assert "teacher_ids" not in rows_in_order([TOPPED], rewards=recipe())
+
+
 def test_a_row_is_trained_if_its_teacher_moves_a_token() -> None:
     even = rollout_group(
         [[11, 12], [13, 14]],
@@ -72,11 +101,12 @@ def test_a_row_is_trained_if_its_teacher_moves_a_token() -> None:
     assert batch["num_items_in_batch"] == 4
 
 
-def test_a_group_from_a_journal_is_trained_bit_for_bit() -> None:
-    shape = GroupShape(num_generations=2, num_rewards=1, max_completion_length=6, vocab_size=64, has_teacher=True)
-    again = shape.load(encode(message_of(TAUGHT)))
-    own = dataclasses.replace(RECIPE, rewards=recipe(), scale_rewards="group")
-    for one, other in zip(own.tensors([TAUGHT]), own.tensors([again]), strict=True):
+@pytest.mark.parametrize(("group", "k"), [(TAUGHT, 0), (TOPPED, 2)])
+def test_a_group_from_a_journal_is_trained_bit_for_bit(group: RolloutGroup, k: int) -> None:
+    shape = GroupShape(2, num_rewards=1, max_completion_length=6, vocab_size=64, has_teacher=True, teacher_top_k=k)
+    again = shape.load(encode(message_of(group)))
+    own = dataclasses.replace(RECIPE, rewards=recipe(num_top=k), scale_rewards="group")
+    for one, other in zip(own.tensors([group]), own.tensors([again]), strict=True):
         assert {name: values.numpy().tobytes() for name, values in one.items()} == {
             name: values.numpy().tobytes() for name, values in other.items()
         }
@@ -105,6 +135,25 @@ def taught(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         )
         for group in groups
     ]
+
+
+def with_top(groups: list[RolloutGroup], k: int, vocabulary: int = 49) -> list[RolloutGroup]:
+    """The groups with a teacher's log-probs of all tokens, of which one has no other likely token that the policy has."""
+    draw, result = np.random.default_rng(8), []
+    for group in groups:
+        own = np.log(draw.dirichlet(np.full(vocabulary, 0.3), group.num_tokens)).clip(-50)
+        ids = np.argsort(-own)[:, :k]
+        top, of_token = np.take_along_axis(own, ids, 1), own[np.arange(group.num_tokens), group.completion_ids]
+        ids[-1], ids[~group.is_sampled] = -1, -1
+        result.append(
+            dataclasses.replace(
+                group,
+                teacher_logprobs=np.where(group.is_sampled, of_token, 0).astype("f4"),
+                teacher_top_ids=ids.astype("i4"),
+                teacher_top_logprobs=np.where(ids < 0, 0, top).astype("f4"),
+            )
+        )
+    return result
 
 
 def trainer_of(folder: Path, model: Path, **options: Any) -> SlipstreamTrainer:
@@ -152,6 +201,80 @@ def test_loss_and_gradient_are_sums_over_tokens(
     assert ours.last.metrics["distillation/logprob_gain"] == pytest.approx(gains.mean(), rel=1e-11)
 
 
+def divergence_of_token(log_p: torch.Tensor, group: RolloutGroup, token: int, beta: float) -> torch.Tensor:
+    """Of a teacher's buckets, from the log-probs of the whole vocabulary."""
+    assert group.teacher_top_ids is not None
+    assert group.teacher_top_logprobs is not None
+    assert group.teacher_logprobs is not None
+    known = dict(zip(group.teacher_top_ids[token].tolist(), group.teacher_top_logprobs[token].tolist(), strict=True))
+    known |= {int(group.completion_ids[token]): float(group.teacher_logprobs[token])}
+    known.pop(-1, None)
+    s = log_p.exp()[list(known)]
+    s, t = torch.cat([s, 1 - s.sum()[None]]), torch.tensor([*map(math.exp, known.values())])
+    t = torch.cat([t, 1 - t.sum()[None]])
+    m = beta * t + (1 - beta) * s
+    return (beta * t * (t / m).log() + (1 - beta) * s * (s / m).log()).sum()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("is_tree", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_loss_and_gradient_have_the_mean_divergence_of_the_tokens(
+    tmp_path: Path, one_layer_model: Path, is_tree: bool, alone: bool
+) -> None:
+    """Each row alone and unpadded: c times the mean over tokens of min(p / b, 1.5) times the divergence, and the part of rewards
+    as above."""
+    options = {"mode": "divergence", "top_k": 3, "beta": 0.25, "coef": 0.5}
+    ours = trainer_of(tmp_path, one_layer_model, alone=alone, **options)
+    assert ours._kernel is not None
+    ours._kernel = ours._kernel if is_tree else None
+    groups = with_top(off_policy(ours, with_tool_results(some_groups())), 3)
+    ours.model.zero_grad()
+    num_tokens, total, divergences = sum(int(group.is_sampled.sum()) for group in groups), 0.0, list[float]()
+    for group in groups:
+        rewards = torch.tensor(group.rewards[:, 0])
+        of_outcome = (rewards - rewards.mean()) / (rewards.std() + 1e-4) * (not alone)
+        for index, tokens in enumerate(group.records):
+            ids = torch.tensor([*group.prompt_ids.tolist(), *group.completion_ids[tokens].tolist()])
+            logprobs = ours.model(ids[None]).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+            for place in np.flatnonzero(group.is_sampled[tokens]).tolist():
+                own = logprobs[place, ids[len(group.prompt_ids) + place]]
+                divergence = divergence_of_token(logprobs[place], group, tokens.start + place, 0.25)
+                ratio = min(math.exp(own.item() - float(group.logprobs[tokens.start + place])), 1.5)
+                ratio = 1.0 if math.isnan(ratio) else ratio
+                loss = ratio * (0.5 * divergence - of_outcome[index] * (own - own.detach()).exp()) / num_tokens
+                loss.backward(retain_graph=True)
+                total += loss.item()
+                divergences.append(divergence.item())
+    gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(ours)])
+    assert_equal_whole_and_cut(ours, groups, (total, gradient), is_tree=is_tree)
+    assert ours.last is not None
+    assert ours.last.metrics["distillation/divergence"] == pytest.approx(np.mean(divergences), rel=1e-11)
+    assert ours.last.metrics["distillation/logprob_gain"] != 0
+
+
+def test_a_model_that_caps_its_logits_takes_no_divergence(tmp_path: Path) -> None:
+    section = run_config(tmp_path, teachers=TEACHERS, distillation={"mode": "divergence"}).distillation
+    for logits in (None, Logits(1.0, 30.0)):
+        with pytest.raises(ConfigError, match=r"distillation\.mode"):
+            check_teachable(section, logits)
+    check_teachable(section, Logits(0.5))
+    check_teachable(run_config(tmp_path).distillation, None)
+
+
+@pytest.mark.usefixtures("float64")
+def test_logits_may_have_a_factor() -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*size, generator=draw) for size in ((4, 3), (7, 3)))
+    ids = torch.tensor([[0, 1, 2]] * 4)
+    teacher = Teacher(ids, torch.tensor([[0.5, 0.25, 0.125]] * 4).log(), 0.5)
+    options = loss_options(temperature=1.0)
+    scaled = Head(Logits(0.25), options, entropy_trains=False)(hidden, weight, None, ids[:, 0], teacher)
+    plain = Head(Logits(), options, entropy_trains=False)(hidden / 4, weight, None, ids[:, 0], teacher)
+    torch.testing.assert_close(scaled, plain, atol=1e-14, rtol=0)
+
+
 def each_alone(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     """A group of each completion."""
     return [
@@ -162,7 +285,7 @@ def each_alone(groups: list[RolloutGroup]) -> list[RolloutGroup]:
             truncated=group.truncated[number : number + 1],
             **{
                 name: getattr(group, name)[tokens]
-                for name in ("completion_ids", "logprobs", "sampled", "teacher_logprobs")
+                for name in ("completion_ids", "logprobs", "sampled", "teacher_logprobs", *TOP)
             },
         )
         for group in groups
@@ -171,17 +294,20 @@ def each_alone(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize(
+    ("loss_type", "mode"),
+    [("dapo", "advantage"), ("grpo", "advantage"), pytest.param("grpo", "divergence", marks=pytest.mark.long)],
+)
 def test_groups_of_one_completion_teach_what_these_completions_teach_in_larger_groups(
-    tmp_path: Path, one_layer_model: Path, loss_type: str
+    tmp_path: Path, one_layer_model: Path, loss_type: str, mode: str
 ) -> None:
     found = []
     for count in (4, 1):
-        sections = {"teachers": TEACHERS, "distillation": {"mode": "advantage", "alone": True}}
+        sections = {"teachers": TEACHERS, "distillation": {"mode": mode, "alone": True}}
         sizes = {"sampling": {"num_generations": count}, "pipeline": {"groups_per_step": 8 // count}}
         config = run_config(tmp_path, one_layer_model, trainer={"loss_type": loss_type}, **sizes, **sections)
         ours = slipstream_trainer(config, one_layer_model)
-        groups = taught(off_policy(ours, with_tool_results(some_groups())))
+        groups = with_top(off_policy(ours, with_tool_results(some_groups())), 16)
         groups = groups if count > 1 else each_alone(groups)
         found.append(loss_and_gradients(ours, ours.recipe.tensors(groups)))
     assert_equal(*found)

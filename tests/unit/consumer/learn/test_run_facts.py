@@ -61,7 +61,8 @@ def test_groups_of_another_schema_are_not_comparable() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["num_generations", "max_completion_length", "vocab_size", "reward_names", "has_teachers"]
+    "name",
+    ["num_generations", "max_completion_length", "vocab_size", "reward_names", "has_teachers", "teacher_top_k"],
 )
 def test_groups_of_another_shape_are_not(name: str) -> None:
     assert not comparable(FACTS, FACTS | {name: "5"}, JOURNAL)
@@ -101,6 +102,15 @@ def test_a_run_with_an_environment_has_its_reward_among_the_others(tiny_model: P
     config = run_config(tmp_path, tiny_model, environment={"factory": "shop:Shop", "reward_weight": 0.5})
     facts = run_facts(config, tiny_model, "run-1", 64, 1, 1)
     assert (facts["reward_names"], facts["reward_weights"]) == ('["first", "environment"]', "[1.0, 0.5]")
+
+
+@pytest.mark.parametrize(("mode", "top_k"), [("advantage", None), ("divergence", "16")])
+def test_the_likeliest_tokens_that_teachers_are_asked_for_are_a_fact(
+    tiny_model: Path, tmp_path: Path, mode: str, top_k: str | None
+) -> None:
+    sections = {"teachers": [{"name": "big", "url": "http://h:1"}], "distillation": {"mode": mode}}
+    facts = run_facts(run_config(tmp_path, tiny_model, **sections), tiny_model, "run-1", 64, 1, 1)
+    assert facts.get("teacher_top_k") == top_k
 
 
 def test_the_credit_of_a_run_is_a_fact(tiny_model: Path, tmp_path: Path) -> None:

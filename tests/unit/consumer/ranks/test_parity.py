@@ -18,7 +18,7 @@ from protocol.config.learning import CorrectionSection
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.learn.test_answer_steps import ANSWERS
 from tests.unit.consumer.learn.test_credit_steps import rewarded
-from tests.unit.consumer.learn.test_distillation_steps import TEACHERS, taught
+from tests.unit.consumer.learn.test_distillation_steps import TEACHERS, with_top
 from tests.unit.consumer.learn.test_loss_parity import LOSS_TYPES, off_policy, some_groups
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
 from tests.unit.consumer.trl_reference import lora_parameters, metrics_of, slipstream_trainer
@@ -75,7 +75,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, one_layer_model: Path) -> Tr
 
 
 def assert_same(alone: SlipstreamTrainer, *trainers: SlipstreamTrainer) -> None:
-    groups = taught(rewarded(off_policy(alone, some_groups(3))))
+    groups = with_top(rewarded(off_policy(alone, some_groups(3))), 16)
     loss, gradient, metrics = of_step(alone, groups)
     assert gradient.abs().max() > 1e-4
 
@@ -116,13 +116,14 @@ def test_rewards_of_spans(trainers_of: Callable[..., Trainers], credit: str) -> 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["advantage", "divergence"])
 @pytest.mark.parametrize("alone", [True, False])
-def test_teachers(trainers_of: Callable[..., Trainers], alone: bool) -> None:
-    sections = {"teachers": TEACHERS, "distillation": {"mode": "advantage", "coef": 0.5, "alone": alone}}
+def test_teachers(trainers_of: Callable[..., Trainers], alone: bool, mode: str) -> None:
+    sections = {"teachers": TEACHERS, "distillation": {"mode": mode, "coef": 0.5, "alone": alone}}
     one, *trainers = trainers_of(4, {}, sections)
     for world in (2, 4):
         assert_same(one, *trainers[:world])
-    assert metrics_of(one)["distillation/logprob_gain"] != 0
+    assert metrics_of(one)["distillation/logprob_gain" if mode == "advantage" else "distillation/divergence"] != 0
 
 
 @pytest.mark.long

@@ -92,17 +92,19 @@ def test_a_record_that_loses_its_end_keeps_rewards_of_later_spans_and_not_their_
 
 
 class Teachers:
-    async def logprobs(self, lease, group):
+    async def scores(self, lease, group):
         assert (lease.lease_id, len(group.completion_ids)) == (group.lease_id, 8)
         if group.credit:
             raise LeaseFailure("generation_failed", "it is down")
-        return np.array([-0.25, -4.0], "<f4").tobytes()
+        return {"teacher_logprobs": np.array([-0.25, -4.0], "<f4").tobytes(), "teacher_top_ids": b"1234"}
 
 
 def test_a_teacher_is_asked_for_what_was_put_together_but_not_in_an_evaluation():
     setup = Setup(("environment",), ("environment",))
     setup._finish.teachers = Teachers()
-    assert np.frombuffer(setup.group([[1], [0]]).teacher_logprobs, "<f4").tolist() == [-0.25, -4.0]
+    group = setup.group([[1], [0]])
+    assert np.frombuffer(group.teacher_logprobs, "<f4").tolist() == [-0.25, -4.0]
+    assert group.teacher_top_ids == b"1234"
     assert (setup.progress.stage, setup.progress.reason) == ("scoring", "generation_failed")
     setup.evaluates = PolicyInfo(3, "ab" * 32, 10)
     assert setup.group([[1], [0]]).teacher_logprobs == b""

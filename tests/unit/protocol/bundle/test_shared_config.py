@@ -292,7 +292,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
             ),
             *("threshold", "pass_k", "keep_best", "patience", "min_delta", "wait_s"),
         },
-        "distillation": {"coef"},
+        "distillation": {"coef", "beta"},
     }
     whole = {
         "run_dir",
@@ -331,6 +331,7 @@ def test_producers_read_no_key_that_is_left_out() -> None:
         "names",
         "computed",
         "num_lora_slots",
+        "num_top",
         "is_played_outside",
         "model_dump",
     }

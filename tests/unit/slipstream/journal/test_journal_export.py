@@ -26,13 +26,15 @@ def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path
     credit, ends = np.array([0, 0.5, 0, 0], "<f4").tobytes(), bytes([0, 1, 0, 1])
     given = {"rewards": rewards, "logprobs": logprobs, "token_versions": versions, "credit": credit, "span_ends": ends}
     given["teacher_logprobs"] = np.array([-1, -2, -3, -4], "<f4").tobytes()
+    given["teacher_top_ids"] = np.array([3, 7, 7, 8, 7, 8, -1, -1], "<i4").tobytes()
+    given["teacher_top_logprobs"] = np.array([-1, -1, -1, -2, -1, -2, 0, 0], "<f4").tobytes()
     frame = encode(group_message("0-11-0-1-s", **given))
     journal.append([entry(11, frame=frame)])
     to = tmp_path / "groups.jsonl"
     assert command("export", "--to", str(to), "--state", "ready") == f"2 groups in {to}\n"
     first, record = map(json.loads, to.read_text().splitlines())
     assert first["lease_id"] == "0-10-0-1-s"
-    assert {name: record[name] for name in list(record)[-12:]} == {
+    assert {name: record[name] for name in list(record)[-14:]} == {
         "prompt_ids": [1, 2],
         "completion_ids": [[3, 4, 5], [6]],
         "logprobs": [[-0.5, -0.25, None], [-0.125]],
@@ -45,8 +47,10 @@ def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path
         "credit": [[0.0, 0.5, 0.0], [0.0]],
         "span_ends": [[False, True, False], [True]],
         "teacher_logprobs": [[-1.0, -2.0, -3.0], [-4.0]],
+        "teacher_top_ids": [[[3, 7], [7, 8], [7, 8]], [[-1, -1]]],
+        "teacher_top_logprobs": [[[-1.0, -1.0], [-1.0, -2.0], [-1.0, -2.0]], [[0.0, 0.0]]],
     }
-    assert (first["credit"], first["span_ends"], first["teacher_logprobs"]) == (None, None, None)
+    assert [first[name] for name in list(record)[-5:]] == [None] * 5
     assert (record["lease_id"], record["state"], record["step"], record["reward"]) == ("0-11-0-1-s", "ready", None, 0.5)
     command("export", "--to", f"{tmp_path}/no/x.jsonl", code=ExitCode.JOURNAL)
     assert command.err.endswith("no/x.jsonl: cannot be written: No such file or directory; choose another place\n")

@@ -70,6 +70,9 @@ def test_show_a_group_that_several_policies_sampled(journal: Journal, command: C
     versions = np.array([0, 0, 2, 1], "<i4").tobytes()
     spans = {"credit": np.array([0, 0.5, 0, 0], "<f4").tobytes(), "span_ends": bytes([0, 1, 1, 0])}
     spans["teacher_logprobs"] = np.array([-1, -2, 0, -4], "<f4").tobytes()
+    spans["teacher_top_ids"] = np.array([7, -1, 7, 8, 5, -1, 7, -1], "<i4").tobytes()
+    halves = np.log([0.5, 1, 0.5, 0.25, 1, 1, 0.75, 1])
+    spans["teacher_top_logprobs"] = halves.astype("<f4").tobytes()
     journal.append([entry(11, frame=encode(group_message("0-11-0-1-s", token_versions=versions, **spans)))])
     lines = command.lines("show", "0-11-0-1-s", "--tokens")
     assert "policy    version 0-2" in lines
@@ -77,6 +80,9 @@ def test_show_a_group_that_several_policies_sampled(journal: Journal, command: C
         "rewards of spans: 0.500 at token 1, 0.000 at token 2"
     ]
     assert "log-probs of the teacher: mean -1.000, lowest -2.000, sum -3.000" in lines
+    assert [line.split(": ")[1] for line in lines if line.startswith("its 2 likeliest tokens")] == [
+        "probability 0.750 in the mean"
+    ] * 2  # of 0.5, 0.75 and 1, and of 0.75
     assert [line for line in lines if line.startswith("policies:")] == [
         "policies: version 0 sampled 2 tokens, version 2 sampled 1 tokens",
         "policies: version 1 sampled 1 tokens",

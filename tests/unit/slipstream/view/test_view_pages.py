@@ -55,8 +55,12 @@ def test_hovering_says_the_numbers() -> None:
     _, rewarded, _ = spans(SHAPE.parse(group_message(**credit)), slice(0, 3), ["a", "b", "c"], "logprob")
     assert "0.5" in rewarded.title
     teacher = np.array([0, -1.25, 0, 0], "<f4").tobytes()
-    _, taught, _ = spans(SHAPE.parse(group_message(teacher_logprobs=teacher)), slice(0, 3), ["a", "b", "c"], "logprob")
-    assert "-1.25" in taught.title
+    top = {
+        "teacher_top_ids": np.array([3, -1, 7, 6, 5, 1, 6, -1], "<i4").tobytes(),
+        "teacher_top_logprobs": np.array([0, 0, -0.625, -2.5, 0, -20, 0, 0], "<f4").tobytes(),
+    }
+    taught, _ = spans(SHAPE.parse(group_message(teacher_logprobs=teacher, **top)), slice(1, 3), ["b", "c"], "logprob")
+    assert all(number in taught.title for number in ("-1.25", "id 7 -0.625", "id 6 -2.5"))
 
 
 CHAT = "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n<think>\nHm</think>\n\n<tool_call>add</tool_call>5<|im_end|>"

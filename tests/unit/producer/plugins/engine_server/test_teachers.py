@@ -55,7 +55,9 @@ class Letters:
 class Scene:
     """Teachers `t0`, `t1`, ... on these servers."""
 
-    def __init__(self, folder: Path, started: list[ScriptedVllmServer], column: str | None, **section: Any) -> None:
+    def __init__(
+        self, folder: Path, started: list[ScriptedVllmServer], column: str | None, top_k: int = 0, **section: Any
+    ) -> None:
         teachers = [{"name": f"t{n}", "url": server.url} | section for n, server in enumerate(started)]
         values: dict[str, Any] = {
             "run_dir": str(folder / "run"),
@@ -64,7 +66,8 @@ class Scene:
             "rewards": {"functions": [{"function": "unused:reward"}]},
             "sampling": {"max_completion_length": 6},
             "teachers": teachers,
-            "distillation": {"mode": "advantage", "teacher_column": column},
+            "distillation": {"teacher_column": column}
+            | ({"mode": "divergence", "top_k": top_k} if top_k else {"mode": "advantage"}),
         }
         self.registry = CollectorRegistry()
         metrics = ProducerMetrics(self.registry, teachers=[f"t{n}" for n in range(len(started))])
@@ -74,7 +77,7 @@ class Scene:
         return self.registry.get_sample_value(f"rl_producer_teacher_{name}", {"teacher": teacher})
 
     async def logprobs(self, group: Group, **changes: Any) -> list[float]:
-        return np.frombuffer(await self.pool.logprobs(lease(7, **changes), group), "<f4").tolist()
+        return np.frombuffer((await self.pool.scores(lease(7, **changes), group))["teacher_logprobs"], "<f4").tolist()
 
 
 @asynccontextmanager
@@ -135,6 +138,50 @@ async def test_what_was_shown_has_none_and_every_record_is_scored_with_its_own_h
         assert values == pytest.approx(wanted, abs=1e-6)
 
 
+def rows(data: bytes, kind: str, k: int) -> np.ndarray:
+    return np.frombuffer(data, kind).reshape(-1, k)
+
+
+@asynchronous
+async def test_each_sampled_token_has_the_likeliest_tokens_in_its_place(tmp_path: Path) -> None:
+    record = Record.of(PROMPT)
+    record.sampled(Completion([8], [-0.5], False, [3]))
+    record.show([21])
+    record.sampled(Completion([9, END], [-0.5] * 2, False, [3] * 2))
+    async with scene(tmp_path, top_k=4) as (found, [server]):
+        await found.pool.read_with(Letters())
+        fields = await found.pool.scores(lease(7), group_of(Episode(3, [record])))
+        said = [*PROMPT, 8, 21, 9, END]
+        in_places = [server.logprobs(server.flags.model, said[:n], 1.0) for n in range(3, 7)]
+    wanted = [np.argsort(-each)[:4] for each in in_places]
+    assert rows(fields["teacher_top_ids"], "<i4", 4).tolist() == [
+        wanted[0].tolist(), [-1] * 4, wanted[2].tolist(), wanted[3].tolist()
+    ]  # fmt: skip
+    values = [np.zeros(4) if place == 1 else each[wanted[place]] for place, each in enumerate(in_places)]
+    np.testing.assert_allclose(rows(fields["teacher_top_logprobs"], "<f4", 4), values, atol=1e-6)
+    own = [each[token] * (token != 21) for each, token in zip(in_places, said[3:], strict=True)]
+    np.testing.assert_allclose(np.frombuffer(fields["teacher_logprobs"], "<f4"), own, atol=1e-6)
+
+
+class FewerLetters(Letters):
+    """A tokenizer that does not know the server's last tokens."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(VOCABULARY - 15)}
+
+
+@asynchronous
+async def test_a_likely_token_that_the_policy_does_not_have_is_left_out(tmp_path: Path) -> None:
+    async with scene(tmp_path, top_k=VOCABULARY - 2, flags={"max_logprobs": VOCABULARY}) as (found, _):
+        await found.pool.read_with(FewerLetters())
+        fields = await found.pool.scores(lease(7), one_group())
+    ids = rows(fields["teacher_top_ids"], "<i4", VOCABULARY - 2)
+    values = rows(fields["teacher_top_logprobs"], "<f4", VOCABULARY - 2)
+    assert ids.max() == VOCABULARY - 16
+    assert ((ids == -1).sum(1) >= 13).all()
+    assert ((values == 0) == (ids == -1)).all()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -148,6 +195,13 @@ async def test_what_was_shown_has_none_and_every_record_is_scored_with_its_own_h
 async def test_a_server_that_cannot_teach_ends_the_start(tmp_path: Path, flags: dict[str, Any], said: str) -> None:
     async with scene(tmp_path, flags=flags) as (found, _):
         with pytest.raises(ConfigError, match=said):
+            await found.pool.read_with(Letters())
+
+
+@asynchronous
+async def test_a_server_that_returns_fewer_likely_tokens_ends_the_start(tmp_path: Path) -> None:
+    async with scene(tmp_path, top_k=21) as (found, _):
+        with pytest.raises(ConfigError, match=r"distillation\.top_k.*allowed: 20.*--max-logprobs 21"):
             await found.pool.read_with(Letters())
 
 
@@ -254,6 +308,40 @@ async def test_what_are_no_log_probs_is_a_failure_at_once(
         assert found.value("seconds_count") in (1, 2), "no request was repeated"
 
 
+def spoilt_top(body: dict[str, Any], change: Callable[[dict[str, Any], str], None]) -> None:
+    """Change the entry of the last place whose token is not that of the prompt."""
+    entries = body["choices"][0]["prompt_logprobs"][-1]
+    change(entries, next(token for token in entries if token != str(body["choices"][0]["prompt_token_ids"][-1])))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries, token: entries.clear(),
+        lambda entries, token: [entries.pop(one) for one in list(entries)[1:3]],
+        lambda entries, token: entries.update(
+            {"28": {"logprob": -1.0}, "29": {"logprob": -1.0}, "30": {"logprob": -1.0}}
+        ),
+        lambda entries, token: entries.update({"one": entries.pop(token)}),
+        lambda entries, token: entries.update({"-1": entries.pop(token)}),
+        lambda entries, token: entries.update({"9" * 20: entries.pop(token)}),
+        lambda entries, token: entries[token].update(logprob=0.5),
+        lambda entries, token: entries[token].update(logprob=-1e300),
+    ],
+)
+@asynchronous
+async def test_what_are_no_likely_tokens_is_a_failure_at_once(
+    tmp_path: Path, change: Callable[[dict[str, Any], str], None]
+) -> None:
+    async with scene(tmp_path, retries=2, top_k=4) as (found, [server]):
+        await found.pool.read_with(Letters())
+        server.spoil = lambda body: spoilt_top(body, change)
+        with pytest.raises(LeaseFailure) as failure:
+            await found.pool.scores(lease(7), one_group())
+        assert failure.value.reason == "generation_failed"
+        assert found.value("seconds_count") in (1, 2), "no request was repeated"
+
+
 @asynchronous
 async def test_a_completion_that_a_teacher_refuses_is_the_prompts_own_failure(tmp_path: Path) -> None:
     async with scene(tmp_path, retries=2) as (found, [server]):
@@ -316,7 +404,7 @@ async def test_a_lease_that_is_taken_back_leaves_no_request_behind(tmp_path: Pat
             assert [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Teacher.score"] == []
 
         group = one_group()
-        assert await cancel_at_each_wait(lambda: found.pool.logprobs(lease(7), group), check, fail_once) >= 1
+        assert await cancel_at_each_wait(lambda: found.pool.scores(lease(7), group), check, fail_once) >= 1
 
 
 @asynchronous
