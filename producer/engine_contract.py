@@ -143,6 +143,10 @@ class Engine(Protocol):
         """Sample a group until every completion has ended, or `cut` is set. Raises LeaseFailure if the engine refuses this
         request."""
 
+    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]:
+        """Return the log-prob of each token but the first, at temperature 1. Raises LeaseFailure if the engine refuses this
+        request."""
+
     async def sleep(self) -> None:
         """Give up the memory of its GPU, but keep its policies. Call it only while no request is open; the next may come
         when `wake` has returned. Raises EngineError if it cannot."""

@@ -45,6 +45,10 @@ class Policies:
         while self.current is None or self.current.version < floor:
             await self._swapped.wait()
 
+    def loaded(self, version: int) -> Adapter | None:
+        """The current one is the only one that is surely there."""
+        return self.current if self.current is not None and self.current.version == version else None
+
     def has_newer(self, adapter: Adapter) -> bool:
         return self.current is not None and self.current.version > adapter.version
 

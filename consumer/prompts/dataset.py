@@ -7,7 +7,7 @@ has none is refused alone, with its number. Ids stay the same at every start as 
 import hashlib
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -67,6 +67,16 @@ class PromptDataset:
         if len(self._sources) > 1:
             logger.info("dataset: %d prompts: %s", len(self), shares)
 
+    def check_columns(self, names: Iterable[str], key: str) -> None:
+        """Raise DatasetError if the first row of a source has no such column, which `key` of the configuration names."""
+        for rows in self._sources:
+            _, columns = rows[0]
+            for name in names:
+                if name not in columns:
+                    raise DatasetError(
+                        f"{key}: {rows.reader.source.path} has no column {name!r}; it has {', '.join(map(repr, columns))}"
+                    )
+
     def __len__(self) -> int:
         return len(self._mixture)
 
@@ -115,7 +125,10 @@ def open_prompts(config: RunConfig, model_folder: Path, check: Callable[[], None
     if config.environment.atropos:
         return Placeholders()
     trusted = config.model.trust_remote_code
-    return PromptDataset(config.dataset, model_folder, trust_remote_code=trusted, check=check)
+    prompts = PromptDataset(config.dataset, model_folder, trust_remote_code=trusted, check=check)
+    for number, teacher in enumerate(config.teachers):
+        prompts.check_columns(teacher.columns, f"teachers.{number}.prompt")
+    return prompts
 
 
 class Mixture:

@@ -351,6 +351,8 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     access = EngineAccess(registry, admission, in_flight)
     outside = build_outside(base, can.facts.max_model_len)
     source = build_source(base, helpers, engine, tokenizer, access, outside)
+    if helpers.teachers is not None and isinstance(source, PlainRollouts):
+        helpers.teachers.use_engine(source.prompts, in_flight.score)
     builder = GroupBuilder(
         config.reward_names, source.reward_names, rewards, counters, base.metrics, teachers=helpers.teachers,
         is_given=config.rewards.credit == "given",

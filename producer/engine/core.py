@@ -100,15 +100,7 @@ class EngineCore:
 
     async def _score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
         """Return the log-probs of all these tokens but the first, at temperature 1 and without cached KV."""
-        of_prompt = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}  # 0: without other tokens
-        output = await self._ask(token_ids, lora, salt, max_tokens=1, **of_prompt)
-        if output.prompt_logprobs is None:
-            reason = output.outputs[0].finish_reason
-            raise AdapterFailedError(f"vLLM ended the scoring of {len(token_ids)} tokens with finish_reason={reason!r}")
-        flat = output.prompt_logprobs
-        logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
-        assert len(logprobs) == len(token_ids) - 1
-        return logprobs
+        return logprobs_of(await self._ask(token_ids, lora, salt, **SCORING), len(token_ids))
 
     async def _ask(self, token_ids: list[int], lora: LoRARequest | None, salt: str, **fields: Any) -> Any:
         params = SamplingParams(
@@ -165,6 +157,21 @@ class EngineCore:
             self._running.shutdown()
             self._running = None  # so that its __del__ does not run while the interpreter ends
             self._sockets.close()
+
+
+SCORING = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": True}  # 0: without other tokens
+"""The fields of a request for the log-probs of the tokens of its prompt."""
+
+
+def logprobs_of(output: Any, num_tokens: int) -> list[float]:
+    """Return the log-probs of all tokens of a prompt but the first. Raise AdapterFailedError if there are none."""
+    flat = output.prompt_logprobs
+    if flat is None:
+        reason = output.outputs[0].finish_reason
+        raise AdapterFailedError(f"vLLM ended the scoring of {num_tokens} tokens with finish_reason={reason!r}")
+    logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
+    assert len(logprobs) == num_tokens - 1
+    return logprobs
 
 
 def prompt_of(token_ids: list[int], salt: str = "") -> Any:

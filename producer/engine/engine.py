@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from producer.engine.configuration import build_vllm_config, leave_a_core, model_folder, take_places
-from producer.engine.core import EngineCore, lora_request, prompt_of
+from producer.engine.core import SCORING, EngineCore, logprobs_of, lora_request, prompt_of
 from producer.engine.sampling import group_fields, limits
 from producer.engine.tool_calls import ToolCallParser
 from producer.engine.weights import AdapterWeights, InFlightRequest, MergedWeights, VllmWeights
@@ -104,6 +104,23 @@ class VllmEngine:
             raise LeaseFailure("generation_failed", f"vLLM refused: {type(error).__name__}: {error}") from error
         samples = sorted(output.outputs, key=lambda sample: sample.index)
         return [_completion(sample, request, may_be_cut=is_cut.is_set()) for sample in samples]
+
+    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]:
+        fields: dict[str, Any] = SCORING
+        params = SamplingParams(
+            **fields, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        try:
+            output, _ = await self.weights.sample(
+                lambda request_id, lora, salt: self._core.sample(
+                    request_id, prompt_of(token_ids, salt), params, lora, asyncio.Event()
+                ),
+                adapter,
+            )
+            return logprobs_of(output, len(token_ids))
+        except Exception as error:
+            self._core.raise_if_dead(error)
+            raise LeaseFailure("generation_failed", f"vLLM refused: {type(error).__name__}: {error}") from error
 
     def openai_server(self, config: RunConfig) -> "OpenAIServer":
         from producer.engine.openai_server import OpenAIServer

@@ -182,6 +182,10 @@ class AdapterRegistry:
         while self.current is None or self.current.version < floor:
             await self._flipped.wait()
 
+    def loaded(self, version: int) -> Adapter | None:
+        """Return the adapter of this version, if the engine has it."""
+        return next((adapter for adapter in self._versions if adapter.version == version), None)
+
     def has_newer(self, adapter: Adapter) -> bool:
         return self.current is not None and self.current.version > adapter.version
 

@@ -134,6 +134,16 @@ class InFlight:
                     completions[place] = _joined(completions[place], partial)
         return completions
 
+    async def score(self, token_ids: list[int], version: int) -> list[float]:
+        """Return the log-prob of each of these tokens but the first, at temperature 1, on this policy version, or on the current
+        one if that is gone. Raises LeaseFailure where the engine refuses."""
+        await self.gate.wait_open()
+        await self.adapters.wait_for(0)
+        with self.adapters.pin(self.adapters.loaded(version)) as adapter:
+            async with self.gate.use():
+                with self.busy.running():
+                    return await self.engine.score(token_ids, adapter)
+
     async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
         """Sample `requests` until they end or, after `min_run_s`, a newer adapter is current or the turn on the GPU ends."""
         cut = asyncio.Event()

@@ -4,17 +4,37 @@ Guarantee: a section that exists is complete; an inconsistent one is refused wit
 """
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from string import Formatter
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from protocol.config.section import HttpUrl, Positive, PositiveFloat, PositiveSeconds, Problems, Section
 
+_OF_A_SERVER = ("key_file", "ca_file", "timeout_s", "retries", "concurrency")
+
+
+def _pieces(template: str) -> list[tuple[str, str | None]]:
+    """Return texts, each with the name in braces behind it; {{ and }} are braces. Raise ValueError for anything else."""
+    found = []
+    for text, name, spec, conversion in Formatter().parse(template):
+        if name is not None and (spec or conversion or not re.fullmatch(r"[^{}\[\].!:]+", name)):
+            raise ValueError(f"{{{name}}}: expected the name of a column, without `.`, `[`, `!` and `:`")
+        found.append((text, name))
+    return found
+
 
 class TeacherSection(Section):
     name: str = Field(description="Name in `teacher_column`, metrics and logs.")
-    url: HttpUrl = Field(description="Its plain `vllm serve`: `http://HOST:PORT`.")
+    url: HttpUrl | None = Field(None, description="Its plain `vllm serve`: `http://HOST:PORT`.")
+    prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="In place of `url`: the policy teaches itself behind this prompt, with `{column}` of the row and `{prompt}`, "
+        "the (last) text of the prompt.",
+    )
     key_file: str | None = Field(None, description="As `engine_server.key_file`.")
     ca_file: str | None = Field(None, description="As `engine_server.ca_file`.")
     weight: PositiveFloat = Field(1.0, description="Share of the prompts, relative to others.")
@@ -29,8 +49,31 @@ class TeacherSection(Section):
             raise ValueError("expected 1 to 64 letters, digits, `_`, `.` or `-`")
         return value
 
+    @field_validator("prompt")
+    @classmethod
+    def _names_columns(cls, value: str | None) -> str | None:
+        names = [name for _, name in _pieces(value or "") if name is not None]
+        if value is not None and not names:
+            raise ValueError("expected a column as `{column}`; without one the teacher knows no more than the policy")
+        return value
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that `prompt` names."""
+        names = (name for _, name in _pieces(self.prompt or ""))
+        return tuple(name for name in names if name not in (None, "prompt"))
+
+    def filled(self, values: Mapping[str, Any]) -> str:
+        """Return `prompt` with these values."""
+        return "".join(text + ("" if name is None else str(values[name])) for text, name in _pieces(self.prompt or ""))
+
     def problems(self) -> Problems:
-        place = urlsplit(self.url)
+        if (self.url is None) == (self.prompt is None):
+            yield "give one of url, for a server, and prompt, for the policy itself"
+        for key in _OF_A_SERVER if self.url is None else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"{key} is for a server, and the policy itself has none; remove it"
+        place = urlsplit(self.url or "")
         if place.username or place.password or place.query or place.fragment:
             yield "url: expected `http://HOST:PORT` and no more; a key belongs into a file, see key_file"
         elif place.path.rstrip("/").endswith("/v1"):

@@ -255,6 +255,14 @@ def _of_teachers(config: RunConfig) -> Problems:
             "sampling: log-probs of a teacher are those at temperature 1, of all tokens; set temperature=1.0 and remove "
             "accept_biased_ratios"
         )
+    own = [number for number, teacher in enumerate(config.teachers) if teacher.prompt is not None]
+    if own and (config.environment.is_given or config.posted_rewards):
+        yield (
+            f"teachers.{own[0]}.prompt: it stands in place of the row's prompt, and environments and agents make their own; "
+            "remove it, or give a url"
+        )
+    if own and section is not None and section.mode != "advantage":
+        yield f"teachers.{own[0]}.prompt: the policy itself teaches with distillation.mode: advantage only; set it, or give a url"
     if section is not None and section.alone and config.rewards.credit != "outcome":
         yield "rewards.credit: with distillation.alone rewards teach nothing; remove one of them"
     if config.sampling.num_generations == 1 and not (

@@ -137,6 +137,36 @@ def test_a_pair_learns_from_it(server: VllmServer, short_dir: Path, daemons: lis
     assert means == {step: pytest.approx(np.mean(values), abs=1e-4) for step, values in apart.items()}
 
 
+def test_the_policy_teaches_itself_with_the_solution_before_its_eyes(short_dir: Path, daemons: list[Daemon]) -> None:
+    rows = [{"prompt": f"{i}+1=", "solution": f"{i + 1}"} for i in range(40)]
+    own = {
+        "teachers": [{"name": "self", "prompt": "{solution};{prompt}"}],
+        "distillation": {"mode": "advantage", "alone": True},
+    }
+    config = write_run(short_dir, "qwen2", rows, REWARD, trainer={"max_steps": 1, "save_steps": 1}, **own)
+    run_pair(short_dir, str(config), daemons)
+
+    versions_trained_on(short_dir)
+    model = short_dir / "model"
+    tokenizer, places, gains = load_tokenizer(model, trust_remote_code=False), set(), list[float]()
+    for group in map(json.loads, (short_dir / "trained.jsonl").read_text().splitlines()):
+        row = rows[group["prompt_id"]]
+        prompt = tokenizer(f"{row['solution']};{row['prompt']}")["input_ids"]
+        assert group["policy_version"] == 0, "the base, because its adapter changes nothing yet"
+        for ids, own_logprobs, taught in zip(
+            group["completion_ids"], group["logprobs"], group["teacher_logprobs"], strict=True
+        ):
+            expected = reference_logprobs(model, None, prompt, ids, 1.0)
+            torch.testing.assert_close(torch.tensor(taught), expected, atol=1e-4, rtol=0)
+            gains += (np.array(taught) - np.array(own_logprobs)).tolist()
+            places.add(tuple(ids))
+    assert len(places) > 1
+    assert np.std(gains) > 0.01, "what the teacher knows shows"
+    (line,) = read_steps(short_dir)
+    assert line["distillation/logprob_gain"] == pytest.approx(np.mean(gains), abs=1e-5)
+    assert line["grad_norm"] > 0
+
+
 def test_a_policy_of_another_vocabulary_is_not_started(
     server: VllmServer, short_dir: Path, daemons: list[Daemon]
 ) -> None:

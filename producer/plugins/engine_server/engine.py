@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from producer.engine_contract import (
@@ -51,6 +51,7 @@ from protocol.wire.messages import EngineFacts, Sampling
 from protocol.wire.model_folder import base_model_digest, placeholders_of, resolve_model, tokenizer_digest
 
 logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
 _TIDY_EVERY_S = 5.0
 _GOODBYE_S = 10.0  # for unloading this producer's adapters
@@ -217,12 +218,23 @@ class ServerEngine:
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event | None = None
     ) -> list[Completion]:
         """Sample a group. `cut` is never set: requests run to their end (`swap.in_flight`)."""
+
+        def sample(server: Server) -> Awaitable[list[Completion]]:
+            return server.api.sample(server.names[adapter.id], prompt_ids, sampling, adapter.version)
+
+        return await self._asked(sampling.num_generations, sample)
+
+    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]:
+        return await self._asked(1, lambda server: server.api.score(server.names[adapter.id], token_ids))
+
+    async def _asked(self, num_places: int, ask: Callable[[Server], Awaitable[_Answer]]) -> _Answer:
+        """Ask a ready server, and others while it fails. Raises LeaseFailure after all tries, or if one refuses."""
         problem, pause_s, num_busy, num_failed = "", _BUSY_S[0], 0, 0
         while num_failed < _ATTEMPTS and num_busy < _BUSY_ATTEMPTS:
             server = await self.servers.pick()
             try:
-                async with server.working(sampling.num_generations):
-                    return await server.api.sample(server.names[adapter.id], prompt_ids, sampling, adapter.version)
+                async with server.working(num_places):
+                    return await ask(server)
             except ServerBusyError as error:
                 num_busy, problem = num_busy + 1, str(error)
                 await asyncio.sleep(min(error.retry_after_s or pause_s, _BUSY_S[1]))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ from producer.plugins.engine_server.api import (
     open_session,
 )
 from producer.rewards.pool import pause_s
+from producer.rollouts.prompts import PromptFormat
+from producer.rollouts.self_teacher import Score, SelfTeacher, TeacherObserver
 from protocol.config.distillation import TeacherSection
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -68,14 +70,6 @@ class Scores(NamedTuple):
         return Scores(self.logprobs[start:], self.top_ids[start:], self.top_logprobs[start:])
 
 
-class TeacherObserver(Protocol):
-    """Counts every request to a teacher, and every completion that it failed to score."""
-
-    def teacher_called(self, teacher: str, seconds: float) -> None: ...
-
-    def teacher_failed(self, teacher: str) -> None: ...
-
-
 class Teacher:
     """A server. `place` is its section in the file; it must take sequences of `min_model_len` tokens, and is asked for `top_k`
     likeliest ones."""
@@ -85,6 +79,7 @@ class Teacher:
     ) -> None:
         self.section, self.place = section, place
         self._min_model_len, self._top_k, self._observer = min_model_len, top_k, observer
+        assert section.url is not None
         self._session = open_session(section, place)
         self._api = VllmApi(HttpClient(self._session, section.url.rstrip("/"), section.timeout_s, place))
         self._places = asyncio.Semaphore(section.concurrency)
@@ -185,16 +180,19 @@ class Teacher:
 
 
 class TeacherPool:
-    """The teachers of a run. `read_with` comes first."""
+    """The teachers of a run. `read_with` comes first, and `use_engine` where the policy teaches itself."""
 
     def __init__(self, config: RunConfig, observer: TeacherObserver) -> None:
         assert config.distillation is not None
-        self._column = config.distillation.teacher_column
+        self._column, self._observer = config.distillation.teacher_column, observer
+        self._sections = {section.name: section for section in config.teachers}
+        self._own: dict[str, SelfTeacher] = {}
         # With a token of the prompt, and one that vLLM samples behind:
         least = config.sampling.max_completion_length + 2
         self._teachers = {
             section.name: Teacher(section, f"teachers.{number}", least, config.distillation.num_top, observer)
             for number, section in enumerate(config.teachers)
+            if section.url is not None
         }
         self._vocabulary: Vocabulary
 
@@ -202,6 +200,14 @@ class TeacherPool:
         """Check all teachers. Raise ConfigError if one that answers cannot teach."""
         self._vocabulary = Vocabulary.of(tokenizer)
         await asyncio.gather(*(self._check(teacher) for teacher in self._teachers.values()))
+
+    def use_engine(self, prompts: PromptFormat, score: Score) -> None:
+        """Let the policy teach itself where the configuration says so."""
+        self._own = {
+            section.name: SelfTeacher(section, prompts, score, self._observer)
+            for section in self._sections.values()
+            if section.prompt is not None
+        }
 
     async def close(self) -> None:
         for teacher in self._teachers.values():
@@ -217,7 +223,10 @@ class TeacherPool:
 
     async def scores(self, lease: Lease, group: Group) -> dict[str, bytes]:
         """Return the fields of the group that its teacher fills. Raise LeaseFailure if there are no scores."""
-        teacher = self._of(lease)
+        name = self._of(lease)
+        if name in self._own:
+            return {"teacher_logprobs": (await self._own[name].logprobs(lease, group)).astype("<f4").tobytes()}
+        teacher = self._teachers[name]
         prompt = np.frombuffer(group.prompt_ids, "<i4").tolist()
         ends = np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1]
         records = np.split(np.frombuffer(group.completion_ids, "<i4"), ends)
@@ -238,17 +247,16 @@ class TeacherPool:
             "teacher_top_logprobs": np.where(is_none, 0, top_logprobs).astype("<f4").tobytes(),
         }
 
-    def _of(self, lease: Lease) -> Teacher:
+    def _of(self, lease: Lease) -> str:
         """Return the teacher of a prompt: the one that its row names, or one drawn by weight, another in another attempt."""
         if self._column is None:
-            teachers = list(self._teachers.values())
             draw = random.Random(f"{lease.prompt_id} {lease.attempt}")  # noqa: S311 - no secret
-            return draw.choices(teachers, [teacher.section.weight for teacher in teachers])[0]
+            return draw.choices(list(self._sections), [section.weight for section in self._sections.values()])[0]
         name = str(lease.columns.get(self._column))
-        if name not in self._teachers:
+        if name not in self._sections:
             raise LeaseFailure(
                 "bad_prompt",
                 f"distillation.teacher_column: column {self._column} has {name[:64]!r}, and teachers are "
-                f"{', '.join(self._teachers)}",
+                f"{', '.join(self._sections)}",
             )
-        return self._teachers[name]
+        return name

@@ -8,9 +8,11 @@ from typing import Any
 import datasets
 import pytest
 
-from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.dataset import PromptDataset, open_prompts
 from protocol.config.data import DatasetSection
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, ExitCode
+from tests.unit.consumer.builders import run_config
 
 ROWS = [{"prompt": "1+1=", "answer": 2}, {"prompt": "2+3=", "answer": 5}]
 
@@ -53,6 +55,24 @@ def test_every_form_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     prompts = opened(tmp_path / name)
     assert len(prompts) == 2
     assert [prompts[i] for i in range(2)] == [("1+1=", {"answer": 2}), ("2+3=", {"answer": 5})]
+
+
+def test_columns_that_the_prompt_of_a_teacher_names_must_be_there(tmp_path: Path) -> None:
+    teacher = {"name": "self", "prompt": "{prompt} is {answer}"}
+
+    def with_teacher(**changes: str) -> RunConfig:
+        values = run_config(tmp_path, dataset={"path": str(jsonl(tmp_path / "rows.jsonl", *ROWS))}).model_dump(
+            exclude_unset=True
+        )
+        return RunConfig.model_validate(
+            values | {"teachers": [teacher | changes], "distillation": {"mode": "advantage"}}
+        )
+
+    assert len(open_prompts(with_teacher(), tmp_path, lambda: None)) == 2
+    with pytest.raises(
+        DatasetError, match=r"teachers\.0\.prompt: .*rows\.jsonl has no column 'right'; it has 'answer'"
+    ):
+        open_prompts(with_teacher(prompt="{right}"), tmp_path, lambda: None)
 
 
 def test_another_split_of_a_saved_dataset(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ async def test_pinned_versions_stay_until_their_last_request_is_done(setup):
                 await setup.publish(2)
                 assert (first.version, second.version, newest.version) == (0, 0, 1)
                 assert setup.engine.versions == [0, 1, 2]
+                assert [setup.registry.loaded(version) for version in (0, 1, 3)] == [first, newest, None]
             await settle()
             assert setup.engine.versions == [0, 2]
         await settle()

@@ -156,6 +156,7 @@ def test_a_producer_s_configuration_is_the_trainer_s_in_what_it_computes_with(tm
                 "teachers": [
                     {"name": "t", "url": "http://h:1"},
                     {"name": "u", "url": "https://h:2", "key_file": "k", "ca_file": "c"},
+                    {"name": "self", "prompt": "{solution}"},
                 ],
                 "distillation": {"mode": "advantage", "coef": 0.5},
             },

@@ -26,6 +26,7 @@ TAKEN = [
     "trainer: {learning_rate: 1e-5, lr_scheduler_kwargs: {num_cycles: 2}}",
     "evaluation: {dataset: {path: eval.jsonl}, every_versions: 10}",
     "{teachers: [{name: big, url: 'http://h:8000'}], distillation: {mode: advantage}}",
+    "{teachers: [{name: self, prompt: 'In short: {prompt} {solution}'}], distillation: {mode: advantage, alone: true}}",
     "{dataset: {path: train.jsonl, answer_column: answer}, loss: {ce_coef: 0.1}}",
 ]
 REFUSED = [

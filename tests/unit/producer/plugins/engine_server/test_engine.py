@@ -53,6 +53,18 @@ async def test_tokens_logprobs_and_probe_are_those_of_the_policy(tmp_path: Path)
 
 
 @asynchronous
+async def test_scores_are_those_of_the_policy_and_come_of_another_try_where_one_fails(tmp_path: Path) -> None:
+    async with servers() as started, running(tmp_path, started) as engine:
+        (server,) = started
+        policies = [adapter(tmp_path, version) for version in (1, 2)]
+        for policy in policies:
+            await publish(engine, policy)
+        server.answers["/v1/completions"] = deque([lambda: refusal(502, "engine trouble")])
+        for policy in policies:
+            assert await engine.score(PROBE, policy) == pytest.approx(probe_of(server, policy), abs=1e-9)
+
+
+@asynchronous
 async def test_every_parameter_of_sampling_is_given_so_that_no_default_of_the_server_applies(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
     async with servers() as started, running(tmp_path, started) as engine:

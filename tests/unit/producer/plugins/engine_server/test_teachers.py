@@ -19,6 +19,7 @@ from producer.engine_contract import Completion
 from producer.groups import Episode, LeaseFailure, Record, group_message
 from producer.metrics import ProducerMetrics
 from producer.plugins.engine_server.teachers import TeacherPool, Vocabulary
+from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.messages import Group
@@ -51,6 +52,9 @@ class Letters:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [0] * add_special_tokens + [2 + ord(each) % (VOCABULARY - 2) for each in text]
 
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens=True)}
+
 
 class Scene:
     """Teachers `t0`, `t1`, ... on these servers."""
@@ -69,6 +73,7 @@ class Scene:
             "distillation": {"teacher_column": column}
             | ({"mode": "divergence", "top_k": top_k} if top_k else {"mode": "advantage"}),
         }
+        values["teachers"] = section.get("teachers", values["teachers"])
         self.registry = CollectorRegistry()
         metrics = ProducerMetrics(self.registry, teachers=[f"t{n}" for n in range(len(started))])
         self.pool = TeacherPool(RunConfig.model_validate(values), metrics)
@@ -422,13 +427,34 @@ async def test_the_column_of_a_row_names_its_teacher(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_the_policy_teaches_beside_servers_where_the_row_says_so(tmp_path: Path) -> None:
+    async def score(token_ids: list[int], version: int) -> list[float]:
+        return [-token / 100 for token in token_ids[1:]]
+
+    async with servers(1) as [server]:
+        teachers = [{"name": "t0", "url": server.url}, {"name": "self", "prompt": "{answer}"}]
+        found = Scene(tmp_path, [], "who", teachers=teachers)
+        await found.pool.read_with(Letters())
+        found.pool.use_engine(PromptFormat(Letters(), 64, {}), score)
+        assert await found.logprobs(one_group(), columns={"answer": "2", "who": "self"}) == pytest.approx(
+            [-0.08, -0.09, -END / 100, -0.1]
+        )
+        assert await found.logprobs(one_group(), columns={"who": "t0"}) == pytest.approx(
+            [*expected(server, [*PROMPT, 8, 9, END]), *expected(server, [*PROMPT, 10])], abs=1e-6
+        )
+        with pytest.raises(LeaseFailure, match="t0, self"):
+            await found.logprobs(one_group(), columns={"who": "nobody"})
+        await found.pool.close()
+
+
+@asynchronous
 async def test_weights_choose_the_teacher_of_a_prompt_alike_on_every_producer(tmp_path: Path) -> None:
     async with servers(2) as started:
         pools = [Scene(tmp_path, started, None).pool for _ in range(2)]
-        pools[0]._teachers["t0"].section = pools[0]._teachers["t0"].section.model_copy(update={"weight": 3.0})
-        pools[1]._teachers["t0"].section = pools[0]._teachers["t0"].section
+        for pool in pools:
+            pool._sections["t0"] = pool._sections["t0"].model_copy(update={"weight": 3.0})
         leases = [msgspec.structs.replace(lease(number), attempt=number % 3) for number in range(400)]
-        chosen = [[pool._of(each).section.name for each in leases] for pool in pools]
+        chosen = [[pool._of(each) for each in leases] for pool in pools]
         for pool in pools:
             await pool.close()
     assert chosen[0] == chosen[1]
