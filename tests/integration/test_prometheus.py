@@ -44,6 +44,8 @@ def run_dir() -> Iterator[Path]:
             [{"prompt": f"{i}+1="} for i in range(40)],
             REWARD,
             rewards={"credit": "per_step"},
+            teachers=[{"name": "self", "prompt": "Now: {prompt}"}],
+            distillation={"mode": "advantage"},
             replay={"mode": "signal", "min_size": 2},
             reroll={"delay_versions": 1},
             correction={"preset": "token_mask"},
