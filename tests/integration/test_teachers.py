@@ -22,7 +22,7 @@ from producer.rollouts.prompts import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.wire.messages import Group
 from tests.integration.engines import run_config
-from tests.integration.models import build_model, char_tokenizer, reference_distributions
+from tests.integration.models import build_model, char_tokenizer, reference_distributions, reference_logprobs
 from tests.integration.pair import Daemon, run_pair
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vllm_server import VllmServer
