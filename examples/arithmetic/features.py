@@ -1,6 +1,6 @@
 """Feature matching (EBFT, arXiv:2603.12248) on the demo's sums: no reward reads whether an answer is right.
 
-    python -m examples.arithmetic.features [--steps 60] [--run-dir runs/features]
+    python -m examples.arithmetic.features [--steps 40] [--run-dir runs/features]
 
 The reward compares states of the frozen base model behind a completion with those behind the right answer. Prints what rose on
 held-out sums: the cosine with the answer's states, and the accuracy.
@@ -26,7 +26,7 @@ REWARDS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/features"), help="replaced if a demo made it")
     arguments = parser.parse_args()
     fresh_folder(arguments.run_dir)
