@@ -37,18 +37,20 @@ def rewarded(group: Group, every: int) -> Group:
     return msgspec.structs.replace(group, credit=credit.tobytes(), span_ends=ends.tobytes())
 
 
-def top(k: int) -> dict[str, bytes]:
-    """Return a teacher's likeliest tokens, other ones in each place, of probabilities 1/2, 1/4 and so on of half of 1."""
+def top(group: Group, k: int) -> dict[str, bytes]:
+    """Return the fields of a teacher: likeliest tokens, other ones in each place, of probabilities 1/4, 1/8 and so on at most."""
     draw, num_tokens = np.random.default_rng(0), SHAPE.num_generations * SHAPE.max_completion_length
     ids = draw.integers(0, SHAPE.vocab_size - k, num_tokens)[:, None] + np.arange(k)
     logprobs = np.log(0.25) + np.log(0.5) * np.arange(k) + draw.uniform(-0.5, 0, (num_tokens, k))
-    return {"teacher_top_ids": ids.astype("<i4").tobytes(), "teacher_top_logprobs": logprobs.astype("<f4").tobytes()}
+    own = np.frombuffer(group.logprobs, "<f4") - 1
+    fields = {"teacher_logprobs": own.astype("<f4").tobytes(), "teacher_top_ids": ids.astype("<i4").tobytes()}
+    return fields | {"teacher_top_logprobs": logprobs.astype("<f4").tobytes()}
 
 
 def main() -> None:
     group = GroupFactory(0).group("0-0-0-1-s", 0)
     taught = msgspec.structs.replace(group, teacher_logprobs=group.logprobs)
-    likeliest = msgspec.structs.replace(taught, **top(16))
+    likeliest = msgspec.structs.replace(group, **top(group, 16))
     for name, one in (
         ("without", group), ("with credit", rewarded(group, 64)), ("with teacher", taught), ("with top 16", likeliest)
     ):  # fmt: skip
