@@ -19,7 +19,6 @@ from benchmarks.overlap_report import OWN, SERVED, TRL, WARM_UP, draw, fastest, 
 from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
-from consumer.learn.options import build_lora
 from examples.folders import fresh_folder
 from producer.engine.configuration import ON_CPU
 from tests.integration.vllm_server import wait_until_healthy
@@ -61,7 +60,7 @@ class Case(NamedTuple):
 def serve(run: Run, case: Case) -> str:
     """Start a vLLM server, wait for it, and return its address."""
     port = reserve_port(run.stack)
-    rank, engine = build_lora(run.config).r, run.config.engine
+    rank, engine = run.config.lora_section["r"], run.config.engine
     words = [
         *("--model", str(TASKS[case.task].base), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-model-len", str(engine["max_model_len"]), "--max-num-seqs", str(engine["max_num_seqs"])),

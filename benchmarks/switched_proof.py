@@ -30,7 +30,7 @@ class SwitchedLoading(AdapterWorker):
 
 class SwitchedMerging(MergeWorker):
     def prove_by_bits(self, on: bool) -> None:
-        merging: Any = self._merging
+        merging: Any = self._weights
 
         def done() -> None:
             merging.state = ("done", merging._path)

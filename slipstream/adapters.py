@@ -1,16 +1,20 @@
-"""The adapters that a run has left, for `slipstream export` and `slipstream.Run`.
+"""The policies that a run has left, adapters or whole models, for `slipstream export` and `slipstream.Run`.
 
-Guarantee: an adapter that is found was written whole. If there is none, the error lists those that there are.
+Guarantee: what is found was written whole. If there is none, the error lists those that there are.
 """
 
 from pathlib import Path
 
 from consumer.learn import checkpoints
 from protocol.errors import ConfigError
+from protocol.wire import weight_patch
+
+_FILES = (*checkpoints.FINAL_FOLDERS.values(), weight_patch.FILE)
+"""A folder of a policy has one of these files."""
 
 
 def choose_adapter(run_dir: Path, which: str) -> Path:
-    """Return the folder of an adapter; `ConfigError` if there is none.
+    """Return the folder of a policy; `ConfigError` if there is none.
 
     Args:
         which: `last`, `best`, the step of a checkpoint, or a folder.
@@ -22,15 +26,15 @@ def choose_adapter(run_dir: Path, which: str) -> Path:
         folder = checkpoints_dir / ("best" if which == "best" else f"checkpoint-{int(which)}")
     else:
         folder = Path(which)
-    if not (folder / checkpoints.CONFIG_FILE).is_file():
+    if not any((folder / name).is_file() for name in _FILES):
         kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints.committed(checkpoints_dir))
-        raise ConfigError(f"{which}: there is no adapter in {folder}; checkpoints of the run: {kept or 'none'}")
+        raise ConfigError(f"{which}: there are no weights in {folder}; checkpoints of the run: {kept or 'none'}")
     return folder
 
 
 def _last(run_dir: Path, checkpoints_dir: Path) -> Path:
-    """The final adapter, unless the run went on after it."""
+    """The final policy, unless the run went on after it."""
     found = checkpoints.newest_adapter(run_dir, checkpoints_dir)
     if found is None:
-        raise ConfigError(f"run_dir: {run_dir} has no adapter yet: neither a checkpoint nor the final one")
+        raise ConfigError(f"run_dir: {run_dir} has no weights yet: neither a checkpoint nor the final ones")
     return found[0]

@@ -1,4 +1,5 @@
-"""`slipstream export` merges an adapter into its base model and writes a folder that needs no PEFT, or the adapter alone.
+"""`slipstream export` merges an adapter into its base model and writes a folder that needs no PEFT, or the adapter alone. Where
+the weights themselves were trained it writes the model.
 
 Guarantee: the folder appears whole and on the disk, with a model card. A merged model, when it is read back, computes what base
 model and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written
@@ -9,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from transformers.utils import logging as transformers_logging
@@ -19,8 +21,11 @@ from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
+from protocol.wire import weight_patch
+from protocol.wire.adapter_blob import BlobError
+from protocol.wire.patch_streams import changes_of
 from slipstream.adapters import choose_adapter
-from slipstream.model_card import model_card
+from slipstream.model_card import Kind, model_card
 from slipstream.new_folder import new_folder
 from slipstream.run_inputs import RunInputs
 
@@ -50,13 +55,19 @@ def run(
     `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained. It is merged into
     the base model, or into what is left of that when it was quantized as for training and is `dequantized`. If `is_adapter`, the
     folder has the adapter alone."""
+    full = config.weights == "full"
+    if full and is_adapter:
+        raise ConfigError(
+            "--adapter: with `lora: null` the weights themselves were trained, and there is no adapter; leave it out"
+        )
     if dequantized and config.model.quantization is None:
         raise ConfigError("--base dequantized: the run has no model.quantization, so there is nothing to dequantize")
     transformers_logging.disable_progress_bar()
     with new_folder(to) as partial:
         chosen = choose_adapter(Path(config.run_dir), which)
-        AdapterFolder.read(chosen, "--checkpoint")
-        if is_adapter:
+        if full:
+            said = f"{chosen}: {to}; {write_model(RunInputs(config), chosen, partial)}"
+        elif AdapterFolder.read(chosen, "--checkpoint") and is_adapter:
             for name in (CONFIG_FILE, TENSORS_FILE):
                 shutil.copyfile(chosen / name, partial / name)
             said = f"{chosen}: {to}"
@@ -64,7 +75,8 @@ def run(
             inputs = RunInputs(config)
             agreement = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
             said = f"{chosen} merged into {inputs.model_folder}: {to}; {agreement}"
-        model_card(config, is_adapter=is_adapter).save(partial / "README.md")
+        kind: Kind = "full" if full else "adapter" if is_adapter else "merged"
+        model_card(config, kind=kind).save(partial / "README.md")
     print_progress(f"slipstream export: {said}")
     if repository is not None:
         print_progress(f"slipstream export: uploaded to {upload(to, repository)}")
@@ -82,14 +94,57 @@ def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to:
         moved = float((wanted - logprobs(adapted, ids)).abs().max())
     merged = adapted.merge_and_unload(safe_merge=True)
     merged.save_pretrained(to)
-    inputs.tokenizer().save_pretrained(to)
-    for name in _OF_IMAGES:
-        if (file := inputs.model_folder / name).is_file():
-            shutil.copyfile(file, to / name)
+    _write_files(inputs, to)
     del adapted, base, merged
     difference = float((wanted - logprobs(inputs.model(device, to), ids)).abs().max())
     check(difference, moved, TOLERANCES[config.model.dtype], config.model.dtype)
     return f"log-probs agree to {difference:.1e} (the adapter moves them by up to {moved:.2g})"
+
+
+def write_model(inputs: RunInputs, policy: Path, to: Path) -> str:
+    """Write the model that a run's own weights became, in the dtype of the run. Returns how it was compared, in words.
+
+    Args:
+        policy: a checkpoint, the final model, or the patch of the best one.
+    """
+    if (policy / weight_patch.FILE).is_file():
+        model = patched(inputs.model("cpu"), inputs.model_folder, policy)
+    else:
+        model = inputs.model("cpu", policy)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(to)
+    _write_files(inputs, to)
+    written = inputs.model("cpu", to).state_dict()
+    if wrong := [name for name, tensor in state.items() if not torch.equal(written[name], tensor)]:
+        raise ConfigError(f"{wrong[0]} differs when the written model is read back; nothing was written")
+    return f"{len(state)} tensors were read back, bit for bit"
+
+
+def patched(base: Any, base_folder: Path, policy: Path) -> Any:
+    """Return the base model with the weights of a patch, in its dtype of 16 bits. Raises ConfigError if the patch is not of this
+    base."""
+    state = base.state_dict()
+    try:
+        for tensor, places, bits in changes_of(
+            weight_patch.read(policy, None, {n: tuple(t.shape) for n, t in state.items()})
+        ):
+            flat = state[tensor.name].view(-1).view(torch.int16).numpy().view(np.uint16)
+            flat[places] ^= bits
+            if int(flat.sum(dtype=np.uint64)) != tensor.sum:
+                raise ConfigError(
+                    f"model.path: {base_folder} is not the model that {policy} is a patch of ({tensor.name})"
+                )
+    except BlobError as error:
+        raise ConfigError(f"{policy} does not fit model.path: {error}") from error
+    return base
+
+
+def _write_files(inputs: RunInputs, to: Path) -> None:
+    """Write what a model's folder has beside its weights."""
+    inputs.tokenizer().save_pretrained(to)
+    for name in _OF_IMAGES:
+        if (file := inputs.model_folder / name).is_file():
+            shutil.copyfile(file, to / name)
 
 
 def check(difference: float, moved: float, tolerance: float, dtype: str) -> None:

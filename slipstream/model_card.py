@@ -6,6 +6,7 @@ Guarantee: it says what the run's own files say, and nothing of this machine: a 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -21,11 +22,18 @@ _SECTIONS: dict[str, bool | set[str]] = {
     "lora": True,
     "trainer": True,
 }
+Kind = Literal["adapter", "merged", "full"]
+_TITLES: dict[Kind, str] = {
+    "adapter": "A LoRA adapter for",
+    "merged": "A model that merges a LoRA adapter into",
+    "full": "A model that was trained from",
+}
 _WINDOW = 10  # steps averaged for a reward
 
 
-def model_card(config: RunConfig, *, is_adapter: bool) -> ModelCard:
-    """Return the card of the run's adapter, or of base and adapter merged."""
+def model_card(config: RunConfig, *, kind: Kind) -> ModelCard:
+    """Return the card of the run's adapter, of base and adapter merged, or of a model whose weights were trained."""
+    is_adapter = kind == "adapter"
     run = RunReader(Path(config.run_dir))
     base = _hub_name(config.model.path)
     datasets = {name for source in config.dataset.all_sources.values() if (name := _hub_name(source.path))}
@@ -35,13 +43,12 @@ def model_card(config: RunConfig, *, is_adapter: bool) -> ModelCard:
         datasets=sorted(datasets) or None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["grpo", "lora", "reinforcement-learning", "slipstream", "trl"],
+        tags=["grpo", *([] if kind == "full" else ["lora"]), "reinforcement-learning", "slipstream", "trl"],
     )
-    what = "A LoRA adapter for" if is_adapter else "A model that merges a LoRA adapter into"
     settings = config.model_dump(mode="json", include={**_SECTIONS}) | {"rewards": list(config.rewards.names)}
     parts = [
         f"---\n{data.to_yaml()}\n---\n",
-        f"# {what} {base or 'a local base model'}\n",
+        f"# {_TITLES[kind]} {base or 'a local base model'}\n",
         "Trained with GRPO by Slipstream.\n",
         "## Results\n",
         *_results(run.lines(STEPS), run.lines(EVALUATIONS)),

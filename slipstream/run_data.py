@@ -77,7 +77,8 @@ class Run:
         return _table(lines, "lease_id")
 
     def adapter(self, which: int | str = "last") -> Path:
-        """Return the folder of an adapter, for `peft.PeftModel.from_pretrained`; `ConfigError` if there is none.
+        """Return the folder of an adapter, for `peft.PeftModel.from_pretrained`, or of a model (`lora: null`); `ConfigError` if
+        there is none.
 
         Args:
             which: the step of a checkpoint, `last` or `best`.

@@ -1,8 +1,8 @@
 """`slipstream sft` trains a supervised warm start from the run's own configuration and dataset, with TRL's SFTTrainer.
 
-Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole and
-on the disk. Every option of `trl.SFTConfig` that is not refused is TRL's own; only the completions count in the loss unless
-`sft.completion_only_loss` is set otherwise.
+Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes, or with `lora: null` a
+model, which `model.path` takes. It appears whole and on the disk. Every option of `trl.SFTConfig` that is not refused is TRL's
+own; only the completions count in the loss unless `sft.completion_only_loss` is set otherwise.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
+import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -44,7 +45,7 @@ def check_libraries(config: RunConfig) -> None:
 
 
 def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
-    """Write the adapter to the new folder `to`, or raises a `SlipstreamError`."""
+    """Write the adapter, or the model, to the new folder `to`, or raises a `SlipstreamError`."""
     if len(gpus) > 1:
         # transformers would copy the model to all of them in every step (DataParallel), which PEFT does not support.
         named = ",".join(map(str, gpus))
@@ -61,9 +62,15 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
         print_progress(f"slipstream sft: {len(rows)} rows")
-        train(inputs.model_folder, arguments, lora, rows).save_pretrained(partial)
-        AdapterFolder.read(partial, "slipstream sft")
-    print_progress(f"slipstream sft: wrote {to}; start from it with --set lora.init_from={to}")
+        trained = train(inputs.model_folder, arguments, lora, rows)
+        if lora is None:
+            trained.to(getattr(torch, config.model.dtype)).save_pretrained(partial)
+            inputs.tokenizer().save_pretrained(partial)
+        else:
+            trained.save_pretrained(partial)
+            AdapterFolder.read(partial, "slipstream sft")
+    key = "model.path" if lora is None else "lora.init_from"
+    print_progress(f"slipstream sft: wrote {to}; start from it with --set {key}={to}")
     return ExitCode.OK
 
 
@@ -73,7 +80,8 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
     options = chosen.pop("model_init_kwargs", None) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"sft.model_init_kwargs: expected a mapping (got {options!r})")
-    defaults = {"report_to": "none", "bf16": on_gpu and config.model.dtype == "bfloat16" and not chosen.get("fp16")}
+    may_cast, dtype = on_gpu or config.lora is None, config.model.dtype if config.lora is not None else "float32"
+    defaults = {"report_to": "none", "bf16": may_cast and config.model.dtype == "bfloat16" and not chosen.get("fp16")}
     with former_names():
         return build(
             "sft",
@@ -85,22 +93,20 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
             use_cpu=not on_gpu,
             save_strategy="no",
             disable_tqdm=True,
-            model_init_kwargs={"dtype": config.model.dtype}
-            | options
-            | {"device_map": device_map("own", on_gpu=on_gpu)},
+            model_init_kwargs={"dtype": dtype} | options | {"device_map": device_map("own", on_gpu=on_gpu)},
         )
 
 
-def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Dataset) -> PeftModel:
-    """Return the model with the trained adapter; `ConfigError` if TRL or PEFT refused. The rows have `prompt` and
-    `completion`, and perhaps `chat_template_kwargs`."""
+def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig | None, rows: Dataset) -> Any:
+    """Return the model with the trained adapter, or without `lora` the trained model; `ConfigError` if TRL or PEFT refused. The
+    rows have `prompt` and `completion`, and perhaps `chat_template_kwargs`."""
     with loading("TRL or PEFT refused to build the trainer", _LARGER):
         trainer = SFTTrainer(
             model=str(model_folder),
             args=arguments,
             train_dataset=rows,
             processing_class=load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code),
-            peft_config=within_text_model(lora, model_folder),
+            peft_config=within_text_model(lora, model_folder) if lora is not None else None,
             callbacks=[_Lines()],
         )
     trainer.remove_callback(PrinterCallback)

@@ -15,6 +15,7 @@ from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import PolicyLoader
 from producer.policies.probe import ReceivedProbe, SwapProof
 from producer.policies.registry import AdapterRegistry, SwapReport
+from protocol.wire import adapter_blob
 
 
 class Policies:
@@ -68,16 +69,17 @@ def registry_of(
     tolerance: float = 1e-3,
     metrics: ProducerMetrics | None = None,
     record: Callable[..., None] = lambda event, **fields: None,
+    unpack: Callable[..., int] = adapter_blob.unpack,
     **options: Any,
 ) -> AdapterRegistry:
-    """It unpacks adapters in `folder`/adapters.
+    """It unpacks policies in `folder`/adapters.
 
     Args:
         tolerance: in nats.
         record: writes a line of the timeline.
         options: of the registry.
     """
-    loader = PolicyLoader(weights, lambda num_bytes: folder / "adapters", SwapProof(tolerance))
+    loader = PolicyLoader(weights, lambda num_bytes: folder / "adapters", SwapProof(tolerance), unpack=unpack)
     metrics = metrics or ProducerMetrics(CollectorRegistry())
     report = SwapReport(counters or Counters(), metrics, record)
     return AdapterRegistry(loader, report, **options)

@@ -125,8 +125,8 @@ def _trainer(
     arguments.report_to, arguments.log_completions = [], False
     folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code)
     trainer = SlipstreamTrainer(config, arguments, lora, folder, batches, _keeps_none, ranks)
-    if config.lora.get("init_from"):
-        trainer.start_from(initial_adapter(config.lora["init_from"], lora), resumed=bool(begin.files))
+    if lora is not None and (start := config.lora_section.get("init_from")):
+        trainer.start_from(initial_adapter(start, lora), resumed=bool(begin.files))
     trainer.add_callback(_OwnRandomness(config.seed, ranks.rank))
     return trainer
 

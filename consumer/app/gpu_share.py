@@ -75,7 +75,7 @@ def gpu_share(
 def _take(device: Device, shares: Shares) -> object:
     limit = device.limit(shares.trainer / shares.total)
     try:
-        return device.reserve(max(_ANCHOR, limit - shares.needs.adapter - _SMALL))
+        return device.reserve(max(_ANCHOR, limit - shares.needs.trained - _SMALL))
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"pipeline.gpu: shared: the GPU refuses the trainer's share of {gib(shares.trainer)}: {error}. End what else is on "

@@ -6,7 +6,7 @@ that a version means the same weights afterwards. A checkpoint is committed only
 it, as soon as the disk has room for both; older ones go after that.
 
 A run ends with every step taken, or with a checkpoint of the last one that was, unless the disk has no room for it. After the
-last step the final adapter is on the disk before anything else happens, and where an evaluation of it follows, so is a
+last step the final adapter or model is on the disk before anything else happens, and where an evaluation of it follows, so is a
 checkpoint: a run that is stopped or killed meanwhile goes on with the evaluation and takes no step again.
 """
 
@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,11 +28,12 @@ from consumer.learn.checkpoints import is_committed
 from consumer.learn.loss import NotFiniteStep
 from consumer.learn.memory import is_out_of_memory
 from consumer.learn.micro_batches import CompletionTooLargeError, Recorded
-from consumer.learn.model import loading, unquantized_probe
+from consumer.learn.model import loading, save_weights, unquantized_probe
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.policy_store import Snapshot
 from consumer.link.probe import PolicyProbe, longest_of, probe_rows
 from consumer.link.snapshots import AdapterSnapshots
+from consumer.link.weight_snapshots import WeightSnapshots
 from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.inspection import keep, not_finite
 from consumer.report.sampled_rollouts import RolloutLog
@@ -127,18 +129,23 @@ class Run(TrainerCallback):
             )  # fmt: skip
         if setup.initial_adapter is not None:
             trainer.start_from(setup.initial_adapter, resumed=checkpoint is not None)
+        self.attach(trainer, self._probe_of(trainer))
         if checkpoint is not None:
             with loading(f"run_dir: {checkpoint.folder} does not fit model.path and lora"):
                 trainer._load_from_checkpoint(str(checkpoint.folder))  # before the first policy is published
-        self.attach(trainer, self._probe_of(trainer))
         for callback in callbacks:
             trainer.add_callback(callback)
 
     def attach(self, trainer: SlipstreamTrainer, probe: PolicyProbe) -> None:
-        """Run with this trainer."""
+        """Run with this trainer, whose weights are as they were loaded if they train themselves."""
         config = self.setup.config
         self.trainer, self._probe = trainer, probe
-        self._snapshots = AdapterSnapshots(trainer.model)
+        self._snapshots: AdapterSnapshots | WeightSnapshots
+        if config.weights == "full":
+            self._snapshots = WeightSnapshots(trainer.model)
+            probe.measure_base()
+        else:
+            self._snapshots = AdapterSnapshots(trainer.model)
         self._rollouts = RolloutLog(config, trainer.recipe, trainer.processing_class.decode, self.start.step)
         self._run_dir = Path(config.run_dir)
         trainer.add_callback(self)
@@ -332,8 +339,12 @@ class Run(TrainerCallback):
             if self.evaluation is not None or not self._has_trained:
                 self._save_checkpoint()
             if self._has_trained:
-                what, then = "the adapter", "go on with --resume to have it written"
-                self._write(self._run_dir / "adapter", self.trainer.save_model, what)
+                trainer, name, then = self.trainer, "adapter", "go on with --resume to have it written"
+                write: Callable[[str], object] = trainer.save_model
+                if self.setup.config.weights == "full":
+                    name, write = "model", partial(save_weights, trainer.base, trainer.processing_class)
+                what = f"the {name}"
+                self._write(self._run_dir / name, write, what)
         except StopRequested:
             self.report.say(f"no room for {what}: {then}")
             return False

@@ -53,7 +53,7 @@ class Setup:
 
     config: RunConfig
     stop: Callable[[], bool]
-    lora: LoraConfig
+    lora: LoraConfig | None
     initial_adapter: AdapterFolder | None
     prompts: PromptDataset | Placeholders
     held_out: PromptDataset | None  # what is evaluated
@@ -68,7 +68,7 @@ class Setup:
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
         lora = build_lora(config)
-        adapter = initial_adapter(config.lora["init_from"], lora) if config.lora.get("init_from") else None
+        adapter = initial_adapter(start, lora) if lora and (start := config.lora_section.get("init_from")) else None
         model_folder = resolve_model(
             config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
         )

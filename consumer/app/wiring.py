@@ -48,6 +48,7 @@ from protocol.gpu.reservation import log_waiting, tenancy
 from protocol.runtime import logs
 from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import shared_memory
+from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.handshake import TrainerNeeds
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
@@ -186,7 +187,7 @@ def _terms(
         base_model_digest=facts["base_model_digest"],
         tokenizer_digest=facts["tokenizer_digest"],
         dtype=config.model.dtype,
-        lora_rank=config.lora["r"],
+        lora_rank=config.lora_section.get("r", 0),
         max_loras=config.training_loras,
         max_completion_length=config.sampling.max_completion_length,
         reward_names=config.reward_names,
@@ -274,7 +275,14 @@ def evaluation_of(
     if section is None or setup.held_out is None:
         return None
     pipeline, run_dir = config.pipeline, Path(config.run_dir)
-    results = EvaluationResults(run_dir, config.checkpoints_dir, section, first_step, pipeline.max_failed_share)
+    results = EvaluationResults(
+        run_dir,
+        config.checkpoints_dir,
+        section,
+        first_step,
+        pipeline.max_failed_share,
+        weight_patch.unpack if config.weights == "full" else adapter_blob.unpack,
+    )
     due = EvaluationQueue(run_dir)
     due.restore(first_step, results.versions)
     rules = EvaluationRules(

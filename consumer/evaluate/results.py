@@ -24,7 +24,8 @@ from protocol.config.data import EvaluationSection
 from protocol.runtime import json_lines as rotated_lines
 from protocol.runtime.files import restore_folder, staged
 from protocol.runtime.json_lines import RotatedLines, encode_line, encode_page
-from protocol.wire.adapter_blob import unpack
+from protocol.wire.adapter_blob import Unpack
+from protocol.wire.adapter_blob import unpack as unpack_adapter
 from protocol.wire.messages import PolicyInfo, Probe
 
 _RESULT = "evaluation.json"
@@ -35,7 +36,8 @@ _REMEMBERED = 1024  # versions; requests name only the newest
 
 class EvaluationResults:
     """The results of a run, which belong to the main thread. An evaluation in which more than `max_unscored_share` of the prompts
-    have no score is reported and nothing else. Lines after `first_step` belong to steps that were undone."""
+    have no score is reported and nothing else. Lines after `first_step` belong to steps that were undone. `unpack`
+    writes the files of a policy."""
 
     def __init__(
         self,
@@ -44,12 +46,14 @@ class EvaluationResults:
         section: EvaluationSection,
         first_step: int,
         max_unscored_share: float,
+        unpack: Unpack = unpack_adapter,
     ) -> None:
         self._file = RotatedLines(run_dir / "evaluations.jsonl", _MAX_BYTES)
         self._answers = KeptAnswers(run_dir, first_step)
         self._best = checkpoints_dir / "best"
         self._section = section
         self._max_unscored_share = max_unscored_share
+        self._unpack = unpack
         self._file.forget_after(first_step)
         self.versions: list[int] = []  # the newest of those that have a result
         self.best_score: float | None = None  # of the valid results
@@ -114,7 +118,7 @@ class EvaluationResults:
 
     def _keep(self, result: dict[str, Any], blob: bytes) -> None:
         with staged(self._best) as partial:
-            unpack(blob, result["digest"], partial)
+            self._unpack(blob, result["digest"], partial)
             (partial / _RESULT).write_text(encode_page(result), encoding="utf-8")
 
 

@@ -15,6 +15,9 @@ from protocol.errors import ConfigError
 from protocol.runtime.files import settle, sync
 
 CONFIG_FILE = "adapter_config.json"
+FINAL_FOLDERS = {"adapter": CONFIG_FILE, "model": "config.json"}
+"""The folders of a run's final weights, an adapter or a model, with a file that each has."""
+
 _STATE_FILE = "pipeline_state.json"
 
 
@@ -83,10 +86,11 @@ def latest(checkpoints_dir: Path) -> Checkpoint | None:
 
 
 def newest_adapter(run_dir: Path, checkpoints_dir: Path) -> tuple[Path, int] | None:
-    """Return the folder of the newest weights, and the number of their steps: the final adapter, unless the run went on after it,
+    """Return the folder of the newest weights, and the number of their steps: the final ones, unless the run went on after them,
     or the newest checkpoint. None if there is neither."""
-    newest, final, summary = latest(checkpoints_dir), run_dir / "adapter", run_dir / "trainer.json"
-    if (final / CONFIG_FILE).is_file() and summary.is_file():
+    newest, summary = latest(checkpoints_dir), run_dir / "trainer.json"
+    final = next((run_dir / name for name, file in FINAL_FOLDERS.items() if (run_dir / name / file).is_file()), None)
+    if final is not None and summary.is_file():
         ended = json.loads(summary.read_text(encoding="utf-8"))
         if newest is None or (ended["finished"] and int(ended["steps"]) >= newest.step):
             return final, int(ended["steps"])

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 
 from consumer.learn.importance import Factors
 from consumer.learn.micro_batches import MicroBatch, Places, loss_mask
@@ -285,7 +285,8 @@ class EntropyBonus:
 
 
 class ReferencePolicy:
-    """The policy that the KL term is measured from: the base model, or the adapter that a run started from.
+    """The policy that the KL term is measured from: the base model, or the adapter that a run started from. Where the weights
+    themselves train, it keeps those of now; of linear layers as autocast rounds them in each pass.
 
     A context for forward passes without a gradient: inside, the model computes as its reference policy; afterwards as before,
     with the very same parameters.
@@ -293,11 +294,21 @@ class ReferencePolicy:
     Args:
         model: whose adapter `default` is trained.
         tensors: of the adapter to compute with; None: without an adapter.
+        keeps_weights: whether the weights themselves train and there is a KL term.
     """
 
-    def __init__(self, model: PeftModel, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, model: Any, tensors: dict[str, torch.Tensor] | None = None, *, keeps_weights: bool = False
+    ) -> None:
         self._model = model
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        if keeps_weights:
+            cast = {each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)}
+            cast.discard(model.get_input_embeddings().weight)
+            trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+            self._pairs = [
+                (each, each.detach().to(torch.bfloat16 if each in cast else each.dtype, copy=True)) for each in trained
+            ]
         if tensors is not None:
             by_address = {parameter.data_ptr(): parameter for parameter in model.parameters()}
             for name, tensor in get_peft_model_state_dict(model, adapter_name="default").items():

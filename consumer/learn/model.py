@@ -2,7 +2,7 @@
 
 Guarantee: a base is loaded as a whole, to the GPU of a trainer with one rank, or to host memory. From there several ranks share
 it, and a trainer fetches it in its turn. A base that does not fit is refused with its size, and no part of it is offloaded.
-Neither a device without memory nor a lost rank is taken for a wrong configuration. LoRA weights are float32 whatever the base is.
+Neither a device without memory nor a lost rank is taken for a wrong configuration. What trains is float32 whatever the base is.
 
 Vision-language checkpoints: an adapter has the names that its modules have in the whole checkpoint, so transformers, PEFT and
 vLLM take it as it is. Nothing that sees images is adapted, or stays in memory.
@@ -13,6 +13,7 @@ gathers each layer from all ranks. So all ranks make as many passes, forward and
 """
 
 import contextlib
+import fnmatch
 import logging
 import re
 from collections import Counter
@@ -34,6 +35,7 @@ from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
 from consumer.link.probe import PolicyProbe
+from consumer.link.weight_snapshots import check_names
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.ranks.presence import is_broken_connection
 from protocol.config.data import ModelSection
@@ -59,12 +61,13 @@ _LARGEST_SHARE = 0.6  # of a device that a whole base may take: activations, gra
 
 
 def load_policy(
-    config: RunConfig, options: Any, lora: LoraConfig, folder: Path, ranks: Ranks = ALONE, *, pad_token_id: int
-) -> PeftModel:
+    config: RunConfig, options: Any, lora: LoraConfig | None, folder: Path, ranks: Ranks = ALONE, *, pad_token_id: int
+) -> Any:
     """Load the base and give it the adapter that is trained, on the device unless the GPU is used in turns. All ranks call it.
 
     Args:
         options: the run's GRPOConfig.
+        lora: None: the base's own weights train, those that `trainable` names.
 
     Raises:
         ConfigError: the options do not fit the model.
@@ -81,10 +84,17 @@ def load_policy(
     base = load_model(folder, **{"trust_remote_code": options.trust_remote_code} | options.model_init_kwargs | of_run)
     base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad_token_id
     router_loss_coef(options, base)
-    model = get_peft_model(base, within_text_model(lora, folder))
-    if isinstance(base.get_output_embeddings(), BaseTunerLayer):
-        raise ConfigError("lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out")
-    use_adapted_products(model)
+    model = base
+    if lora is None:
+        choose_trainable(base, config.trainable)
+        check_names(base, folder)
+    else:
+        model = get_peft_model(base, within_text_model(lora, folder))
+        if isinstance(base.get_output_embeddings(), BaseTunerLayer):
+            raise ConfigError(
+                "lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out"
+            )
+        use_adapted_products(model)
     if options.gradient_checkpointing:
         model.enable_input_require_grads()
     for (
@@ -103,6 +113,34 @@ def load_policy(
         shard_base(config.pipeline.shard_base, base, ranks, options.device)
         model.to(options.device)
     return model
+
+
+def base_model(model: Any) -> Any:
+    """Return the causal language model, with the layers of an adapter in it where there is one."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def choose_trainable(model: Any, patterns: list[str]) -> None:
+    """Let the parameters train whose names one of these patterns fits (all, without patterns), and no others.
+
+    Raises:
+        ConfigError: a pattern fits none.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"trainable: no parameter has a name like {pattern!r}; names are such as {names[-1]!r}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def save_weights(model: Any, tokenizer: Any, folder: str) -> None:
+    """Write a model in bfloat16, with its tokenizer, as transformers and vLLM load it."""
+    model.save_pretrained(folder, state_dict={name: each.bfloat16() for name, each in model.state_dict().items()})
+    config = type(model.config).from_pretrained(folder)
+    config.dtype = torch.bfloat16  # `save_pretrained` takes it from the parameters
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def load_model(folder: Path, **options: Any) -> Any:

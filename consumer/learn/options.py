@@ -58,7 +58,9 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> Run
         arguments: Any = build("trainer", GRPOConfig, chosen, **reserved)
     arguments.__class__ = RunArguments  # only now: errors name the class of TRL
     sections = config.model_dump(mode="json", include=set(SHOWN))
-    arguments.shown = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    arguments.shown = {
+        f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()
+    }
     if arguments.max_steps <= 0:
         num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
         arguments.max_steps = max(1, num_batches) * arguments.num_iterations
@@ -74,18 +76,21 @@ def former_names() -> Iterator[None]:
         yield
 
 
-def build_lora(config: RunConfig) -> LoraConfig:
-    """Make the run's LoraConfig.
+def build_lora(config: RunConfig) -> LoraConfig | None:
+    """Make the run's LoraConfig; None where the weights themselves train.
 
     Raises:
         ConfigError: PEFT does not know a key or refuses a value.
     """
+    if config.lora is None:
+        return None
     return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | for_library("lora", config.lora))
 
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Return the `trainer` section with the precision of its device, and without checkpoints where memory decides on them."""
-    in_16_bits = on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")
+    may_cast = on_gpu or config.lora is None  # a base that is frozen has 16 bits already
+    in_16_bits = may_cast and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")
     own: dict[str, Any] = {"bf16": in_16_bits, "run_name": Path(config.run_dir).absolute().name}
     if checkpoints_by_memory(config):
         own["gradient_checkpointing"] = False
@@ -118,7 +123,7 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
+        "model_init_kwargs": {"dtype": config.model.dtype if config.lora is not None else "float32"} | model_options,
     }
 
 

@@ -20,7 +20,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from consumer.learn.memory import USED_SHARE, room_of_gpu, tokens_within
-from consumer.learn.model import is_sharded, text_model
+from consumer.learn.model import base_model, is_sharded, text_model
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import ENOUGH_TOKENS, FIRST_TOKENS
 from protocol.gpu.memory import gib, optimizer_bytes
@@ -42,7 +42,7 @@ class RecomputedLayers:
     """
 
     def __init__(self, model: Any, options: Any, ranks: Ranks, *, by_memory: bool) -> None:
-        base = model.get_base_model()
+        base = base_model(model)
         self._layers: list[Any] = []
         if by_memory and base.supports_gradient_checkpointing:
             self._layers = [each for each in text_model(base).modules() if isinstance(each, GradientCheckpointingLayer)]

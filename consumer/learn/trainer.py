@@ -63,7 +63,7 @@ from consumer.learn.micro_batches import (
     on_device,
     scored_mask,
 )
-from consumer.learn.model import is_sharded, load_policy, router_loss_coef
+from consumer.learn.model import base_model, is_sharded, load_policy, router_loss_coef
 from consumer.learn.options import checkpoints_by_memory
 from consumer.learn.recomputation import RecomputedLayers
 from consumer.learn.statistics import (
@@ -135,7 +135,7 @@ class SlipstreamTrainer(Trainer):
         self,
         config: RunConfig,
         options: Any,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
         model_folder: Path,
         batches: Iterable[TrainingBatch],
         commit_checkpoint: Callable[[int, Path, Callable[[], None]], None],
@@ -169,7 +169,7 @@ class SlipstreamTrainer(Trainer):
         if is_here and not self.is_sharded:
             self._choose_kernel()
         self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
-        self._reference = ReferencePolicy(model)
+        self._reference = ReferencePolicy(model, keeps_weights=lora is None and options.beta != 0.0)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
         self.recipe = self._recipe(config)
@@ -205,7 +205,7 @@ class SlipstreamTrainer(Trainer):
     @property
     def base(self) -> Any:
         """The base model, with the adapter's layers in it."""
-        return self.model.get_base_model()
+        return base_model(self.model)
 
     @property
     def is_sharded(self) -> bool:

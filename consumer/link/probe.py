@@ -75,10 +75,11 @@ class Measurement(NamedTuple):
 
 @dataclass(eq=False)
 class PolicyProbe:
-    """Measures the first `every` policies of `model`, a PeftModel, and every `every`-th; none if it is 0.
+    """Measures the first `every` policies of `model`, and every `every`-th; none if it is 0.
 
     Args:
         rows: token ids, int32 (R, L).
+        model: a PeftModel, or one whose own weights train.
         autocast: makes the context of the trainer's forward passes.
         merged: whether the engine merges the adapter into weights of the base's dtype.
     """
@@ -89,7 +90,7 @@ class PolicyProbe:
     autocast: Callable[[], AbstractContextManager[None]]
     merged: bool = False
     _known: Probe | None = None
-    _first: int = 0  # version
+    _first: int | None = None  # version
     _has_exact: bool = True
 
     def measure(self, version: int) -> Measurement | None:
@@ -98,12 +99,19 @@ class PolicyProbe:
             return None
         if self._known is None:
             with self.model.disable_adapter():
-                base, *exact = self._passes(is_base=True).cpu().numpy().astype("<f4")
-            ids = self.rows.astype("<i4").tobytes()
+                self.measure_base()
+        assert self._known is not None
+        if self._first is None:
             self._first = version
-            self._known = Probe(ids, self.rows.shape[1], base.tobytes(), *(one.tobytes() for one in exact))
         is_due = version - self._first < self.every or version % self.every == 0
         return Measurement(self._known, self._passes(is_base=False) if is_due else None)
+
+    def measure_base(self) -> None:
+        """Measure the base, which the model must be now: one whose own weights train is it only as it was loaded."""
+        if self.every:
+            base, *exact = self._passes(is_base=True).cpu().numpy().astype("<f4")
+            ids = self.rows.astype("<i4").tobytes()
+            self._known = Probe(ids, self.rows.shape[1], base.tobytes(), *(one.tobytes() for one in exact))
 
     def _passes(self, *, is_base: bool) -> torch.Tensor:
         """Return log-probs, float32 (1 or 2, N)."""

@@ -67,6 +67,7 @@ from protocol.gpu.reservation import GpuReservation, reserve_gpu
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
+from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.messages import Hello, Lease, PolicyInfo
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     gate = EngineGate()
     registry = build_registry(base, engine, mailbox, gate)
     gpu_turns = build_gpu_turns(base, engine, gate, registry, mailbox.wake)
-    in_flight = InFlight(engine, registry, counters, config.swap.on_swap, gate=gate)
+    in_flight = InFlight(engine, registry, counters, config.on_swap, gate=gate)
     access = EngineAccess(registry, admission, in_flight)
     outside = build_outside(base, can.facts.max_model_len)
     source = build_source(base, helpers, engine, tokenizer, access, outside)
@@ -399,7 +400,7 @@ def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
         base.launch.name,
         engine.capabilities.facts,
         capacity,
-        swap_mode=config.swap.mode,
+        swap_mode=config.weights,
         evaluates=config.evaluation is not None,
         host=host,
         region=config.transport.region or host,
@@ -437,8 +438,9 @@ def build_gpu_turns(
 def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGate) -> AdapterRegistry:
     config, evaluation = base.config, base.config.evaluation
     proof = SwapProof(config.probe_tolerance, config.probe_slack)
+    unpack = weight_patch.unpack if config.weights == "full" else adapter_blob.unpack
     return AdapterRegistry(
-        PolicyLoader(engine.weights, base.folder_for, proof, gate),
+        PolicyLoader(engine.weights, base.folder_for, proof, gate, unpack),
         SwapReport(base.counters, base.metrics, base.timeline.record),
         mailbox.put,
         lambda policy: mailbox.put(TakeAgain(policy)),

@@ -86,7 +86,7 @@ class Serving:
         settings = self._settings = config.serve
         self._name, self._folder = name, Path(config.run_dir) / "serve"
         self.versions = ServedVersions(
-            engine.adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
+            engine.adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.weights != "adapter"
         )
         share = engine.max_num_seqs if plugin is not None else max(1, engine.max_num_seqs // 4)
         limiter = ClientLimiter(settings.max_requests or share, settings.max_waiting)

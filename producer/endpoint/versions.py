@@ -150,7 +150,7 @@ class ServedVersions:
         min(idle, key=lambda use: use.named_at).named_at = -math.inf
 
     def _unknown(self, name: str) -> RefusedError:
-        why = "the engine has a single version with swap.mode: merged" if self.is_merged else "others are not loaded"
+        why = "the engine has a single version at a time" if self.is_merged else "others are not loaded"
         there = ", ".join(self.names()) or "nothing yet"
         message = f"there is no model {name[:80]!r}; there is: {there} ({why})"
         return RefusedError(404, "unknown_model", message, "model")

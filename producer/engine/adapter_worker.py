@@ -17,6 +17,7 @@ import torch
 from producer.engine.published import PartlyServedError, PublishedAdapter, read_published
 from producer.engine.swap_proof import AdapterProof
 from protocol.errors import is_out_of_memory
+from protocol.wire.adapter_blob import BlobError
 
 State = tuple[Literal["running", "done", "refused", "failed"], str]
 """The state of a load. "done" comes with the path of the adapter, or with nothing; "refused" and "failed" have a reason, and
@@ -64,8 +65,8 @@ def own_stream(device: torch.device, after: Any = None) -> Iterator[None]:
 
 
 def state_after(error: Exception) -> State:
-    """Tell a wrong adapter from a machine that has no room for it now."""
-    if isinstance(error, PartlyServedError):
+    """Tell a wrong policy from a machine that has no room for it now."""
+    if isinstance(error, PartlyServedError | BlobError):
         return "refused", str(error)
     may_pass = isinstance(error, OSError | MemoryError) or is_out_of_memory(error) or _NO_HOST_MEMORY in str(error)
     return "failed" if may_pass else "refused", f"{type(error).__name__}: {error}"

@@ -58,8 +58,8 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
             "engine.speculative_config: with rejection_sample_method=synthetic tokens are not drawn from the "
             "distribution whose log-probs are reported; use another method"
         )
-    if config.swap.mode == "merged":
-        _check_mergeable(vllm_config)
+    if config.weights != "adapter":
+        _check_exchange(config, vllm_config)
     return vllm_config
 
 
@@ -84,7 +84,7 @@ def take_places(vllm_config: Any, group_size: int) -> int:
 
 
 def _check_adapter_dtype(config: RunConfig) -> None:
-    if config.swap.mode == "adapter" and config.model.dtype == "float32" and current_platform.is_cuda_alike():
+    if config.weights == "adapter" and config.model.dtype == "float32" and current_platform.is_cuda_alike():
         raise ConfigError(
             "model.dtype: float32 cannot be used on a GPU with swap.mode: adapter, because vLLM's LoRA kernels there compute in "
             "16 bits; set model.dtype: bfloat16 (or float16), or swap.mode: merged"
@@ -110,15 +110,16 @@ def _check_sleep(config: RunConfig) -> None:
         raise ConfigError("engine.enable_sleep_mode: pipeline.gpu: turns sets it; remove it")
 
 
-def _check_mergeable(vllm_config: Any) -> None:
-    on_cpu = current_platform.is_cpu()
+def _check_exchange(config: RunConfig, vllm_config: Any) -> None:
+    """Refuse an engine whose own weights cannot be replaced, merged or patched."""
+    full = config.weights == "full"
+    key, fix = ("lora: null", "train an adapter") if full else ("swap.mode: merged", "set swap.mode: adapter")
+    on_cpu, model = current_platform.is_cpu(), vllm_config.model_config
+    what = "a patch cannot be applied to" if full else "an adapter cannot be merged into"
     for cannot, reason in (
-        (
-            vllm_config.quant_config is not None,
-            "an adapter cannot be merged into quantized weights without another rounding;",
-        ),
+        (vllm_config.quant_config is not None, f"{what} quantized weights without another rounding;"),
         (not (on_cpu or current_platform.is_cuda_alike()), "it is known to work on CUDA, ROCm and CPU only;"),
-        (on_cpu and not vllm_config.model_config.enforce_eager, "on a CPU it needs engine.enforce_eager: true, or"),
+        (on_cpu and not model.enforce_eager, "on a CPU it needs engine.enforce_eager: true, or"),
         (
             vllm_config.speculative_config is not None,
             "it counts one token per step; remove engine.speculative_config, or",
@@ -127,6 +128,8 @@ def _check_mergeable(vllm_config: Any) -> None:
             vllm_config.parallel_config.pipeline_parallel_size > 1,
             "it needs all layers in one place; remove engine.pipeline_parallel_size, or",
         ),
+        (full and model.is_moe, "vLLM lays the weights of experts out anew;"),
+        (full and model.use_mla, "vLLM computes weights of its own for latent attention (MLA);"),
     ):
         if cannot:
-            raise ConfigError(f"swap.mode: merged cannot be used here: {reason} set swap.mode: adapter")
+            raise ConfigError(f"{key} cannot be used here: {reason} {fix}")

@@ -43,8 +43,8 @@ class VllmEngine:
         self.check_alive, self.shutdown = self._core.check_alive, self._core.shutdown
         self.sleep, self.wake = self._core.sleep, self._core.wake
         self._recorder = None if silent else recorder
-        merged = config.swap.mode == "merged"
-        self.weights: VllmWeights = MergedWeights(self._core) if merged else AdapterWeights(self._core, lora_request)
+        adapters = config.weights == "adapter"
+        self.weights: VllmWeights = AdapterWeights(self._core, lora_request) if adapters else MergedWeights(self._core)
         self._sampling = config.sampling.message
         lora = vllm_config.lora_config
         trusted = config.model.trust_remote_code

@@ -2,13 +2,10 @@
 
 Guarantee: each set of weights is round(base + scaling * B @ A), computed in float32 from the base that was loaded. So the same
 adapter gives the same bits after any number of swaps. Each worker computes its own part of a layer, on the device of the layer,
-block by block, in a thread and on a CUDA stream of its own. Between two engine steps there is only the flip. The flip returns the
-number of tokens that each request had, counted by the steps that were launched, whether or not their results are known. An
-adapter that would be served in part is refused. (vLLM's layers are used by their attributes: there is no import.)
+block by block, in a thread and on a CUDA stream of its own. Between two engine steps there is only the flip. An adapter that
+would be served in part is refused. (vLLM's layers are used by their attributes: there is no import.)
 """
 
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +13,9 @@ from typing import Any
 
 import torch
 
-from producer.engine.adapter_worker import BackgroundWork, State, own_stream, state_after
-from producer.engine.merged_proof import Evidence, Survival, columns_of, evidence_of, prove, row_sums
+from producer.engine.adapter_worker import own_stream, state_after
+from producer.engine.exchange_worker import Exchange, ExchangeWorker, use_all_cores
+from producer.engine.merged_proof import Evidence, columns_of, evidence_of, prove, row_sums
 from producer.engine.published import PartlyServedError, loaded, read_published
 from producer.engine.swap_proof import leaf
 
@@ -25,40 +23,11 @@ _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 _BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
 
 
-class MergeWorker:
-    """The methods that vLLM adds to its workers (`worker_extension_cls`), for `producer.engine.weights.MergedWeights`."""
+class MergeWorker(ExchangeWorker):
+    """The methods that vLLM adds to its workers (`worker_extension_cls`)."""
 
-    def merging_start(self) -> None:
-        self._merging = Merger(self.get_model())  # type: ignore[attr-defined]
-        self._token_counts = TokenCounts()
-        execute_model = self.execute_model  # type: ignore[has-type]
-
-        def counted(step: Any, *arguments: Any) -> Any:
-            self._token_counts.note(step)
-            return execute_model(step, *arguments)
-
-        self.execute_model = counted
-
-    def merging_prepare(self, path: str | None, checksum: int | None) -> None:
-        """Begin to compute the weights of the PEFT adapter at `path`, whose files have this CRC-32 (None: any). Without one they
-        are those before the present ones."""
-        self._merging.prepare(None if path is None else Path(path), checksum)
-
-    def merging_state(self) -> State:
-        """Return the state of the last `merging_prepare` or `merging_prove`."""
-        return self._merging.state
-
-    def merging_prove(self) -> None:
-        """Begin to compare the present weights with the computed ones."""
-        self._merging.prove()
-
-    def merging_survival(self) -> Survival:
-        """Return the share of their update that this worker's part of the present weights has, once they are proved."""
-        return self._merging.survival
-
-    def merging_flip(self) -> dict[str, int]:
-        self._merging.flip()
-        return self._token_counts.take()
+    def make_weights(self) -> "Merger":
+        return Merger(self.get_model())  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -73,7 +42,7 @@ class Part:
     scaling: float
 
 
-class Merger(BackgroundWork):
+class Merger(Exchange):
     """The base weights of the layers that adapters name, and the weights that come next."""
 
     def __init__(self, model: Any) -> None:
@@ -89,7 +58,6 @@ class Merger(BackgroundWork):
         self._evidence: list[Evidence] = []  # of the weights that come next, until they are proved
         self._path = ""  # of their adapter
         self._num_merges = 0
-        self.survival: Survival = {}
 
     def prepare(self, folder: Path | None, checksum: int | None = None) -> None:
         self._installs = []
@@ -106,14 +74,9 @@ class Merger(BackgroundWork):
         else:
             self.begin(lambda: self._compute(self._read(folder, checksum)), self._path)
 
-    def flip(self) -> None:
-        """Install the prepared weights in all layers at once. Called between two steps."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def install(self) -> None:
         for install in self._installs:
             install()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self._former, self._present, self._installs = self._present, self._next, []
 
     def prove(self) -> None:
@@ -139,7 +102,7 @@ class Merger(BackgroundWork):
         self.begin(compare, self._path)
 
     def _compute(self, parts: list[Part]) -> None:
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
+        use_all_cores()
         by_layer: dict[str, list[Part]] = {name: [] for name in self._bases}
         for part in parts:
             by_layer.setdefault(part.layer, []).append(part)
@@ -246,80 +209,21 @@ def _in_host_memory(like: torch.Tensor) -> torch.Tensor:
 
 
 def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:
-    """Pack a weight as the layer does after loading. The result installs it."""
-    stand_in: Any = torch.nn.Module()
-    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
-    stand_in.bias = getattr(layer, "bias", None)
-    layer.quant_method.process_weights_after_loading(stand_in)
+    """Pack a weight for a layer. The result installs it."""
+    linear = packed_linear(layer, weight)
 
     def install() -> None:
-        layer.cpu_linear = stand_in.cpu_linear
+        layer.cpu_linear = linear
         if layer.weight.numel():
             layer.weight.data.copy_(weight)
 
     return install
 
 
-_KEPT_ENDED = 4096
-"""How many of the last requests that ended are kept: the producer may not know of their end for a few steps."""
-
-
-def completion_of(request: str) -> tuple[str, int] | None:
-    """Return group and number of the completion of this request id, if it is one. vLLM puts the number in front where there are
-    several, and may add a suffix."""
-    found = re.match(r"(?:(\d+)_)?(group-\d+)", request)
-    return found and (found[2], int(found[1] or 0))
-
-
-class TokenCounts:
-    """The number of sampled tokens of each request. A step that computes the position before token n samples token n. `take`
-    returns requests that have ended once more, because the caller may not know of their end. The number of kept requests is
-    bounded, however many end between two swaps, as those of clients do while no trainer is there."""
-
-    def __init__(self) -> None:
-        self._prompt_lens: dict[str, int] = {}
-        self._num_computed: dict[str, int] = {}  # before the request's last step
-        self._num_scheduled: dict[str, int] = {}  # in that step
-        self._num_known: dict[str, int] = {}  # tokens before it, which a preempted request computes once more
-        self._ended: dict[str, None] = {}  # the oldest first
-        self._forget_at = 2 * _KEPT_ENDED  # this number of ended requests
-
-    def note(self, step: Any) -> None:
-        for new in step.scheduled_new_reqs:
-            if new.req_id in self._prompt_lens:
-                self._num_known[new.req_id] = self._count(new.req_id)
-            self._prompt_lens[new.req_id] = len(new.prompt_token_ids)
-            self._num_computed[new.req_id] = new.num_computed_tokens
-        cached = step.scheduled_cached_reqs
-        self._num_computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self._num_known.update(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        self._num_scheduled.update(step.num_scheduled_tokens)
-        self._ended.update(dict.fromkeys(step.finished_req_ids))
-        if len(self._ended) >= self._forget_at:
-            self._forget_old()
-
-    def take(self) -> dict[str, int]:
-        """Return the count of each request that runs, or ended since the last call."""
-        counts = {request: self._count(request) for request in self._prompt_lens}
-        for request in list(self._ended):
-            self._forget(request)
-        self._forget_at = 2 * _KEPT_ENDED
-        return counts
-
-    def _forget_old(self) -> None:
-        """Forget all but the last ended requests. A completion stays while another one of its group runs."""
-        running = {completion_of(request) for request in self._prompt_lens.keys() - self._ended.keys()}
-        groups = {completion[0] for completion in running if completion is not None}
-        for request in list(self._ended)[:-_KEPT_ENDED]:
-            completion = completion_of(request)
-            if completion is None or completion[0] not in groups:
-                self._forget(request)
-        self._forget_at = len(self._ended) + _KEPT_ENDED
-
-    def _forget(self, request: str) -> None:
-        for facts in (self._prompt_lens, self._num_computed, self._num_scheduled, self._num_known, self._ended):
-            facts.pop(request, None)
-
-    def _count(self, request: str) -> int:
-        computed = self._num_computed[request] + self._num_scheduled[request]
-        return max(0, self._num_known.get(request, 0), computed - self._prompt_lens[request] + 1)
+def packed_linear(layer: Any, weight: torch.Tensor) -> Any:
+    """Pack a weight as the layer does after loading, and return the function that computes with it."""
+    stand_in: Any = torch.nn.Module()
+    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
+    stand_in.bias = getattr(layer, "bias", None)
+    layer.quant_method.process_weights_after_loading(stand_in)
+    return stand_in.cpu_linear

@@ -20,7 +20,11 @@ _DECODER = {
 """Linear layers of decoders that PEFT's `all-linear` finds, and that have the same names in vLLM. Routers and experts have other
 names there."""
 
-_MERGED = {"enable_lora": False, "worker_extension_cls": "producer.engine.merged_worker.MergeWorker"}
+_WORKERS = {
+    "merged": "producer.engine.merged_worker.MergeWorker",
+    "full": "producer.engine.patch_worker.PatchWorker",
+}
+"""Extensions of vLLM's workers that exchange the engine's own weights."""
 
 
 def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, A
         "logprobs_mode": LOGPROBS_MODE,
         "scheduling_policy": "priority",
         **({"enable_sleep_mode": True} if config.pipeline.gpu == "turns" else {}),
-        **(_MERGED if config.swap.mode == "merged" else _loras(config, folder)),
+        **(_loras(config, folder) if config.weights == "adapter" else _exchange(config)),
     }
 
 
@@ -54,8 +58,12 @@ def tensor_parallel_size(config: RunConfig, num_gpus: int) -> int:
     return max(1, num_gpus // parts)
 
 
+def _exchange(config: RunConfig) -> dict[str, Any]:
+    return {"enable_lora": False, "worker_extension_cls": _WORKERS[config.weights]}
+
+
 def _loras(config: RunConfig, folder: Path) -> dict[str, Any]:
-    served = served_modules(config.lora["target_modules"], folder)
+    served = served_modules(config.lora_section["target_modules"], folder)
     return {
         "enable_lora": True,
         "worker_extension_cls": "producer.engine.adapter_worker.AdapterWorker",

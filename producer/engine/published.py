@@ -29,7 +29,7 @@ _OF_THE_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 
 
 class PartlyServedError(Exception):
-    """A part of this adapter would not be served, which would be another policy."""
+    """A part of this policy would not be served, which would be another one."""
 
 
 def listed(names: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 weights (`swap.mode: merged`).
 
 Guarantee: a request runs on the adapter that it names, to its end; an adapter id names the same weights while the engine lives.
-With merged weights every token is stamped with the version that sampled it, by the workers' own count at the flip. They wait for
-verification until they are activated: meanwhile no request begins, and those in flight are not handed out. When they are
+With exchanged weights every token is stamped with the version that sampled it, by the workers' own count at the flip. They wait
+for verification until they are activated: meanwhile no request begins, and those in flight are not handed out. When they are
 discarded instead, the former weights come back, bit for bit, and requests in flight begin anew. No request finds KV that other
 weights computed before it began.
 
@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from producer.engine.merged_worker import completion_of
+from producer.engine.exchange_worker import completion_of
 from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Scored
-from protocol.errors import EngineError
+from protocol.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from producer.engine.core import EngineCore
@@ -73,7 +73,7 @@ async def settled(core: "EngineCore", what: str, path: str) -> None:
     if "failed" in errors:
         raise AdapterFailedError(errors["failed"])
     if others := [number for number, (_, done) in enumerate(states) if done != path]:
-        raise AdapterRefusedError(f"the adapter did not reach worker {others[0]} of the engine's {len(states)}")
+        raise AdapterRefusedError(f"the policy did not reach worker {others[0]} of the engine's {len(states)}")
 
 
 def shares_of(workers: "list[Survival]") -> dict[str, float]:
@@ -132,7 +132,8 @@ class AdapterWeights:
 
 @dataclass
 class MergedWeights:
-    """`PolicyWeights` that hold one version at a time, in the engine's own weights."""
+    """`PolicyWeights` that hold one version at a time, in the engine's own weights: an adapter that is merged into them, or a
+    patch of them."""
 
     core: "EngineCore"
     holds_versions: bool = False
@@ -148,12 +149,16 @@ class MergedWeights:
         self._settled.set()
 
     async def start(self) -> None:
-        await self.core.call_workers("merging_start")
+        """Raise ConfigError if a worker's weights are not the checkpoint's, so that no patch could be applied to them."""
+        if reason := next(filter(None, await self.core.call_workers("weights_start")), None):
+            raise ConfigError(
+                f"lora: null cannot be used here: {reason}; train an adapter of this model (remove `lora: null`)"
+            )
 
     async def load(self, adapter: Adapter) -> dict[str, float]:
         """Make the engine's weights those of this policy. They wait for verification."""
         path, times = str(adapter.path), [time.monotonic()]
-        await prepare(self.core, "merging", path, adapter.checksum, path=path)
+        await prepare(self.core, "weights", path, adapter.checksum, path=path)
         times.append(time.monotonic())
         self._settled.clear()
         await self._flip(adapter)
@@ -164,12 +169,12 @@ class MergedWeights:
             await self.discard(adapter)
             raise
         times.append(time.monotonic())
-        phases = zip(("merge", "flip", "bits"), itertools.pairwise(times), strict=True)
+        phases = zip(("prepare", "flip", "bits"), itertools.pairwise(times), strict=True)
         return {name: ended - began for name, (began, ended) in phases}
 
     async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
         if adapter is None and self._present is not None:
-            raise AdapterRefusedError("the engine has merged a policy into its base")
+            raise AdapterRefusedError("the engine has a policy in place of its base")
         return await self.core.verify(row, None, self.salt, is_base=adapter is None)
 
     def activate(self, adapter: Adapter) -> None:
@@ -182,7 +187,7 @@ class MergedWeights:
         if self._settled.is_set() or adapter is not self._present:
             return
         try:
-            await prepare(self.core, "merging", None, None)
+            await prepare(self.core, "weights", None, None)
             await self._flip(self._former)
             await self._prove("")
         except AdapterRefusedError as error:
@@ -226,12 +231,12 @@ class MergedWeights:
         return f"weights-{self._num_flips}"
 
     async def _prove(self, path: str) -> None:
-        await self.core.call_workers("merging_prove")
-        await settled(self.core, "merging", path)
-        self.survival = shares_of(await self.core.call_workers("merging_survival"))
+        await self.core.call_workers("weights_prove")
+        await settled(self.core, "weights", path)
+        self.survival = shares_of(await self.core.call_workers("weights_survival"))
 
     async def _flip(self, adapter: Adapter | None) -> None:
-        counts = (await self.core.call_workers("merging_flip"))[0]
+        counts = (await self.core.call_workers("weights_flip"))[0]
         self._former, self._present = self._present, adapter
         self._num_flips += 1
         by_group: dict[str, dict[int, int]] = {}

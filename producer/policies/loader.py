@@ -1,4 +1,4 @@
-"""Loads the bytes of a policy into the engine as an adapter, and unloads it.
+"""Loads the bytes of a policy into the engine, and unloads it.
 
 Guarantee: every load has a name, an id and a folder of its own. A refused load is undone, and nothing is left of a discarded
 adapter. An engine that sleeps is asked for nothing. (vLLM dies when it has to read an adapter again whose folder is gone, and
@@ -50,12 +50,14 @@ class Loaded(NamedTuple):
 
 @dataclass
 class PolicyLoader:
-    """`folder_for` returns the folder for an adapter of that many bytes; no other process uses it."""
+    """`folder_for` returns the folder for a policy of that many bytes; no other process uses it. `unpack` writes it there from
+    its blob, given the sha256 that it has to have (None: it was verified), and returns the CRC-32 of what it wrote."""
 
     weights: PolicyWeights
     folder_for: Callable[[int], Path]
     proof: SwapProof
     gate: EngineGate = field(default_factory=EngineGate)
+    unpack: Callable[[bytes | memoryview, str | None, Path], int] = unpack
     _probed: ReceivedProbe | None = None
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
 
@@ -72,7 +74,7 @@ class PolicyLoader:
         path = self.folder_for(len(blob)) / name
         try:
             digest = None if downloaded.is_verified else policy.digest
-            checksum = await asyncio.to_thread(unpack, blob, digest, path)
+            checksum = await asyncio.to_thread(self.unpack, blob, digest, path)
             adapter = Adapter(policy.version, name, number, path, checksum)
             if downloaded.probe is not None:
                 await self._measure_base(downloaded.probe)

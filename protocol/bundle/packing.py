@@ -96,6 +96,8 @@ def _selected(given: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"run_dir": "run"}
     if "seed" in given:
         values["seed"] = given["seed"]
+    if given.get("lora", {}) is None:  # the weights themselves train
+        values["lora"] = None
     for name, keys in SHARED.items():
         section = given.get(name)
         if isinstance(section, list):

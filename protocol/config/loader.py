@@ -40,7 +40,9 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
-    return _checked(values, overrides, path, node)
+    pairs = node.value if node is not None else []
+    empty = {key.value for key, value in pairs if value.value == ""}  # `lora:` with nothing below it is no `lora: null`
+    return _checked({key: value for key, value in values.items() if key not in empty}, overrides, path, node)
 
 
 def load_values(values: Mapping[str, Any], overrides: list[str] | None = None) -> RunConfig:
@@ -54,7 +56,7 @@ def load_values(values: Mapping[str, Any], overrides: list[str] | None = None) -
 
 def _checked(values: dict[str, Any], overrides: list[str] | None, path: str, node: Any) -> RunConfig:
     """`node` has the lines of the values; None if they are of no file."""
-    values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
+    values = {key: value for key, value in values.items() if value is not None or key == "lora"}
     overridden = apply_overrides(values, overrides or [])
     make_absolute(values, path, overridden)
     try:
@@ -75,7 +77,10 @@ def dump_config(config: RunConfig) -> str:
     }
     body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
     libraries = "# What engine, lora, trainer and sft leave out has the default of vLLM, PEFT or TRL, such as:\n"
-    defaults = {"lora": (config.lora, PEFT_DEFAULTS), "trainer": (config.trainer, TRL_DEFAULTS)}
+    defaults = {
+        "lora": (config.lora_section, PEFT_DEFAULTS if config.lora else {}),
+        "trainer": (config.trainer, TRL_DEFAULTS),
+    }
     left_out = {
         f"{name}.{key}": value
         for name, (section, known) in defaults.items()

@@ -167,10 +167,6 @@ class SwapSection(Section):
             old = "in_flight: finish needs the old weights, which mode: merged has replaced"
             yield f"{old}; use continue or restart, or mode: adapter"
 
-    @property
-    def on_swap(self) -> Literal["finish", "continue", "restart"]:
-        return self.in_flight or ("continue" if self.mode == "merged" else "finish")
-
 
 def _not_empty(value: str) -> str:
     if not value.strip():

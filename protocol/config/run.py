@@ -9,7 +9,7 @@ own are checked (protocol/config/library_section.py); the library judges the res
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -84,9 +84,13 @@ class RunConfig(Section):
         None,
         description="How many producers `slipstream cluster` keeps, by the load. Without it: the number on its command line.",
     )
-    lora: dict[str, Any] = Field(
+    lora: dict[str, Any] | None = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),
-        description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them.",
+        description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them. `null`: no adapter; "
+        "the weights themselves train ([how](architecture.md#the-swap)).",
+    )
+    trainable: list[str] = Field(
+        [], description="With `lora: null`: patterns (`*.norm.*`) of the parameters that train. Default: all."
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
     trainer: dict[str, Any] = Field(default_factory=lambda: dict(trainer_keys.DEFAULTS), description="trl.GRPOConfig.")
@@ -94,8 +98,8 @@ class RunConfig(Section):
 
     @field_validator(*RESERVED)
     @classmethod
-    def _check_library_section(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
-        return check(info.field_name, value)
+    def _check_library_section(cls, value: dict[str, Any] | None, info: Any) -> dict[str, Any] | None:
+        return None if value is None else check(info.field_name, value)
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -131,6 +135,21 @@ class RunConfig(Section):
         return tuple(function.weight for function in self.rewards.functions) + (() if own is None else (own,))
 
     @property
+    def weights(self) -> Literal["adapter", "merged", "full"]:
+        """The form of a policy in an engine: an adapter beside its weights, one merged into them, or the weights themselves."""
+        return "full" if self.lora is None else self.swap.mode
+
+    @property
+    def lora_section(self) -> dict[str, Any]:
+        """The section `lora`; empty where the weights themselves train."""
+        return self.lora or {}
+
+    @property
+    def on_swap(self) -> Literal["finish", "continue", "restart"]:
+        """The fate of requests in flight when a policy arrives."""
+        return self.swap.in_flight or ("finish" if self.weights == "adapter" else "continue")
+
+    @property
     def completions_per_step(self) -> int:
         return self.pipeline.groups_per_step * self.sampling.num_generations
 
@@ -144,7 +163,7 @@ class RunConfig(Section):
     def probe_every(self) -> int:
         """The number of versions of which one is proved by behaviour; 0: none. A server shows no bits, and adapters of experts
         are not compared by them."""
-        default = 1 if self.engine_server is not None or self.lora.get("target_parameters") else PROBE_EVERY
+        default = 1 if self.engine_server is not None or self.lora_section.get("target_parameters") else PROBE_EVERY
         return default if self.swap.probe_every is None else self.swap.probe_every
 
     @property
@@ -155,12 +174,12 @@ class RunConfig(Section):
     @property
     def is_merged_in_16_bits(self) -> bool:
         """Tell whether merged weights are rounded to a format that swallows small updates."""
-        return self.swap.mode == "merged" and self.model.dtype != "float32"
+        return self.weights == "merged" and self.model.dtype != "float32"
 
     @property
     def max_lora_rank(self) -> int:
-        """The smallest rank that vLLM serves and that holds `lora.r`."""
-        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora["r"])
+        """The smallest rank that vLLM serves and that holds `lora.r`; 0 without adapters."""
+        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora["r"]) if self.lora else 0
 
     @property
     def training_loras(self) -> int:
@@ -195,6 +214,7 @@ class RunConfig(Section):
 
 
 def _problems(config: RunConfig) -> Problems:
+    yield from _of_full_weights(config)
     yield from _of_rewards(config)
     yield from _of_teachers(config)
     yield from _of_answers(config)
@@ -234,7 +254,11 @@ def _of_rewards(config: RunConfig) -> Problems:
         yield "environment.reward_weight: there is no environment.factory"
     if REWARD_NAME in config.rewards.names and own.own_weight is not None:
         yield f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called"
-    if config.swap.mode == "adapter" and config.probe_every and "lm_head" in (config.lora["target_modules"] or ()):
+    if (
+        config.weights == "adapter"
+        and config.probe_every
+        and "lm_head" in (config.lora_section["target_modules"] or ())
+    ):
         yield (
             "lora.target_modules: vLLM cannot score the probe of a swap under an adapter of lm_head; set swap.mode=merged, or "
             "swap.probe_every=0, or leave lm_head out"
@@ -290,11 +314,35 @@ def _of_quantization(config: RunConfig) -> Problems:
             f"model.quantization: weights in {config.model.quantization} cannot be spread over ranks and gathered again; set "
             "pipeline.shard_base=none, or remove model.quantization"
         )
-    if config.engine.get("quantization") and config.swap.mode == "merged":
+    if config.engine.get("quantization") and config.weights == "merged":
         yield (
             "engine.quantization: quantized weights cannot take up an adapter without another rounding; set swap.mode=adapter, "
             "or remove it"
         )
+
+
+def _of_full_weights(config: RunConfig) -> Problems:
+    if config.lora is not None:
+        if config.trainable:
+            yield "trainable: parameters are chosen with `lora: null` alone; an adapter has lora.target_modules"
+        return
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"model.dtype: {config.model.dtype}: with `lora: null` policies travel as changes of 16 bits; set bfloat16, or "
+            "train an adapter"
+        )
+    if "mode" in config.swap.model_fields_set:
+        yield "swap.mode: with `lora: null` the weights themselves are exchanged, whatever it is; remove it"
+    if config.swap.in_flight == "finish":
+        yield "swap.in_flight: finish needs the old weights, which were replaced; use continue or restart, or an adapter"
+    if config.model.quantization is not None:
+        yield f"model.quantization: weights in {config.model.quantization} cannot train; remove it, or train an adapter"
+    if config.engine.get("quantization"):
+        yield "engine.quantization: patches are of the weights as the checkpoint has them; remove it, or train an adapter"
+    if config.engine_server is not None:
+        yield "engine_server: a server can only be given adapters; remove it, or train an adapter"
+    if config.pipeline.gpu == "turns":
+        yield "pipeline.gpu: turns: it moves no weights that train; use shared or own, or train an adapter"
 
 
 def _of_turns(config: RunConfig) -> Problems:
@@ -324,7 +372,7 @@ def _of_stops(config: RunConfig) -> Problems:
     if given and config.environment.factory is not None:
         yield f"sampling.{given[0]}: in an environment the chat template ends a turn; remove it"
     lasting = [name for name in ("stop", "regex", "json_schema") if getattr(sampling, name)]
-    if lasting and config.swap.mode == "adapter" and config.swap.on_swap == "continue":
+    if lasting and config.weights == "adapter" and config.on_swap == "continue":
         yield (
             f"sampling.{lasting[0]}: swap.in_flight=continue cuts completions, and what lies on both sides of a cut would not be "
             "seen; set swap.in_flight=finish or restart"
@@ -403,11 +451,11 @@ def _of_engine_server(config: RunConfig) -> Problems:
             "engine: these are arguments of an engine of the producer's own, and engine_server names one that is running; give "
             "them to that server as flags, and remove one of the two sections (`--set engine={}`)"
         )
-    if config.swap.mode == "merged":
+    if config.weights == "merged":
         yield "swap.mode: merged changes an engine's own weights, and a server can only be given adapters; use adapter"
-    if config.swap.on_swap != "finish":
+    if config.on_swap != "finish":
         yield (
-            f"swap.in_flight: {config.swap.on_swap} cuts requests, and a server does not return what a request that is cut has "
+            f"swap.in_flight: {config.on_swap} cuts requests, and a server does not return what a request that is cut has "
             "sampled; use finish"
         )
     if config.probe_every != 1:

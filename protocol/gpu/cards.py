@@ -126,7 +126,7 @@ def _needs_in_words(config: RunConfig, model: ModelShape) -> Iterator[str]:
 
     kept, recomputed = of_passes(recomputes=False), of_passes(recomputes=True)
     yield (
-        f"  trainer: base {gib(kept.base)}, adapter with optimizer {gib(kept.adapter)}; a pass of {kept.tokens} tokens "
+        f"  trainer: base {gib(kept.base)}, what trains, with its optimizer, {gib(kept.trained)}; a pass of {kept.tokens} tokens "
         f"{gib(kept.passes)}, or {gib(recomputed.passes)} if all layers recompute"
     )
     engine, row, token = engine_needs(config, model), longest_row(config, model), token_bytes(config, model)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class TrainerNeeds:
     """The bytes that a trainer takes. `passes` belongs to a pass of `tokens`, `least_passes` to the longest row alone."""
 
     base: int
-    adapter: int  # with gradients and optimizer
+    trained: int  # the adapter, or the weights that train, with gradients and optimizer
     tokens: int
     passes: int
     least_tokens: int
@@ -44,11 +45,11 @@ class TrainerNeeds:
 
     @property
     def wanted(self) -> int:
-        return self.base + self.adapter + self.passes
+        return self.base + self.trained + self.passes
 
     @property
     def least(self) -> int:
-        return self.base + self.adapter + self.least_passes
+        return self.base + self.trained + self.least_passes
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,24 @@ def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds
 
 def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
     """Compute the needs of a trainer of one rank."""
-    dtype_bytes, longest = _DTYPE_BYTES[config.model.dtype], longest_row(config, model)
+    full, longest = config.weights == "full", longest_row(config, model)
+    dtype_bytes = _DTYPE_BYTES["float32" if full else config.model.dtype]
     setting = config.pipeline.trainer_tokens_per_micro_batch
     least, wanted = (longest, max(longest, FIRST_TOKENS)) if setting == "auto" else [max(longest, setting)] * 2
-    recomputes, drops = bool(config.trainer.get("gradient_checkpointing", True)), bool(config.lora.get("lora_dropout"))
+    recomputes = bool(config.trainer.get("gradient_checkpointing", True))
+    drops = bool(config.lora_section.get("lora_dropout"))
+    trained = _num_trained(config, model)
+    each = 8 + optimizer_bytes(str(config.trainer.get("optim", "")))
+    if full and float(config.trainer.get("beta") or 0.0) != 0.0:
+        each += _DTYPE_BYTES["bfloat16"]  # the reference policy
+    casts = trained * _DTYPE_BYTES["bfloat16"] if full else 0  # autocast keeps them during a pass
     return TrainerNeeds(
-        base=base_bytes(model.weights, dtype_bytes, config.model.quantization),
-        adapter=_num_trained(config, model) * (8 + optimizer_bytes(str(config.trainer.get("optim", "")))),
+        base=base_bytes(model.weights, dtype_bytes, config.model.quantization) - (4 * trained if full else 0),
+        trained=trained * each,
         tokens=wanted,
-        passes=pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops),
+        passes=casts + pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops),
         least_tokens=least,
-        least_passes=pass_bytes(model, least, dtype_bytes, recomputes=recomputes, drops=drops),
+        least_passes=casts + pass_bytes(model, least, dtype_bytes, recomputes=recomputes, drops=drops),
     )
 
 
@@ -99,7 +107,7 @@ def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
     engine, dtype_bytes = config.engine, _DTYPE_BYTES[config.model.dtype]
     num_elements = sum(weight.num_elements for weight in model.weights)
     weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
-    adapters = config.lora_slots * _num_served(config, model) * dtype_bytes if config.swap.mode == "adapter" else 0
+    adapters = config.lora_slots * _num_served(config, model) * dtype_bytes if config.weights == "adapter" else 0
     tokens = max(longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
     return EngineNeeds(weights, adapters, tokens * token_bytes(config, model))
 
@@ -193,12 +201,17 @@ def longest_context(config: RunConfig, model: ModelShape) -> int | None:
 
 
 def _num_trained(config: RunConfig, model: ModelShape) -> int:
+    if config.lora is None:
+        patterns = config.trainable or ["*"]
+        return sum(
+            weight.num_elements for weight in model.weights if any(fnmatchcase(weight.name, each) for each in patterns)
+        )
     return adapter_parameters(model.weights, config.lora["r"], config.lora["target_modules"] or "all-linear")
 
 
 def _num_served(config: RunConfig, model: ModelShape) -> int:
     """Parameters of one LoRA slot of vLLM: of each layer that it serves, fused ones as a whole, at the rank that it has."""
-    targets = config.lora["target_modules"]
+    targets = config.lora_section["target_modules"]
     if targets is None or isinstance(targets, str):
         return adapter_parameters(model.weights, config.max_lora_rank, "all-linear")
     leaves = {target.rpartition(".")[2] for target in targets}
@@ -311,7 +324,7 @@ def _least(needs: TrainerNeeds) -> str:
 
 
 def _kept(needs: TrainerNeeds) -> str:
-    return f"base {gib(needs.base)}, adapter with optimizer {gib(needs.adapter)}"
+    return f"base {gib(needs.base)}, what trains, with its optimizer, {gib(needs.trained)}"
 
 
 def gib(num_bytes: float) -> str:

@@ -120,7 +120,7 @@ def weights_of(folder: Path) -> Iterator[Weight]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for name, said in _header(file).items():
             if name != "__metadata__" and is_of_text_model(name):
                 bits = re.search(r"\d+", said["dtype"])
@@ -128,7 +128,7 @@ def weights_of(folder: Path) -> Iterator[Weight]:
                 yield Weight(name, tuple(said["shape"]), size, "F" in said["dtype"] and size >= 16)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the files of the weights. Some checkpoints have all weights a second time, in files with other names."""
     if (whole := folder / "model.safetensors").is_file():
         return [whole]

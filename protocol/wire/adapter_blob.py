@@ -6,12 +6,16 @@ of the machine may damage it, but then the process that reads it is gone too.
 
 import hashlib
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from isal.isal_zlib import crc32
 
 from protocol.runtime.files import staged
+
+Unpack = Callable[[bytes | memoryview, str | None, Path], int]
+"""Writes the files of a policy: see `unpack`."""
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 

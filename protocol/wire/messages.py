@@ -183,7 +183,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     capacity: Count
     held: LeaseIds = []
     release: Annotated[str, Meta(max_length=128)] = ""
-    swap_mode: Literal["adapter", "merged"] = "adapter"
+    swap_mode: Literal["adapter", "merged", "full"] = "adapter"
     evaluates: bool = False
     run_id: Annotated[str, Meta(max_length=128)] = ""
     host: Place = ""

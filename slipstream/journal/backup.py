@@ -24,7 +24,7 @@ from slipstream.tables import size, write_line
 
 _ATTEMPTS = 5
 _LINES = (STEPS, ROLLOUTS)
-_FOLDERS = ("checkpoints/best", "adapter", "sft")
+_FOLDERS = ("checkpoints/best", "adapter", "model", "sft")
 
 
 def backup(reader: JournalReader, to: Path) -> None:

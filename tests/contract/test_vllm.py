@@ -48,6 +48,7 @@ CALLS = (
     f"{MANAGER}._load_adapter(self, request)",
     "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper(self)",
     "vllm.model_executor.models.utils:WeightsMapper.apply_list(self, names)",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm(layer, remove_weight=False)",
     f"{LINEAR}:UnquantizedLinearMethod.process_weights_after_loading(self, layer)",
     f"{LINEAR}:UnquantizedLinearMethod.apply(self, layer, x, None)",
     f"{LINEAR}:QKVParallelLinear.weight_loader(self, param, loaded, shard)",
@@ -79,7 +80,7 @@ ATTRIBUTES = {
     "finished_req_ids",
     "vllm.v1.core.sched.output:NewRequestData": "req_id prompt_token_ids num_computed_tokens",
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens num_output_tokens",
-    **dict.fromkeys(WORKERS, "model_runner"),
+    **dict.fromkeys(WORKERS, "model_runner model_config"),
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": "lora_manager add_lora",
     MANAGER: "_adapter_manager device",
     "vllm.lora.model_manager:LoRAModelManager": "model punica_wrapper_mapping modules packed_modules lora_index_to_id",
@@ -94,7 +95,8 @@ ATTRIBUTES = {
     f"{LINEAR}:QKVParallelLinear": "total_num_kv_heads",
     f"{CONFIG}.vllm:VllmConfig": "load_config speculative_config lora_config model_config scheduler_config "
     "parallel_config quant_config",
-    f"{CONFIG}.model:ModelConfig": "dtype logprobs_mode max_model_len enable_sleep_mode enforce_eager",
+    f"{CONFIG}.model:ModelConfig": "dtype logprobs_mode max_model_len enable_sleep_mode enforce_eager "
+    "is_moe use_mla model",
     f"{CONFIG}.lora:LoRAConfig": "max_lora_rank max_loras",
     f"{CONFIG}.scheduler:SchedulerConfig": "max_num_seqs",
     f"{CONFIG}.parallel:ParallelConfig": "distributed_executor_backend pipeline_parallel_size worker_extension_cls",
@@ -107,7 +109,11 @@ ATTRIBUTES = {
 TEXTS = {
     f"{CONFIG}.model:LogprobsMode": ("'processed_logprobs'",),
     "vllm.v1.engine:FINISH_REASON_STRINGS": ("'stop'", "'length'", "'abort'", "'error'"),
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": ("worker_class.__bases__",),
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": ("worker_class.__bases__", "worker_class(**kwargs)"),
+    f"{LINEAR}:UnquantizedLinearMethod.process_weights_after_loading": (
+        "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm",
+        "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
+    ),
     "vllm.lora.lora_weights:LoRALayerWeights.optimize": ("self.lora_b *= self.scaling",),
 }
 """Values, and places where vLLM does what we count on."""

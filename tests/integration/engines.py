@@ -12,10 +12,10 @@ from producer.policies.loader import DownloadedPolicy
 from producer.policies.probe import ReceivedProbe
 from producer.policies.registry import AdapterRegistry
 from protocol.config.run import RunConfig
-from protocol.wire.adapter_blob import unpack
+from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.messages import PolicyInfo
 from tests.integration.forked_cores import forked_cores
-from tests.integration.models import random_adapter
+from tests.integration.models import random_adapter, random_patch
 
 Result = TypeVar("Result")
 
@@ -42,8 +42,8 @@ def run_config(model: Path, run_dir: Path, dtype: str = "float32", **sections: A
 
 
 class LiveEngine:
-    """A started engine of so many worker processes, and random adapters for its model. `run` executes coroutines on the engine's
-    loop."""
+    """A started engine of so many worker processes, and random policies for its model: adapters, or patches with `lora` None, and
+    the folders that have the same for transformers. `run` executes coroutines on the engine's loop."""
 
     def __init__(self, model: Path, folder: Path, num_workers: int = 1, **sections: Any) -> None:
 
@@ -52,6 +52,7 @@ class LiveEngine:
         self.model = model
         self.folder = folder
         self.config = run_config(model, folder / "run", **sections)
+        self.unpack = (weight_patch if self.config.weights == "full" else adapter_blob).unpack
         self.loop = asyncio.new_event_loop()
         self.engine = self.run(self._start(VllmEngine, num_workers))
         self._published: dict[int, tuple[Path, bytes, str]] = {}
@@ -66,6 +67,7 @@ class LiveEngine:
         return self.loop.run_until_complete(work)
 
     def peft_folder(self, version: int) -> Path:
+        """Return the folder of the adapter, or of the patched checkpoint."""
         return self._made(version)[0]
 
     def policy(self, version: int) -> tuple[PolicyInfo, bytes]:
@@ -79,13 +81,14 @@ class LiveEngine:
         """Version `version`, unpacked from its blob as adapter `number` of the engine, not loaded yet."""
         _, blob, digest = self._made(version)
         path = self.folder / f"adapter-{number}"
-        checksum = unpack(blob, digest, path)
+        checksum = self.unpack(blob, digest, path)
         return Adapter(version, f"v{version}-{number}", number, path, checksum)
 
     def _made(self, version: int) -> tuple[Path, bytes, str]:
         if version not in self._published:
             folder = self.folder / f"peft-{version}"
-            self._published[version] = (folder, *random_adapter(self.model, folder, seed=version))
+            make = random_patch if self.config.weights == "full" else random_adapter
+            self._published[version] = (folder, *make(self.model, folder, seed=version))
         return self._published[version]
 
     @contextmanager

@@ -80,7 +80,9 @@ RIGHT_MERGE, RIGHT_FACTORS = merged_worker.merge, merged_worker.factors
 class FaultyMerging(MergeWorker):
     """Of its faults, those of one worker are of the second."""
 
-    def merging_prepare(self, path: str | None, checksum: int | None) -> None:
+    _weights: Any
+
+    def weights_prepare(self, path: str | None, checksum: int | None) -> None:
         self._fault, self._other = fault_of(path)
         if self._fault == "a worker is left behind" and self.rank == 1:  # type: ignore[attr-defined]
             return
@@ -89,14 +91,14 @@ class FaultyMerging(MergeWorker):
         if self._fault == "an old adapter under the new name":
             path = self._other
         merged_worker.merge, merged_worker.factors = self._merge, self._factors
-        super().merging_prepare(path, checksum)
+        super().weights_prepare(path, checksum)
 
-    def merging_flip(self) -> dict[str, int]:
+    def weights_flip(self) -> dict[str, int]:
         if self._fault == "nothing is loaded":
-            self._merging._installs = []
+            self._weights._installs = []
         if self._fault == "a layer stays":
-            self._merging._installs.pop()
-        return super().merging_flip()
+            self._weights._installs.pop()
+        return super().weights_flip()
 
     def _merge(self, base: Any, up: Any, *others: Any) -> Any:
         return RIGHT_MERGE(base, up / 2 if self._fault == "alpha is halved" else up, *others)
@@ -107,7 +109,7 @@ class FaultyMerging(MergeWorker):
         if self._fault == "the base is served":
             parts = []
         if self._fault == "another adapter is held":
-            others = {(part.layer, part.name): part for part in self._merging._read(Path(self._other), None)}
+            others = {(part.layer, part.name): part for part in self._weights._read(Path(self._other), None)}
             parts = [others[part.layer, part.name] for part in parts]
         up, down = RIGHT_FACTORS(layer, shape, parts)
         is_gate_up = any(part.layer == "model.layers.1.mlp.gate_up_proj" for part in parts)

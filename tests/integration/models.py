@@ -6,6 +6,7 @@ transformers does, so that distributions are far from uniform and a wrong adapte
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from consumer.learn.model import load_model, within_text_model
+from protocol.wire import weight_patch
 from protocol.wire.adapter_blob import AdapterBlob, pack
+from tests.weight_patches import patch_between
 
 transformers_logging.disable_progress_bar()
 
@@ -191,6 +194,22 @@ def random_adapter(
     return pack(
         AdapterBlob((folder / "adapter_config.json").read_bytes(), (folder / "adapter_model.safetensors").read_bytes())
     )
+
+
+def random_patch(model_folder: Path, folder: Path, *, seed: int = 0) -> tuple[bytes, str]:
+    """Writes the model with another 2 % of its elements to `folder`, in bfloat16; returns the patch as blob and sha256."""
+    generator = torch.Generator().manual_seed(seed)
+    shutil.copytree(model_folder, folder)
+    model = load_model(model_folder, dtype=torch.bfloat16)
+    parameters = dict(model.named_parameters())
+    old = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            chosen = torch.rand(parameter.shape, generator=generator) < 0.02
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.copy_(torch.where(chosen, noise, parameter))
+    model.save_pretrained(folder)
+    return weight_patch.pack(patch_between(old, parameters))
 
 
 def reference_logprobs(

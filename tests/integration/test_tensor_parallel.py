@@ -32,7 +32,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 FAULTS = {
-    "a worker is left behind": "the adapter did not reach worker 1 of the engine's 2",
+    "a worker is left behind": "the policy did not reach worker 1 of the engine's 2",
     "a worker takes another": "are not those that were verified: CRC-32",
     "a worker has the other's part": "model.layers.1.mlp.gate_",
 }

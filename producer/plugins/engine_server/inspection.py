@@ -118,7 +118,9 @@ class Inspection:
         """Write, load, score and remove a small adapter."""
         trial = f"trial-{next(self._numbers)}"
         name, prompt = f"{self.folder.name}-{trial}", list(_PROMPTS[0] + _PROMPTS[1])
-        await asyncio.to_thread(write_trial_adapter, self.model_folder, self.config.lora, self.folder.path / trial)
+        await asyncio.to_thread(
+            write_trial_adapter, self.model_folder, self.config.lora_section, self.folder.path / trial
+        )
         try:
             try:
                 await api.load(name, self.folder.server_path(trial))
@@ -151,7 +153,7 @@ class Inspection:
         if re.search(r"max_lora_rank|LoRA rank", error.message):
             rank = self.config.max_lora_rank
             return ServerMismatchError(
-                f"does not take lora.r={self.config.lora['r']} ({error.message}): give it --max-lora-rank {rank}"
+                f"does not take lora.r={self.config.lora_section['r']} ({error.message}): give it --max-lora-rank {rank}"
             )
         if error.status in (404, 405) and "adapter" not in error.message:
             return ServerMismatchError(

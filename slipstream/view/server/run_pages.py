@@ -130,7 +130,7 @@ class RunPages:
             newest = list(reader.policies())[-2_000:]
         timelines = {name: run.newest_lines(name, _TIMELINE_BYTES) for name in run.timeline_names()}
         rows = policy_rows(newest, timelines, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES))
-        folders = [name for name in ("adapter", "checkpoints/best") if (run.folder / name).is_dir()]
+        folders = [name for name in ("adapter", "model", "checkpoints/best") if (run.folder / name).is_dir()]
         return page(
             request, "policies.html", self._viewer.name, rows=rows, folders=[run.folder / name for name in folders]
         )

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "adapter, float32": (1, "float32", {}),
     "merged": (1, "bfloat16", {"swap": {"mode": "merged"}}),
     "merged, float32": (1, "float32", {"swap": {"mode": "merged"}}),
+    "full": (1, "bfloat16", {"lora": None}),
     "turns, adapter": (1, "bfloat16", {"pipeline": {"gpu": "turns"}}),
     "turns, merged": (1, "bfloat16", {"pipeline": {"gpu": "turns"}, "swap": {"mode": "merged"}}),
     "quantized, fp8": (1, "bfloat16", {"engine": {"quantization": "fp8"}, "swap": {"probe_tolerance": 1.0}}),
@@ -94,8 +95,7 @@ def _row(folder: Path, num_gpus: int, dtype: str, sections: dict[str, Any]) -> d
 
     cuda_platform.present.count = num_gpus
     with tempfile.TemporaryDirectory() as run_dir:
-        config = run_config(Path(run_dir), folder, **sections)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        config = run_config(Path(run_dir), folder, dtype, **sections)
     try:
         return facts_of(build_vllm_config(config, folder, num_gpus))
     except ConfigError as error:

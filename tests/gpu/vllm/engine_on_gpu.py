@@ -32,6 +32,13 @@ def merged(tmp_path):
         yield engine
 
 
+@pytest.fixture
+def full(tmp_path):
+    model = build_model("llama", tmp_path / "model", num_layers=1)
+    with live_engine(model, tmp_path, dtype="bfloat16", engine=ENGINE, lora=None) as engine:
+        yield engine
+
+
 def expected(live: LiveEngine, version: int, token_ids: list[int]) -> torch.Tensor:
     folder = live.peft_folder(version) if version else None
     return reference_logprobs(live.model, folder, token_ids[:1], token_ids[1:], 1.0).cpu()
@@ -87,6 +94,29 @@ def test_merged_weights_are_installed_from_pinned_memory_and_taken_back(merged: 
             assert worst_difference(live, 1, completion) < 1e-4
         await weights.load(second)
         assert difference(live, 2, (await weights.verify(second, TOKENS)).logprobs) < 1e-4
+        await weights.discard(second)
+        assert (await weights.verify(first, TOKENS)).logprobs == before
+
+    live.run(check())
+
+
+def test_patches_are_written_into_the_weights_of_the_gpu_and_taken_back(full: LiveEngine) -> None:
+    """Weights and sums are compared by the product itself; the interpreter's numbers in bfloat16 say only that they changed."""
+    live = full
+    check_worker(live)
+
+    async def check() -> None:
+        weights = live.engine.weights
+        base = (await weights.verify(None, TOKENS)).logprobs
+        first, second = live.adapter(1, 1), live.adapter(2, 2)
+        await weights.load(first)
+        before = (await weights.verify(first, TOKENS)).logprobs
+        assert before != base
+        weights.activate(first)
+        for completion in await live.engine.generate(TOKENS, Sampling(1, LENGTH, 1.0), first):
+            assert completion.token_versions == [1] * len(completion.token_ids)
+        await weights.load(second)
+        assert (await weights.verify(second, TOKENS)).logprobs != before
         await weights.discard(second)
         assert (await weights.verify(first, TOKENS)).logprobs == before
 

@@ -20,11 +20,11 @@ from tests.unit.replay.builders import buffer
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
 
 
-def run_config(run_dir: Path, model: Path | str = "model", **sections: Any) -> RunConfig:
+def run_config(run_dir: Path, model: Path | str = "model", dtype: str = "float32", **sections: Any) -> RunConfig:
     """A run of 2 groups x 4 completions of up to 6 tokens; `sections` replace or add to the sections."""
     values: dict[str, Any] = {
         "run_dir": str(run_dir),
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": dtype},
         "dataset": {"path": str(run_dir / "train.jsonl")},
         "rewards": {"functions": [{"function": "rewards:first", "weight": 1.0}]},
         "sampling": {"num_generations": 4, "max_completion_length": 6},

@@ -104,7 +104,7 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     assert choose_adapter(run_dir, "last") == run_dir / "adapter"
     assert choose_adapter(run_dir, "2") == run.checkpoints_dir / "checkpoint-2"
     assert choose_adapter(run_dir, str(run_dir / "adapter")) == run_dir / "adapter"
-    with pytest.raises(ConfigError, match=r"best: there is no adapter in .*best; checkpoints of the run: 2, 4"):
+    with pytest.raises(ConfigError, match=r"best: there are no weights in .*best; checkpoints of the run: 2, 4"):
         choose_adapter(run_dir, "best")
     shutil.copytree(run_dir / "adapter", run.checkpoints_dir / "best")
     assert choose_adapter(run_dir, "best") == run.checkpoints_dir / "best"
@@ -113,7 +113,7 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     (run_dir / "trainer.json").write_text(json.dumps({"finished": False, "steps": 4}))
     assert choose_adapter(run_dir, "last") == run.checkpoints_dir / "checkpoint-4", "... and was stopped"
     shutil.rmtree(run_dir)
-    with pytest.raises(ConfigError, match="has no adapter yet"):
+    with pytest.raises(ConfigError, match="has no weights yet"):
         choose_adapter(run_dir, "last")
 
 
@@ -141,7 +141,7 @@ def test_the_adapter_alone_with_its_card(run: RunConfig, tiny_model: Path) -> No
 
 def test_the_card_of_a_model_of_the_hub(run: RunConfig) -> None:
     of_hub = run.model_copy(update={"model": run.model.model_copy(update={"path": "me/base"})})
-    data = model_card(of_hub, is_adapter=False).data
+    data = model_card(of_hub, kind="merged").data
     assert (data.base_model, data.base_model_relation, data.library_name) == ("me/base", "finetune", "transformers")
 
 

@@ -37,6 +37,8 @@ def start(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
         answers=None, config=None, arguments=None, lora=None, model_folder=None, initial_adapter=None, prompts=[]
     )
     monkeypatch.setattr(run, "SlipstreamTrainer", trainer)
+    monkeypatch.setattr(run.Run, "_probe_of", lambda *_: None)
+    monkeypatch.setattr(run.Run, "attach", lambda *_: None)
     run.Run(setup, RunStart("run", Checkpoint(Path("checkpoint-3"), {})), unused, unused, unused).load()
 
 

@@ -1,5 +1,6 @@
 """What follows from `--gpu` and from the other sections, without vLLM."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from producer.engine.merged_worker import MergeWorker
 from producer.engine.own_arguments import own_arguments, tensor_parallel_size
+from producer.engine.patch_worker import PatchWorker
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from tests.unit.protocol.gpu.models import SHAPES, write_model
@@ -44,6 +47,17 @@ def test_vllm_serves_adapters_of_the_modules_alone_that_the_file_names(
     assert own_arguments(config, tmp_path, 1).get("lora_target_modules") == served
     merged = RunConfig.model_validate(config.model_dump() | {"swap": {"mode": "merged"}})
     assert "lora_target_modules" not in own_arguments(merged, tmp_path, 1)
+
+
+def test_an_engine_that_exchanges_its_weights_has_no_adapters(tmp_path: Path) -> None:
+    values = config_of(tmp_path).model_dump(exclude_unset=True)
+    extensions = set()
+    for sections in ({"swap": {"mode": "merged"}}, {"lora": None}):
+        arguments = own_arguments(RunConfig.model_validate(values | sections), tmp_path, 1)
+        assert (arguments["enable_lora"], "max_loras" in arguments) == (False, False)
+        module, _, name = arguments["worker_extension_cls"].rpartition(".")
+        extensions.add(getattr(importlib.import_module(module), name))
+    assert extensions == {MergeWorker, PatchWorker}
 
 
 @pytest.mark.parametrize(

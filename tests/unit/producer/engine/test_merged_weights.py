@@ -8,7 +8,7 @@ import pytest
 
 from producer.engine.weights import InFlightRequest, MergedWeights
 from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Scored
-from protocol.errors import EngineError
+from protocol.errors import ConfigError, EngineError
 from tests.unit.producer.loop import asynchronous, settle
 
 
@@ -27,6 +27,7 @@ class Workers:
         self.polls = 0
         self.proofs = 0
         self.unproved: set[str] = set()  # paths whose weights are not held as they should be
+        self.reasons = ["", ""]  # why they cannot exchange their weights
         self.survivals: list[dict[str, tuple[float, float]]] = [{}, {}]
 
     async def verify(self, row: list[int], lora: Any, salt: str, *, is_base: bool) -> Scored:
@@ -37,21 +38,23 @@ class Workers:
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         await asyncio.sleep(0)
         match method:
-            case "merging_prepare":
+            case "weights_start":
+                return self.reasons
+            case "weights_prepare":
                 self.next = args[0]
                 self.polls = 0
-            case "merging_prove":
+            case "weights_prove":
                 self.proofs += 1
                 self.polls = 0
-            case "merging_survival":
+            case "weights_survival":
                 return self.survivals
-            case "merging_state" if self.polls and self.paths[-1] in self.unproved and self.paths[-1] == self.next:
+            case "weights_state" if self.polls and self.paths[-1] in self.unproved and self.paths[-1] == self.next:
                 return [("done", self.next), ("refused", "o_proj is not the base with the update")]
-            case "merging_state":
+            case "weights_state":
                 self.polls += 1
                 done = ("done", self.next or "")
                 return (self.states or [done, done]) if self.polls > 1 else [done, ("running", "")]
-            case "merging_flip":
+            case "weights_flip":
                 self.paths.append(self.paths[-2] if self.next is None else self.next)
                 return [self.counts, {}]
         return [None, None]
@@ -78,7 +81,7 @@ class Group:
 async def swapped(weights: MergedWeights, version: int) -> MergedWeights:
     policy = adapter(version)
     phases = await weights.load(policy)
-    assert list(phases) == ["merge", "flip", "bits"]
+    assert list(phases) == ["prepare", "flip", "bits"]
     assert min(phases.values()) >= 0
     weights.activate(policy)
     return weights
@@ -210,6 +213,15 @@ async def test_weights_that_are_not_held_as_they_were_computed_are_taken_back_an
     assert workers.proofs == 3
     await swapped(weights, 3)
     assert workers.paths[-1] == "/adapters/3"
+
+
+@asynchronous
+async def test_a_worker_that_cannot_exchange_its_weights_ends_the_start_with_its_reason() -> None:
+    workers = Workers()
+    await MergedWeights(workers).start()
+    workers.reasons = ["", "norm.weight is not loaded as it is"]
+    with pytest.raises(ConfigError, match=r"norm\.weight is not loaded as it is; train an adapter"):
+        await MergedWeights(workers).start()
 
 
 @asynchronous

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from producer.engine import merged_worker as token_counts
-from producer.engine.merged_worker import TokenCounts, completion_of
+from producer.engine import exchange_worker as token_counts
+from producer.engine.exchange_worker import TokenCounts, completion_of
 
 
 def step(new=(), cached=(), scheduled=None, finished=()):

@@ -328,7 +328,7 @@ async def test_a_version_that_failed_for_a_reason_that_may_pass_comes_again_afte
     for _ in range(8):
         with monkeypatch.context() as patched:
             if what == "disk":
-                patched.setattr("producer.policies.loader.unpack", full_disk)
+                patched.setattr(setup.registry.loader, "unpack", full_disk)
             setup.engine.failure = AdapterFailedError("OSError: too many open files") if what == "workers" else None
             if what == "scoring":
                 patched.setattr(setup.engine, "verify", unscored)

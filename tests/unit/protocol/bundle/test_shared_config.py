@@ -75,6 +75,12 @@ def refusal(folder: Path, changes: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def test_producers_hear_that_the_weights_themselves_train(tmp_path: Path) -> None:
+    full = {"lora": None, "model": {"path": "org/model", "dtype": "bfloat16"}, "swap": {}, "engine_server": None}
+    values, _ = shared(tmp_path, full)
+    assert values["lora"] is None
+
+
 def test_producers_get_what_they_read_and_not_what_is_of_the_trainer_s_host(tmp_path: Path) -> None:
     values, host_keys = shared(tmp_path, {})
     assert values == {
@@ -271,7 +277,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "model": set(),
         "dataset": {
             *("path", "name", "revision", "split", "streaming", "max_rows", "filter", "transform"),
-            *("prompt_column", "answer_column"),
+            *("prompt_column", "answer_column", "blocks"),
             *("sources", "shuffle", "sampling", "max_prompt_tokens"),
         },
         "pipeline": {
@@ -308,6 +314,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "trainer",
         "sft",
         "producers",
+        "trainable",
     }
     assert set(RunConfig.model_fields) == set(SHARED) | whole
     for name, keys in left.items():

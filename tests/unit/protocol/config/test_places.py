@@ -67,7 +67,7 @@ def places(config: RunConfig) -> list[str | None]:
         config.run_dir, config.model.path, sources[0].path, sources[0].transform, functions[0].function,
         functions[2].options["python"], functions[3].model, functions[4].options["model"],
         config.environment.factory, config.evaluation.dataset.path,
-        config.transport.keys, config.serve.api_key_file, server.adapter_dir, server.key_file, config.lora["init_from"],
+        config.transport.keys, config.serve.api_key_file, server.adapter_dir, server.key_file, config.lora_section["init_from"],
         config.teachers[0].key_file,
     ]  # fmt: skip
 

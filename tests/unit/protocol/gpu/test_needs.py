@@ -130,7 +130,7 @@ def test_a_pass(model: ModelShape) -> None:
 def test_a_run(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     trainer, engine = needs_of(run_of(folder), folder)
-    assert (trainer.base, trainer.adapter) == (3408, 512 * 16)
+    assert (trainer.base, trainer.trained) == (3408, 512 * 16)
     assert (trainer.tokens, trainer.least_tokens) == (16384, 10)  # a prompt of 4 and a completion of 6
     assert trainer.least == 3408 + 8192 + 5888
     # Three LoRA slots of rank 8, the least that vLLM serves; a token has 2 * 2 * 1 * 4 values of 2 bytes, and a context of 64 is

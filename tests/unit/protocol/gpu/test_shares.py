@@ -38,8 +38,8 @@ def test_shares(wishes: dict[str, float], trainer: float, utilization: float) ->
 
 def test_in_words() -> None:
     assert divided().in_words() == (
-        "of 100.0 GiB the trainer may take 20.0 GiB (base 4.0 GiB, adapter with optimizer 1.0 GiB; a pass of 16384 tokens takes "
-        "15.0 GiB) and the producer 75.5 GiB (0.755, engine.gpu_memory_utilization, computed)"
+        "of 100.0 GiB the trainer may take 20.0 GiB (base 4.0 GiB, what trains, with its optimizer, 1.0 GiB; a pass of 16384 "
+        "tokens takes 15.0 GiB) and the producer 75.5 GiB (0.755, engine.gpu_memory_utilization, computed)"
     )
     assert "a pass of 16384 tokens takes 15.0 GiB and will be cut smaller)" in divided(engine=80).in_words()
     assert divided(chosen=0.5).in_words().endswith("50.0 GiB (0.5, as engine.gpu_memory_utilization says)")

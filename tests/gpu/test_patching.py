@@ -1,0 +1,57 @@
+"""Patches of weights that are on the stand-in GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from producer.engine import patch_worker
+from tests.unit.producer.engine.patched_models import checkpoint, loaded, values
+from tests.unit.producer.engine.test_patching import FIRST, SECOND, ended, patch, patcher, prepare, published, swap
+
+pytestmark = pytest.mark.stand_in
+
+
+def test_patches_are_written_on_their_gpu_in_place_and_taken_back(tmp_path: Path) -> None:
+    model = loaded(checkpoint()).cuda()
+    patching = patcher(tmp_path, model)
+    memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    wanted = [values(loaded(state)) for state in (checkpoint(), FIRST, SECOND)]
+    first, second = (published(tmp_path / str(number), patch(state)) for number, state in ((1, FIRST), (2, SECOND)))
+    swap(patching, *first)
+    assert values(model) == wanted[1]
+    swap(patching, *second)
+    assert values(model) == wanted[2]
+    swap(patching, None)
+    assert values(model) == wanted[1]
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == memory
+    assert all(parameter.is_cuda for parameter in model.parameters())
+
+
+def test_nothing_changes_on_a_gpu_before_the_flip_and_what_changes_otherwise_is_refused(tmp_path: Path) -> None:
+    model = loaded(checkpoint()).cuda()
+    patching = patcher(tmp_path, model)
+    assert prepare(patching, *published(tmp_path / "1", patch(FIRST)))[0] == "done"
+    assert values(model) == values(loaded(checkpoint()))
+    patching.flip()
+    patching.prove()
+    assert ended(patching)[0] == "done"
+    model.o.weight.data[0, 0] = 9
+    patching.prove()
+    assert "the weights of o.weight are not" in ended(patching)[1]
+
+
+def test_a_gpu_without_room_for_a_patch_has_room_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(checkpoint()).cuda()
+    patching = patcher(tmp_path, model)
+    first = published(tmp_path / "1", patch(FIRST))
+
+    def full(*_: Any) -> Any:
+        torch.empty(2**50, device="cuda")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(patch_worker, "writer", full)
+        assert prepare(patching, *first)[0] == "failed"
+    swap(patching, *first)
+    assert values(model) == values(loaded(FIRST))

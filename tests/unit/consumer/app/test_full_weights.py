@@ -1,0 +1,130 @@
+"""Runs of the trainer in which the weights themselves train: what is published, kept and written."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from consumer.learn.model import save_weights
+from protocol.config.loader import load_config
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.wire.weight_patch import parse
+from tests.unit.consumer.app.test_run import Run
+from tests.unit.consumer.builders import run_config
+
+FULL: dict[str, Any] = {"lora": None, "dtype": "bfloat16"}
+
+
+class FullRun(Run):
+    def publish(self, policy: Any) -> None:
+        self.blobs = [*getattr(self, "blobs", []), bytes(policy.data)]
+        super().publish(policy)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, one_layer_model: Path) -> FullRun:
+    return FullRun(tmp_path_factory.mktemp("run"), one_layer_model, **FULL, trainer={"max_steps": 4, "save_steps": 2})
+
+
+@pytest.mark.long
+def test_every_parameter_trains_in_float32_and_every_step_is_a_patch_of_the_base(
+    uninterrupted: FullRun, one_layer_model: Path
+) -> None:
+    run = uninterrupted
+    assert [version for version, _ in run.published] == [0, 1, 2, 3, 4]
+    assert parse(run.blobs[0]).tensors == [], "version 0 is the base"
+    model = run.trainer.model
+    base = AutoModelForCausalLM.from_pretrained(one_layer_model, dtype=torch.bfloat16)
+    trained, before = dict(model.named_parameters()), dict(base.named_parameters())
+    assert all(each.dtype == torch.float32 and each.requires_grad for each in trained.values())
+    last = {each.name: each for each in parse(run.blobs[-1]).tensors}
+    for name, parameter in trained.items():
+        bits = parameter.detach().bfloat16().view(torch.int16).numpy().view(np.uint16)
+        num_changed = int((before[name].detach().bfloat16().view(torch.int16).numpy().view(np.uint16) != bits).sum())
+        assert num_changed == (last[name].num_changes if name in last else 0)
+        assert name not in last or last[name].sum == bits.sum(dtype=np.uint64)
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= last.keys()
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    tmp_path: Path, one_layer_model: Path, uninterrupted: FullRun
+) -> None:
+    settings = FULL | {"trainer": {"max_steps": 4, "save_steps": 2}}
+    FullRun(tmp_path, one_layer_model, stop_at=2, **settings)
+    resumed = FullRun(tmp_path, one_layer_model, resume=True, **settings)
+    assert [version for version, _ in resumed.published] == [2, 3, 4]
+    assert resumed.published == uninterrupted.published[2:]
+
+
+@pytest.mark.long
+def test_only_named_parameters_train(tmp_path: Path, one_layer_model: Path) -> None:
+    run = FullRun(tmp_path, one_layer_model, **FULL, trainable=["*norm*"], trainer={"max_steps": 1})
+    names = {name for name, each in run.trainer.model.named_parameters() if each.requires_grad}
+    of_layer = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
+    assert names == {*of_layer, "model.norm.weight"}
+    assert {each.name for each in parse(run.blobs[-1]).tensors} <= names
+    with pytest.raises(ConfigError, match=r"trainable: .*'nothing'"):
+        FullRun(tmp_path / "other", one_layer_model, **FULL, trainable=["nothing"])
+
+
+@pytest.mark.long
+def test_the_kl_term_measures_from_the_base(tmp_path: Path, one_layer_model: Path) -> None:
+    run = FullRun(tmp_path, one_layer_model, **FULL, trainer={"max_steps": 3, "beta": 0.5, "learning_rate": 1e-2})
+    kl = [step["kl"] for step in run.steps]
+    assert kl[0] == 0.0
+    assert kl[-1] > 1e-3
+    assert all(each.dtype == torch.float32 for each in run.trainer.model.parameters())
+
+
+@pytest.mark.long
+def test_the_final_model_is_what_was_published(uninterrupted: FullRun, tmp_path: Path) -> None:
+    save_weights(uninterrupted.trainer.base, uninterrupted.trainer.processing_class, str(tmp_path / "model"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert written.dtype == torch.bfloat16
+    trained = dict(uninterrupted.trainer.model.named_parameters())
+    assert all(torch.equal(each, trained[name].bfloat16()) for name, each in written.named_parameters())
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"dtype": "float32"}, "model.dtype: float32"),
+        ({"swap": {"mode": "merged"}}, "swap.mode"),
+        ({"swap": {"in_flight": "finish"}}, "swap.in_flight"),
+        ({"engine": {"quantization": "fp8"}}, "engine.quantization"),
+        ({"engine_server": {"url": "http://h:1", "adapter_dir": "/a"}}, "engine_server"),
+        ({"pipeline": {"gpu": "turns"}}, "pipeline.gpu"),
+    ],
+)
+def test_what_does_not_go_with_full_weights_is_refused(sections: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run_config(tmp_path, **(FULL | sections))
+
+
+def test_parameters_are_chosen_without_an_adapter_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainable"):
+        run_config(tmp_path, trainable=["*norm*"])
+
+
+def test_a_policy_has_no_adapter_and_goes_on_by_default(tmp_path: Path) -> None:
+    config: RunConfig = run_config(tmp_path, **FULL)
+    assert (config.weights, config.on_swap, config.max_lora_rank) == ("full", "continue", 0)
+
+
+@pytest.mark.parametrize(
+    ("written", "weights"), [("lora: null", "full"), ("lora: ~", "full"), ("lora:", "adapter"), ("", "adapter")]
+)
+def test_nothing_below_a_section_is_no_null(tmp_path: Path, written: str, weights: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "run_dir: run\nmodel: {path: model}\ndataset: {path: rows.jsonl}\nrewards: {functions: [{function: numeric_match}]}\n"
+        + written
+    )
+    assert load_config(str(file)).weights == weights
+    assert load_config(str(file), ["lora=null"]).weights == "full"

@@ -1,0 +1,89 @@
+"""Streams of patches: what differs, how far it is apart, and the way back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.wire.adapter_blob import BlobError
+from protocol.wire.patch_streams import PER_WORD, Words, changes, changes_of, gaps_of
+from protocol.wire.weight_patch import GO_ON, PatchedTensor, WeightPatch
+from tests import weight_patches
+
+ELEMENTS = st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=40)
+
+
+def words(elements: list[int]) -> Words:
+    return np.array(elements + [0] * (-len(elements) % PER_WORD), np.uint16).view(np.uint64)
+
+
+@given(ELEMENTS, st.data())
+def test_changes_are_the_elements_that_differ(old: list[int], data: st.DataObject) -> None:
+    new = data.draw(st.lists(st.integers(0, 2**16 - 1) | st.sampled_from(old), min_size=len(old), max_size=len(old)))
+    places, bits = changes(words(old), words(new))
+    expected = [(place, one ^ other) for place, (one, other) in enumerate(zip(old, new, strict=True)) if one != other]
+    assert list(zip(places.tolist(), bits.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([0, 1, 5], [0, 0, 3]),
+        ([GO_ON - 1], [GO_ON - 1]),
+        ([GO_ON], [GO_ON, 0]),
+        ([3, 4 + 2 * GO_ON], [3, GO_ON, GO_ON, 0]),
+    ],
+)
+def test_gaps_by_hand(places: list[int], expected: list[int]) -> None:
+    assert gaps_of(np.array(places, np.int64)).tolist() == expected
+
+
+@pytest.mark.parametrize(("size", "gaps"), [(3, [3]), (4, [1, 2]), (GO_ON + 1, [GO_ON])])
+def test_places_beyond_a_tensor_are_refused(size: int, gaps: list[int]) -> None:
+    low, high = bytes(gap & 255 for gap in gaps), bytes(gap >> 8 for gap in gaps)
+    bits = bytes(len(gaps))
+    tensor = PatchedTensor("w", [size], len(gaps), len(gaps), 0)
+    with pytest.raises(BlobError, match="w"):
+        list(changes_of(WeightPatch("", [tensor], [low, high, bits, bits])))
+
+
+def test_places_by_hand() -> None:
+    """Changes at 0, 65534, 131070 (65535 elements later) and 131071 + 2 * 65535."""
+    gaps = [0, 65533, GO_ON, 0, GO_ON, GO_ON, 0]
+    places = [0, 65534, 131070, 131070 + 2 * GO_ON]
+    low, high = (bytes(gap >> shift & 255 for gap in gaps) for shift in (0, 8))
+    tensor = PatchedTensor("a", [300_000], 4, 7, 0)
+    whole = WeightPatch("", [PatchedTensor("b", [1], 0, 0, 0), tensor], [low, high, b"\1\2\3\4", b"\0\0\0\1"])
+    (_, none, _), (named, found, bits) = changes_of(whole)
+    assert none.tolist() == []
+    places = [0, 65534, 65534 + 65535 + 1, 65534 + 65535 + 1 + 2 * GO_ON + 1]
+    assert (named, found.tolist(), bits.tolist()) == (tensor, places, [1, 2, 3, 0x104])
+    with pytest.raises(BlobError, match="patch of a has places"):
+        list(changes_of(whole._replace(tensors=[whole.tensors[0], PatchedTensor("a", [places[-1]], 4, 7, 0)])))
+
+
+@pytest.mark.long
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 200_000), st.integers(1, 65535)), max_size=20), min_size=1, max_size=3)
+)
+def test_changes_come_back_from_a_patch(tensors: list[list[tuple[int, int]]]) -> None:
+    old = {str(number): torch.randint(-32768, 32767, (200_001,), dtype=torch.int16) for number in range(len(tensors))}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    expected = {str(number): dict(sorted(its_changes)) for number, its_changes in enumerate(tensors)}
+    for name, its_changes in expected.items():
+        for place, bits in its_changes.items():
+            new[name][place] ^= np.uint16(bits).astype(np.int16).item()
+    made = weight_patches.patch_between(old, new)
+    found = {tensor.name: (tensor.sum, places.tolist(), bits.tolist()) for tensor, places, bits in changes_of(made)}
+    assert found == {
+        name: (
+            int(weight_patches.words_of(new[name]).view(np.uint16).sum(dtype=np.int64)),
+            list(its_changes),
+            list(its_changes.values()),
+        )
+        for name, its_changes in expected.items()
+        if its_changes
+    }

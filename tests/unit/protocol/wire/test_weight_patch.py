@@ -1,0 +1,128 @@
+"""A patch of weights is read as it was written, or not at all, and no more of it is inflated than its header allows."""
+
+import hashlib
+import os
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isal import igzip_lib
+
+from protocol.wire.adapter_blob import BlobError
+from protocol.wire.weight_patch import FILE, PatchedTensor, WeightPatch, pack, parse, read, unpack
+
+# Elements 1 and 4 of six; the XOR of the first is 0x0180, of the second 0x8000.
+TENSOR = PatchedTensor("a.weight", [2, 3], 2, 2, 77)
+STREAMS = [b"\x01\x02", b"\x00\x00", b"\x80\x00", b"\x01\x80"]
+PATCH = WeightPatch("", [TENSOR], STREAMS)
+
+
+def blob(tensors: list[Any], streams: list[bytes], **fields: Any) -> bytes:
+    packed = [igzip_lib.compress(each) for each in streams]
+    return msgpack.packb({"anchor": "", "tensors": tensors, "streams": packed} | fields)
+
+
+def test_a_patch_by_hand() -> None:
+    data, digest = pack(PATCH)
+    assert digest == hashlib.sha256(data).hexdigest()
+    raw = msgpack.unpackb(data)
+    assert list(raw) == ["anchor", "tensors", "streams"]
+    assert raw["tensors"] == [["a.weight", [2, 3], 2, 2, 77]]
+    assert [zlib.decompress(each, -15) for each in raw["streams"]] == STREAMS
+    assert parse(data) == PATCH
+    assert parse(blob([["a.weight", [2, 3], 2, 2, 77]], STREAMS)) == PATCH
+
+
+@settings(max_examples=12)
+@given(st.lists(st.binary(max_size=300), min_size=2, max_size=2), st.text(max_size=20))
+def test_equal_patches_are_equal_blobs_that_are_read_as_they_were_written(parts: list[bytes], name: str) -> None:
+    gaps, bits = parts[0][: len(parts[1])], parts[1]
+    size = len(gaps) + len(bits)
+    tensors = [PatchedTensor(name, [size], len(bits), len(gaps), 0), PatchedTensor(f"{name}2", [size], 0, 0, 5)]
+    patch = WeightPatch("f" * 64, tensors, [gaps, gaps[::-1], bits, bits[::-1]])
+    data, digest = pack(patch)
+    assert parse(data) == patch
+    assert pack(parse(data)) == (data, digest)
+
+
+def test_a_folder_has_the_patch_whole_and_is_read_by_its_checksum(tmp_path: Path) -> None:
+    data, digest = pack(PATCH)
+    checksum = unpack(data, digest, tmp_path / "v1")
+    assert checksum == zlib.crc32(data)
+    assert os.listdir(tmp_path) == ["v1"]
+    assert read(tmp_path / "v1", checksum) == read(tmp_path / "v1", None) == PATCH
+    with pytest.raises(FileExistsError):
+        unpack(data, digest, tmp_path / "v1")
+    file = tmp_path / "v1" / FILE
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(BlobError, match=f"not {checksum}"):
+        read(tmp_path / "v1", checksum)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: b"", lambda d: d[:9] + b"x" + d[10:]]
+)
+def test_damaged_bytes_write_nothing(tmp_path: Path, damage: Any) -> None:
+    data, digest = pack(PATCH)
+    with pytest.raises(BlobError, match="checksum"):
+        unpack(damage(data), digest, tmp_path / "v1")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        msgpack.packb([]),
+        blob([["a", [2, 3], 2, 2, 77]], STREAMS, more=1),
+        blob([["a", [2, 3], 2, 2]], STREAMS),
+        blob([["a", [2, -3], 2, 2, 77]], STREAMS),
+        blob([["a", [2**41], 2, 2, 77]], STREAMS),
+        blob([["a", [2, 3], 2, 2, 77]], STREAMS[:3]),
+        blob([["a", [2, 3], 2, 2, 77], ["a", [2, 3], 0, 0, 77]], STREAMS),
+        blob([["a", [2, 3], 7, 7, 77]], [bytes(7)] * 4),
+        blob([["a", [2, 3], 2, 3, 77]], [bytes(3), bytes(3), *STREAMS[2:]]),
+        blob([["a", [2, 3], 1, 2, 77]], STREAMS),
+        blob([["a", [2, 3], 3, 3, 77]], STREAMS),
+        blob([["a", [2, 3], 2, 2, 77]], [*STREAMS[:3], STREAMS[3] + b"\0"]),
+        msgpack.packb({"anchor": "", "tensors": [["a", [2, 3], 2, 2, 77]], "streams": [b"no deflate"] * 4}),
+        msgpack.packb({"anchor": "", "tensors": [["a", [2, 3], 2, 2, 77]], "streams": [b""] * 4}),
+    ],
+)  # fmt: skip
+def test_what_is_no_patch_or_says_other_counts_than_it_has_is_refused(data: bytes) -> None:
+    with pytest.raises(BlobError):
+        parse(data)
+
+
+@pytest.mark.parametrize(
+    "shapes", [{}, {"b": (2, 3)}, {"a.weight": (3, 2)}, {"a.weight": (6,)}, {"a.weight": (2, 3, 1)}, {"a.weight": ()}]
+)
+def test_a_patch_of_other_tensors_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:
+    data, _ = pack(PATCH)
+    with pytest.raises(BlobError, match=r"no a\.weight of shape \[2, 3\]"):
+        parse(data, shapes)
+    assert parse(data, {"a.weight": (2, 3), "b": ()}) == PATCH
+    scalar, _ = pack(WeightPatch("", [PatchedTensor("c", [], 0, 0, 0)], [b""] * 4))
+    with pytest.raises(BlobError, match="no c of shape"):
+        parse(scalar, shapes)
+
+
+def test_a_bomb_is_inflated_no_further_than_its_header_says() -> None:
+    bomb = [igzip_lib.compress(bytes(2**26))] * 4
+    header = {"anchor": "", "tensors": [["a", [2, 3], 2, 2, 77]], "streams": bomb}
+    data = msgpack.packb(header)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BlobError, match="longer"):
+            parse(data)
+        large = msgpack.packb(header | {"tensors": [["a", [2**26], 2**26, 2**26, 77]]})
+        with pytest.raises(BlobError, match="no a of shape"):
+            parse(large, {"a": (2, 3)})
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
