@@ -23,7 +23,7 @@ from consumer.evaluate.evaluation import Metric
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.learn import checkpoints as checkpoints
-from consumer.learn.run_facts import comparable, dataset_change
+from consumer.learn.run_facts import comparable, credits_of, dataset_change
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import SessionTerms
@@ -80,7 +80,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     start = _start(config, journal, before, resume)
     facts = setup.facts(start.run_id)
     same_shape = _comparable(start, journal, before, facts)
-    journal.note_facts(facts)
+    journal.note_facts(facts | {"credits": credits_of(before, facts, start.step)})
     write_resolved(config)
 
     session = secrets.token_hex(4)  # of this process; the run may outlive it

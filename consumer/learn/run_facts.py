@@ -81,6 +81,13 @@ def run_facts(
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 
+def credits_of(before: Facts, now: Facts, step: int) -> str:
+    """Return `credit` of all starts as JSON: pairs of the step after which each began, and its value where it changed. What a
+    start at `step` undoes is forgotten."""
+    known = [pair for pair in json.loads(before.get("credits", "[]")) if pair[0] < step]
+    return json.dumps(known if known and known[-1][1] == now["credit"] else [*known, [step, now["credit"]]])
+
+
 def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
     for name, fact in _MUST_BE_EQUAL.items():
         if before.get(name) != now.get(name):

@@ -144,8 +144,11 @@ def written_at(path: Path) -> float:
 
 
 def credit_of(reader: JournalReader, row: GroupRow, group: RolloutGroup) -> Credit | None:
-    """Return what rewards of spans credit, where the run uses them and the group has some."""
-    said = reader.facts().get("credit")
+    """Return what rewards of spans credit, where the run uses them and the group has some: by the recipe of the start that
+    trained it, or of the newest."""
+    facts = reader.facts()
+    trained_by = [said for since, said in json.loads(facts.get("credits", "[]")) if since < (row.step or 0)]
+    said = trained_by[-1] if trained_by else facts.get("credit")
     if not said or group.credit is None:
         return None
     batch = next(reader.batches(row.step), None) if row.step is not None else None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from consumer.learn.run_facts import comparable, dataset_change, run_facts
+from consumer.learn.run_facts import comparable, credits_of, dataset_change, run_facts
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import SCHEMA_VERSION
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
@@ -111,6 +111,20 @@ def test_the_likeliest_tokens_that_teachers_are_asked_for_are_a_fact(
     sections = {"teachers": [{"name": "big", "url": "http://h:1"}], "distillation": {"mode": mode}}
     facts = run_facts(run_config(tmp_path, tiny_model, **sections), tiny_model, "run-1", 64, 1, 1)
     assert facts.get("teacher_top_k") == top_k
+
+
+def test_every_start_has_its_credit_and_what_a_restart_undoes_is_forgotten() -> None:
+    before: dict[str, str] = {}
+    for credit, step, expected in (
+        ("a", 0, [[0, "a"]]),
+        ("a", 5, [[0, "a"]]),
+        ("", 8, [[0, "a"], [8, ""]]),
+        ("b", 20, [[0, "a"], [8, ""], [20, "b"]]),
+        ("a", 8, [[0, "a"]]),
+        ("b", 8, [[0, "a"], [8, "b"]]),
+    ):
+        before["credits"] = credits_of(before, {"credit": credit}, step)
+        assert json.loads(before["credits"]) == expected
 
 
 def test_the_credit_of_a_run_is_a_fact(tiny_model: Path, tmp_path: Path) -> None:

@@ -157,6 +157,17 @@ def test_advantages_are_a_colour_where_spans_have_rewards(client: TestClient) ->
     assert "data-reward" not in plain
 
 
+def test_a_group_has_the_credit_of_the_start_that_trained_it(run: Path, cache: None) -> None:
+    given, per_step = ('{"unit": "given"}', '{"unit": "per_step", "gamma": 0.5, "outcome_weight": 1.0}')
+    for history, advantage in (([[0, per_step], [17, given]], "+0.5000"), ([[0, per_step], [18, given]], "+0.4815")):
+        with closing(Journal(run / "journal.sqlite")) as journal:
+            journal.note_facts({"credit": given, "credits": json.dumps(history)})
+        page = (
+            client_of(run).get("/group?id=2-8-0-1-s&colour=advantage").text
+        )  # of step 18; the second completion's first span
+        assert f"advantage {advantage}" in page
+
+
 def test_a_teacher_is_a_colour_where_one_was_asked(client: TestClient) -> None:
     taught, plain = (client.get(f"/group?id=2-{prompt}-0-1-s&colour=teacher").text for prompt in (7, 9))
     # Token i of a completion has log-prob -i / 8: the teacher's -1 is 0.875 below that of the second one, and the same at 8.
