@@ -91,6 +91,7 @@ def _learning(trainer: TrainerView, rewards: dict[int, float], width: int) -> It
         ("loss", trainer.loss, three_digits),
         ("gradient", trainer.gradient_norm, three_digits),
         ("entropy", trainer.entropy, three_digits),
+        ("teachers' gain", trainer.teacher_logprob_gain, three_digits),
     )
     yield from _row(
         "off-policy",

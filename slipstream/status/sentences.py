@@ -31,6 +31,9 @@ def _progress(view: View) -> str:
 def _learning(view: View) -> str:
     held_out = _held_out(view.trainer)
     values = list(view.rewards.values())
+    gain = view.trainer.teacher_logprob_gain if view.trainer else None
+    if not values and gain is not None:
+        return f"Its tokens are {abs(gain):.3f} nats {'more' if gain > 0 else 'less'} likely to its teachers than to itself."
     if not values:
         return f"There is no reward yet{held_out}."
     if len(values) < 2 * _FEW:

@@ -306,13 +306,16 @@ async def test_an_agent_takes_a_task_generates_for_its_episodes_and_rewards_them
         assert (await it.post(CHAT | {"temperature": 0.5}, x_episode="lease-7.1"))[0] == 400
         status, _, content = await it.post(CHAT, x_episode="lease-8.0")
         assert (status, json.loads(content)["error"]["type"]) == (404, "unknown_episode")
-        status, _, content = await it.post({"solved": 1}, "/v1/rollouts/lease-7.0/reward")
+        for wrong in (b'{"solved": {"turns": [NaN]}}', {"solved": {"turns": [1, 1]}}, {"solved": [1]}):
+            assert (await it.post(wrong, "/v1/rollouts/lease-7.0/reward"))[0] == 400
+        status, _, content = await it.post({"solved": {"turns": [1]}}, "/v1/rollouts/lease-7.0/reward")
         assert (status, json.loads(content)["episodes_left"]) == (200, 1)
         for wrong in ({}, {"reason": ""}, {"reason": 1}, {"reason": "a", "more": 1}):
             assert (await it.post(wrong, "/v1/rollouts/lease-7.1/failure"))[0] == 400
         assert (await it.post({"reason": "x" * 3000}, "/v1/rollouts/lease-7.1/failure"))[0] == 200
         episodes, rewards, _ = await fulfilling
         assert rewards[0].tolist() == [1.0]
+        assert episodes[0].records[0].credit[-1] == 1.0
         assert math.isnan(rewards[1, 0])
         assert [len(episode.failure) for episode in episodes] == [0, 2000]
         assert [episode.records[0].token_ids for episode in episodes] == [[1, 2, 7], [1, 2, 7]]

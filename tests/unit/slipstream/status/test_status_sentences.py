@@ -31,6 +31,12 @@ def test_before_there_is_anything_to_say() -> None:
     assert "too few steps" in said(rewards={1: 0.5})[1]
 
 
+def test_where_teachers_alone_teach_they_are_told_of() -> None:
+    taught = {"address": "127.0.0.1:1", "teacher_logprob_gain": -0.25}
+    assert said(trainer=taught)[1] == "Its tokens are 0.250 nats less likely to its teachers than to itself."
+    assert "reward" in said(trainer=taught, rewards={1: 0.5})[1]
+
+
 def test_an_end_and_its_warnings() -> None:
     progress, _, trouble = said(
         Warned("nothing_answers", "the run was stopped", "rl-trainer --resume goes on"),
