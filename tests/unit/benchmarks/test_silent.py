@@ -12,9 +12,9 @@ from benchmarks.silent_report import draw, noticed_by, smooth, table
 from benchmarks.silent_server import loading_with
 
 ONE: dict[str, Any] = {
-    "fault": "alpha is halved", "arm": "proof", "dtype": "float32", "refused": 6,
+    "task": "sums", "fault": "alpha is halved", "arm": "proof", "dtype": "float32", "refused": 6,
     "why": "the engine holds other numbers", "stopped_after": 8, "accuracy": 0.98, "rewards": [0.5, 0.7], "kl": [0.0, 0.2],
-    "wrong_tokens": 0,
+    "wrong_tokens": 0, "warnings": [],
 }  # fmt: skip
 SILENT = ONE | {"arm": "no proof", "refused": None, "why": None, "accuracy": 0.6, "wrong_tokens": 1200}
 
@@ -22,16 +22,17 @@ SILENT = ONE | {"arm": "no proof", "refused": None, "why": None, "accuracy": 0.6
 def test_a_row_has_what_each_arm_came_to() -> None:
     *_, row = table([ONE, SILENT]).splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[0] == "alpha is halved"
-    assert cells[4] == "0.980"
-    assert cells[5:9] == ["0.600", "0.60", "0.100", "1,200"]
-    assert cells[9:] == ["-", "-", "-"]
+    assert cells[:2] == ["sums", "alpha is halved"]
+    assert cells[5] == "0.980"
+    assert cells[6:10] == ["0.600", "0.60", "0.100", "1,200"]
+    assert cells[10:] == ["-", "-", "-"]
 
 
 def test_what_refused_is_told_by_its_reason() -> None:
     assert noticed_by(ONE) == "bits, v6"
     assert noticed_by(ONE | {"why": "log-probs of the probe differ"}) == "behaviour, v6"
     assert noticed_by(SILENT) == "nothing"
+    assert noticed_by(SILENT | {"warnings": ["merged weights have 0% of the update"]}) == "a warning"
 
 
 def test_a_curve_is_smoothed_by_what_came_before() -> None:
