@@ -57,7 +57,7 @@ class Trial:
     names: tuple[str, ...]
     weights: list[float]
     groups: list[Group]
-    by_span: bool = False  # spans that differ are a signal
+    credit: str = "outcome"  # `rewards.credit`: with `per_step` spans that differ are a signal, with `given` any but 0
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -162,8 +162,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     rewards = config.computed_rewards
     if not rewards.functions:
         raise ConfigError("rewards.functions: none is computed here, so there is nothing to try")
-    by_span = rewards.credit in ("per_step", "given")
-    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, by_span)
+    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, rewards.credit)
 
     async def score(pool: RewardPool, group: Group) -> None:
         try:
@@ -193,10 +192,11 @@ def report(trial: Trial) -> dict[str, Any]:
     for number, group in enumerate(trial.groups, 1):
         totals = weighted_sums(group.rewards, np.array(trial.weights))
         known = totals[~np.isnan(totals)]
-        of_spans = np.array([reward for spans in group.spans for _, reward in spans if trial.by_span])
-        has_signal = any(
-            len(each) > 1 and not np.allclose(each, each[0], rtol=1e-5, atol=1e-8) for each in (known, of_spans)
-        )
+        of_spans = np.array([reward for spans in group.spans for _, reward in spans])
+        compared = (known, of_spans) if trial.credit == "per_step" else (known,)
+        has_signal = any(len(each) > 1 and not np.allclose(each, each[0], rtol=1e-5, atol=1e-8) for each in compared)
+        if trial.credit == "given" and len(of_spans):
+            has_signal = bool(of_spans.any())
         rows = [
             {"completion": completion, "rewards": dict(zip(trial.names, values, strict=True)), "sum": total}
             for completion, values, total in zip(

@@ -1,7 +1,7 @@
 """The policy as its own teacher: it scores its completions behind a prompt that says more, such as the solution.
 
-Guarantee: `logprobs` returns the log-prob of every sampled token, finite and at most 0, on one policy version, or raises
-LeaseFailure: what the engine did not score is never a zero.
+Guarantee: `logprobs` returns the log-prob of every sampled token, finite and at most 0, on one policy version (with merged
+weights on those that are there), or raises LeaseFailure: what the engine did not score is never a zero.
 """
 
 import asyncio

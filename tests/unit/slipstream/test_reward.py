@@ -58,7 +58,10 @@ def test_spans_are_reported_and_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert first["spans"] == [(3, 0.25), (7, 1.0)]
     assert "spans" not in second
     assert not found["groups"][0]["signal"]
-    assert report(Trial(("right",), [1.0], groups, by_span=True))["groups"][0]["signal"]
+    assert report(Trial(("right",), [1.0], groups, "per_step"))["groups"][0]["signal"]
+    for spans, signal in (([[(3, 0.5)], [(4, 0.5)]], True), ([[(3, 0.0)], []], False)):
+        groups[0].spans = spans
+        assert report(Trial(("right",), [1.0], groups, "given"))["groups"][0]["signal"] == signal
     show(found, Console(width=120))
     assert "3: 0.25, 7: 1" in capsys.readouterr().out
 
