@@ -77,8 +77,8 @@ bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour
 bench-overlap: $(STAMP) ## the pair beside itself in turns and beside TRL's asynchronous trainer, tuned, over an hour
 	$(BIN)/python -m benchmarks.overlap --out runs/bench/overlap.jsonl --plot runs/bench/overlap.png
 
-bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: remedies for waits, and swaps; an hour
-	for each in remedies swaps; do $(BIN)/python -m benchmarks.variants $$each --steps 30 --plot runs/bench/$$each.png || exit; done
+bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: remedies for waits, swaps, teachers; an hour
+	for each in remedies swaps teachers; do $(BIN)/python -m benchmarks.variants $$each --steps 30 --plot runs/bench/$$each.png || exit; done
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png

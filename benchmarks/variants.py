@@ -8,6 +8,8 @@ tokens, and is not repeated.
 import argparse
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,11 +24,14 @@ from benchmarks.variants_report import SHARE, draw, table
 from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
 from examples.folders import fresh_folder
+from producer.engine.configuration import ON_CPU
 from protocol.runtime import json_lines
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
 from replay.journal.reader import JournalReader
 from replay.journal.schema import GroupRow
+from tests.integration.vllm_server import wait_until_healthy
+from tests.unit.protocol.channel_harness import reserve_port
 
 FOLDER = Path("runs/bench/variants").absolute()
 
@@ -55,7 +60,16 @@ SWAPS: dict[str, Settings] = {
 }
 """What becomes of requests in flight at a swap. At this learning rate completions keep the long tail that they begin with."""
 
-SETS = {"remedies": REMEDIES, "swaps": SWAPS}
+TEACHERS: dict[str, Settings] = {
+    "rewards": (),
+    "teacher": ("distillation={mode: advantage, alone: true}",),
+    "teacher, divergence": ("distillation={mode: divergence, alone: true}",),
+    "rewards and teacher": ("distillation={mode: advantage}",),
+}
+"""The teacher is what the task's default run came to, as a model of its own that a vLLM server serves."""
+
+SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS}
+_TAUGHT = "distillation="
 
 
 class Case(NamedTuple):
@@ -70,8 +84,13 @@ class Case(NamedTuple):
         return FOLDER / name.replace(",", "").replace(" ", "-")
 
     @property
+    def taught(self) -> list[str]:
+        """The settings that need a teacher."""
+        return [change for change in _changes(self.variant) if change.startswith(_TAUGHT)]
+
+    @property
     def settings(self) -> list[str]:
-        changes = (REMEDIES | SWAPS)[self.variant]
+        changes = [change for change in _changes(self.variant) if not change.startswith(_TAUGHT)]
         common = [
             f"dataset.path={TASKS[self.task].dataset}",
             f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
@@ -80,6 +99,10 @@ class Case(NamedTuple):
         return common + [
             word for change in changes for word in (sources(self.task) if change == "SOURCES" else [change])
         ]
+
+
+def _changes(variant: str) -> Settings:
+    return (REMEDIES | SWAPS | TEACHERS)[variant]
 
 
 def sources(task: str) -> list[str]:
@@ -93,7 +116,9 @@ def run(case: Case) -> dict[str, Any]:
     fresh_folder(case.folder)
     with ExitStack() as stack:
         watch = stack.enter_context(Watch())
-        Run(case, stack, watch).train_pair()
+        run = Run(case, stack, watch)
+        more = [f"teachers=[{{name: teacher, url: '{serve_teacher(run, case)}'}}]", *case.taught] if case.taught else []
+        run.train_pair(more=more)
         lines = steps(case, case.steps)
         used = watch.between(lines[0]["t"], lines[-1]["t"])
     with contextlib.closing(JournalReader(case.folder / "journal.sqlite")) as journal:
@@ -112,6 +137,33 @@ def run(case: Case) -> dict[str, Any]:
         "accuracy": accuracy,
         "swaps": swaps(case.folder, lines, groups),
     }  # fmt: skip
+
+
+def serve_teacher(run: Run, case: Case) -> str:
+    """Start a vLLM server of the task's teacher on the engine's core, wait for it, and return its address."""
+    port, model, engine = reserve_port(run.stack), teacher_of(case), run.config.engine
+    words = [
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", run.config.model.dtype),
+        *("--max-model-len", str(engine["max_model_len"]), "--max-num-seqs", "64", "--enforce-eager"),
+        *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),
+    ]  # fmt: skip
+    server = run.start("engine", "vllm.entrypoints.openai.api_server", words)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_healthy(url, server, case.folder / "vllm.log")
+    return url
+
+
+def teacher_of(case: Case) -> Path:
+    """Return the model that a default run of the task ends with, which is made once."""
+    made = FOLDER / f"teacher-{case.task}"
+    if not made.exists():
+        of_teacher = Case(case.task, "rewards", 9, case.steps)
+        fresh_folder(of_teacher.folder)
+        with ExitStack() as stack:
+            Run(of_teacher, stack, stack.enter_context(Watch())).train_pair()
+        words = ["--gpu", "cpu", "--config", TASKS[case.task].config, "--set", f"run_dir={of_teacher.folder}"]
+        subprocess.run([sys.executable, "-m", "slipstream", "export", *words, "--to", str(made)], check=True)
+    return made
 
 
 class Answered(NamedTuple):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,11 +66,11 @@ class Run:
         self._watch.add(side, process.pid)
         return process
 
-    def train_pair(self, url: str | None = None) -> None:
-        """Run the pair to its end, with an engine of its own, or with the server at `url`."""
+    def train_pair(self, url: str | None = None, more: Sequence[str] = ()) -> None:
+        """Run the pair to its end, with an engine of its own, or with the server at `url`, and with `more` settings."""
         case, sockets = self.case, self.stack.enter_context(tempfile.TemporaryDirectory(prefix="pair-"))
         changes = [*case.settings, f"run_dir={case.folder}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
-        changes += ["evaluation=null", "observability.progress=false"]
+        changes += ["evaluation=null", "observability.progress=false", *more]
         if url is not None:
             adapters = f"engine_server.adapter_dir={sockets}/adapters"
             changes += ["engine={}", "swap.mode=adapter", f"engine_server.url={url}", adapters]

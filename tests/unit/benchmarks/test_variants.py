@@ -3,16 +3,17 @@
 import pytest
 
 from benchmarks.tasks import TASKS, smollm2_easy, sums_easy
-from benchmarks.variants import REMEDIES, SWAPS, Case
+from benchmarks.variants import REMEDIES, SWAPS, TEACHERS, Case
 from benchmarks.variants_report import SHARE, cost_of, table
 from protocol.config.loader import load_config
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("variant", REMEDIES | SWAPS)
+@pytest.mark.parametrize("variant", REMEDIES | SWAPS | TEACHERS)
 def test_every_variant_is_a_configuration(task: str, variant: str) -> None:
     case = Case(task, variant, 3, 40)
-    config = load_config(TASKS[task].config, case.settings)
+    taught = [*case.taught, "teachers=[{name: one, url: 'http://127.0.0.1:1'}]"] if case.taught else []
+    config = load_config(TASKS[task].config, [*case.settings, *taught])
     assert (config.seed, config.trainer["max_steps"], config.trainer["save_steps"]) == (3, 40, 4)
     assert len(config.dataset.sources) == (2 if "source" in variant else 0)
 
