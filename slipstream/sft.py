@@ -57,7 +57,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
         inputs = RunInputs(config)
         if gpus:
-            check_base_fits(base_of(inputs.model_folder, config.model.dtype, None), _LARGER)
+            check_base_fits(base_of(inputs.model_folder, config.trainer_dtype, None), _LARGER)
         rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
@@ -80,7 +80,7 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
     options = chosen.pop("model_init_kwargs", None) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"sft.model_init_kwargs: expected a mapping (got {options!r})")
-    may_cast, dtype = on_gpu or config.lora is None, config.model.dtype if config.lora is not None else "float32"
+    may_cast = on_gpu or config.lora is None
     defaults = {"report_to": "none", "bf16": may_cast and config.model.dtype == "bfloat16" and not chosen.get("fp16")}
     with former_names():
         return build(
@@ -93,7 +93,9 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
             use_cpu=not on_gpu,
             save_strategy="no",
             disable_tqdm=True,
-            model_init_kwargs={"dtype": dtype} | options | {"device_map": device_map("own", on_gpu=on_gpu)},
+            model_init_kwargs={"dtype": config.trainer_dtype}
+            | options
+            | {"device_map": device_map("own", on_gpu=on_gpu)},
         )
 
 

@@ -110,7 +110,7 @@ def load_policy(
     if (
         gpu != "turns" and getattr(base, "quantization_method", None) != "bitsandbytes"
     ):  # which lies where it was loaded
-        shard_base(config.pipeline.shard_base, base, ranks, options.device)
+        shard_base(config.pipeline.shard_base if lora is not None else "none", base, ranks, options.device)
         model.to(options.device)
     return model
 
@@ -213,9 +213,11 @@ def check_room(config: RunConfig, folder: Path, num_ranks: int) -> None:
     Raises:
         DeviceError: the GPU has less room than the base takes.
     """
-    if config.pipeline.gpu == "turns" or (num_ranks > 1 and config.pipeline.shard_base != "none"):
+    may_spread = num_ranks > 1 and config.pipeline.shard_base != "none" and config.lora is not None
+    if config.pipeline.gpu == "turns" or may_spread:
         return
-    check_base_fits(base_of(folder, config.model.dtype, config.model.quantization), MORE_ROOM)
+    fix = MORE_ROOM if config.lora is not None else "train an adapter, or take a GPU with more memory"
+    check_base_fits(base_of(folder, config.trainer_dtype, config.model.quantization), fix)
 
 
 def check_base_fits(base: int, fix: str) -> None:

@@ -123,7 +123,7 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": config.model.dtype if config.lora is not None else "float32"} | model_options,
+        "model_init_kwargs": {"dtype": config.trainer_dtype} | model_options,
     }
 
 

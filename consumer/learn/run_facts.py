@@ -31,6 +31,7 @@ _MUST_BE_EQUAL = {
     "base_model_digest": _Fact("model.path", "run"),
     "initial_adapter_digest": _Fact("lora.init_from", "run"),
     "full_weights": _Fact("lora", "run"),
+    "trainable": _Fact("trainable", "run"),
     "tokenizer_digest": _Fact("model.path (its tokenizer)", "run"),
     "num_generations": _Fact("sampling.num_generations", "groups"),
     "max_completion_length": _Fact("sampling.max_completion_length", "groups"),
@@ -71,7 +72,7 @@ def run_facts(
         "num_threads": num_threads,
     }
     if config.weights == "full":
-        facts["full_weights"] = config.trainable or ["*"]
+        facts |= {"full_weights": "null (full weights)", "trainable": sorted(config.trainable) or ["*"]}
     if config.teachers:
         facts["has_teachers"] = True
     if config.loss.ce_coef:

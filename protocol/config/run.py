@@ -140,6 +140,11 @@ class RunConfig(Section):
         return "full" if self.lora is None else self.swap.mode
 
     @property
+    def trainer_dtype(self) -> str:
+        """The dtype of the base in the trainer: weights that train themselves are float32."""
+        return self.model.dtype if self.lora is not None else "float32"
+
+    @property
     def lora_section(self) -> dict[str, Any]:
         """The section `lora`; empty where the weights themselves train."""
         return self.lora or {}
@@ -343,6 +348,8 @@ def _of_full_weights(config: RunConfig) -> Problems:
         yield "engine_server: a server can only be given adapters; remove it, or train an adapter"
     if config.pipeline.gpu == "turns":
         yield "pipeline.gpu: turns: it moves no weights that train; use shared or own, or train an adapter"
+    if config.pipeline.shard_base == "layers":
+        yield "pipeline.shard_base: layers: ranks share a frozen base alone; remove it, or train an adapter"
 
 
 def _of_turns(config: RunConfig) -> Problems:

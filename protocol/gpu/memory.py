@@ -82,7 +82,7 @@ def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds
 def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
     """Compute the needs of a trainer of one rank."""
     full, longest = config.weights == "full", longest_row(config, model)
-    dtype_bytes = _DTYPE_BYTES["float32" if full else config.model.dtype]
+    dtype_bytes = _DTYPE_BYTES[config.trainer_dtype]
     setting = config.pipeline.trainer_tokens_per_micro_batch
     least, wanted = (longest, max(longest, FIRST_TOKENS)) if setting == "auto" else [max(longest, setting)] * 2
     recomputes = bool(config.trainer.get("gradient_checkpointing", True))
@@ -145,7 +145,7 @@ def base_of(folder: Path, dtype: str, quantization: str | None) -> int:
     """Compute the bytes of the base in this folder; 0 where its files do not say the shapes of its weights.
 
     Args:
-        dtype: `model.dtype`.
+        dtype: in which it is loaded.
     """
     return base_bytes(weights_of(folder), _DTYPE_BYTES[dtype], quantization)
 

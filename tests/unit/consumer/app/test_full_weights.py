@@ -100,6 +100,7 @@ def test_the_final_model_is_what_was_published(uninterrupted: FullRun, tmp_path:
         ({"engine": {"quantization": "fp8"}}, "engine.quantization"),
         ({"engine_server": {"url": "http://h:1", "adapter_dir": "/a"}}, "engine_server"),
         ({"pipeline": {"gpu": "turns"}}, "pipeline.gpu"),
+        ({"pipeline": {"shard_base": "layers"}}, "pipeline.shard_base"),
     ],
 )
 def test_what_does_not_go_with_full_weights_is_refused(sections: dict[str, Any], problem: str, tmp_path: Path) -> None:

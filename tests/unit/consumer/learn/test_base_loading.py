@@ -10,8 +10,9 @@ from consumer.learn import model as base_loading
 from consumer.learn.model import MORE_ROOM, check_base_fits, loading
 from consumer.learn.options import build_arguments, build_lora
 from consumer.ranks.exchange import OneRank
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
-from protocol.gpu.memory import GIB
+from protocol.gpu.memory import GIB, base_of
 from slipstream.sft import build_sft_arguments
 from tests.unit.consumer.builders import run_config
 
@@ -41,7 +42,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def build(folder: Path, model: Path, *, ranks: Any = None, on_gpu: bool = True, **pipeline: Any) -> None:
-    config = run_config(folder, model, pipeline={"groups_per_step": 2} | pipeline)
+    build_run(run_config(folder, model, pipeline={"groups_per_step": 2} | pipeline), model, ranks=ranks, on_gpu=on_gpu)
+
+
+def build_run(config: RunConfig, model: Path, *, ranks: Any = None, on_gpu: bool = True) -> None:
     options = build_arguments(config, on_gpu=on_gpu, num_prompts=8)
     with pytest.raises(Asked):
         base_loading.load_policy(config, options, build_lora(config), model, ranks or OneRank(), pad_token_id=0)
@@ -83,6 +87,21 @@ def test_a_base_without_room_is_refused_before_it_is_loaded(
     build(tmp_path, tiny_model, gpu="turns")  # for which it is loaded in host memory
     build(tmp_path, tiny_model, on_gpu=False)
     assert len(asked) == 3
+
+
+def test_weights_that_train_take_four_bytes_each_on_every_rank(
+    tmp_path: Path, tiny_model: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank keeps a part of them, so each must have room for all."""
+    needed = base_of(tiny_model, "float32", None)
+    config = run_config(tmp_path, tiny_model, "bfloat16", lora=None, trainer={"bf16": False})
+    for ranks in (OneRank(), Several()):
+        monkeypatch.setattr(base_loading, "room_of_gpu", lambda device: (needed - 1, 80 * GIB))
+        with pytest.raises(DeviceError, match=r"model.path"):
+            build_run(config, tiny_model, ranks=ranks)
+        monkeypatch.setattr(base_loading, "room_of_gpu", lambda device: (needed, 80 * GIB))
+        build_run(config, tiny_model, ranks=ranks)
+    assert [each["dtype"] for each in asked] == ["float32"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")

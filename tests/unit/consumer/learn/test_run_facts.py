@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from consumer.learn.run_facts import comparable, credits_of, dataset_change, run_facts
+from consumer.learn.run_facts import check_same_batches, comparable, credits_of, dataset_change, run_facts
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import SCHEMA_VERSION
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
@@ -77,6 +78,28 @@ def test_groups_of_another_model_are_refused(name: str, key: str) -> None:
     assert str(caught.value) == (
         f"{key} differs from that of run/journal.sqlite; use the same one, or choose another run_dir"
     )
+
+
+def facts_of(folder: Path, model: Path, **sections: Any) -> dict[str, str]:
+    return run_facts(run_config(folder, model, "bfloat16", **sections), model, "run-1", 64, 1, 1)
+
+
+def test_a_run_goes_on_with_the_parameters_that_it_trained(tiny_model: Path, tmp_path: Path) -> None:
+    adapter, whole = facts_of(tmp_path, tiny_model), facts_of(tmp_path, tiny_model, lora=None)
+    norms, both = (
+        facts_of(tmp_path, tiny_model, lora=None, trainable=names) for names in (["*norm*"], ["*norm*", "*mlp*"])
+    )
+    for before, now, key in (
+        (adapter, whole, "lora"), (whole, adapter, "lora"), (adapter, norms, "lora"),
+        (whole, norms, "trainable"), (norms, whole, "trainable"), (norms, both, "trainable"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"^{key} differs .*run_dir"):
+            comparable(before, now, JOURNAL)
+        with pytest.raises(ConfigError, match=rf"^--from-journal: {key} is "):
+            check_same_batches(before, now, JOURNAL)
+    in_another_order = facts_of(tmp_path, tiny_model, lora=None, trainable=["*mlp*", "*norm*"])
+    assert comparable(both, in_another_order, JOURNAL)
+    assert comparable(whole, facts_of(tmp_path, tiny_model, lora=None, trainable=["*"]), JOURNAL)
 
 
 DATASET = {"num_prompts": "40", "dataset_digest": "rows"}

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +138,24 @@ def test_a_run(tmp_path: Path) -> None:
     # more than a group of 3 * 10.
     assert (engine.weights, engine.adapters, engine.cache) == (3408, 3 * 4096, 64 * 32)
     assert engine.least == 3408 + 12288 + 2048 + 3 * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("trainer", "bytes_each"),
+    [({}, 16), ({"optim": "sgd"}, 12), ({"optim": "adamw_8bit"}, 10), ({"optim": "adafactor", "beta": 0.1}, 14)],
+)
+@pytest.mark.parametrize(("trainable", "num_trained"), [([], 1704), (["*norm.weight", "lm_head.*"], 40 + 256)])
+def test_weights_that_train(
+    tmp_path: Path, trainer: dict[str, Any], bytes_each: int, trainable: list[str], num_trained: int
+) -> None:
+    """Weight and gradient in float32, the optimizer's state, and with a KL term the weights of before in bfloat16."""
+    folder = write_model(tmp_path / "model")
+    found, engine = needs_of(run_of(folder, lora=None, trainable=trainable, trainer=trainer), folder)
+    assert (found.base, found.trained) == (4 * (1704 - num_trained), num_trained * bytes_each)
+    # In float32 a layer keeps 8 * 8 + 4 * (6 * 8 + 4 * 16) = 512 bytes of a token, its input 32, the head 96, and 320 logits take
+    # 8 bytes each: 1.15 * (10 * (512 + 2 * 32 + 96) + 2560). Autocast adds 2 bytes for each weight that trains.
+    assert found.least_passes == 10672 + 2 * num_trained
+    assert (engine.weights, engine.adapters) == (3408, 0)
 
 
 @pytest.mark.parametrize(
