@@ -108,9 +108,9 @@ def test_ranks_without_rows(trainers_of: Callable[..., Trainers]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("credit", ["per_turn", "per_step"])
-def test_rewards_of_spans(trainers_of: Callable[..., Trainers], credit: str) -> None:
-    alone, *trainers = trainers_of(4, {}, credit=credit, gamma=0.5)
+@pytest.mark.parametrize("rewards", [{"credit": "per_turn", "gamma": 0.5}, {"credit": "per_step"}, {"credit": "given"}])
+def test_rewards_of_spans(trainers_of: Callable[..., Trainers], rewards: dict[str, Any]) -> None:
+    alone, *trainers = trainers_of(4, {}, **rewards)
     for world in (2, 3, 4):
         assert_same(alone, *trainers[:world])
 
