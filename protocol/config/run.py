@@ -336,8 +336,8 @@ def _of_full_weights(config: RunConfig) -> Problems:
             f"model.dtype: {config.model.dtype}: with `lora: null` policies travel as changes of 16 bits; set bfloat16, or "
             "train an adapter"
         )
-    if "mode" in config.swap.model_fields_set:
-        yield "swap.mode: with `lora: null` the weights themselves are exchanged, whatever it is; remove it"
+    if config.swap.mode == "merged":
+        yield "swap.mode: merged: with `lora: null` there is no adapter to merge; remove it"
     if config.swap.in_flight == "finish":
         yield "swap.in_flight: finish needs the old weights, which were replaced; use continue or restart, or an adapter"
     if config.model.quantization is not None:

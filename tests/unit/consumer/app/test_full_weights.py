@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from consumer.learn.model import save_weights
-from protocol.config.loader import load_config
+from protocol.config.loader import dump_config, load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.weight_patch import parse
@@ -106,6 +106,15 @@ def test_the_final_model_is_what_was_published(uninterrupted: FullRun, tmp_path:
 def test_what_does_not_go_with_full_weights_is_refused(sections: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=problem):
         run_config(tmp_path, **(FULL | sections))
+
+
+def test_a_configuration_that_was_written_out_is_the_same_one(tmp_path: Path) -> None:
+    """Ranks and commands read it so, with every default as if it were set."""
+    config: RunConfig = run_config(tmp_path, **FULL, trainable=["*norm*"])
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    read = load_config(str(tmp_path / "run.yaml"))
+    assert (read.weights, read.trainable) == ("full", ["*norm*"])
 
 
 def test_parameters_are_chosen_without_an_adapter_alone(tmp_path: Path) -> None:
