@@ -22,7 +22,8 @@ pytestmark = pytest.mark.integration
 PROMPT = [5, 6, 7, 8, 9]
 PROBE = [*PROMPT, *range(10, 44)]
 FULL = {"dtype": "bfloat16", "lora": None}
-GRAPHS = {"engine": {"max_model_len": 256, "max_num_seqs": 64}} if torch.cuda.is_available() else {}
+ON_GPU = {"max_model_len": 256, "max_num_seqs": 64, "gpu_memory_utilization": 0.3}  # two engines at once
+GRAPHS = {"engine": ON_GPU} if torch.cuda.is_available() else {}
 """On a GPU weights are patched under CUDA graphs."""
 
 
