@@ -286,7 +286,7 @@ class EntropyBonus:
 
 class ReferencePolicy:
     """The policy that the KL term is measured from: the base model, or the adapter that a run started from. Where the weights
-    themselves train, it keeps those of now; of linear layers as autocast rounds them in each pass.
+    themselves train, it keeps those of now; of linear layers as autocast to bfloat16 rounds them in each pass.
 
     A context for forward passes without a gradient: inside, the model computes as its reference policy; afterwards as before,
     with the very same parameters.
@@ -295,15 +295,21 @@ class ReferencePolicy:
         model: whose adapter `default` is trained.
         tensors: of the adapter to compute with; None: without an adapter.
         keeps_weights: whether the weights themselves train and there is a KL term.
+        casts: whether passes are under autocast to bfloat16.
     """
 
     def __init__(
-        self, model: Any, tensors: dict[str, torch.Tensor] | None = None, *, keeps_weights: bool = False
+        self,
+        model: Any,
+        tensors: dict[str, torch.Tensor] | None = None,
+        *,
+        keeps_weights: bool = False,
+        casts: bool = False,
     ) -> None:
         self._model = model
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         if keeps_weights:
-            cast = {each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)}
+            cast = {each.weight for each in model.modules() if casts and isinstance(each, torch.nn.Linear)}
             cast.discard(model.get_input_embeddings().weight)
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
             self._pairs = [

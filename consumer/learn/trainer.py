@@ -169,7 +169,8 @@ class SlipstreamTrainer(Trainer):
         if is_here and not self.is_sharded:
             self._choose_kernel()
         self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
-        self._reference = ReferencePolicy(model, keeps_weights=lora is None and options.beta != 0.0)
+        keeps = lora is None and options.beta != 0.0
+        self._reference = ReferencePolicy(model, keeps_weights=keeps, casts=options.bf16)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
         self.recipe = self._recipe(config)

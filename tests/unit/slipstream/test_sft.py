@@ -5,18 +5,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from protocol.errors import DatasetError, DeviceError
+from protocol.gpu.model_files import weights_of
 from slipstream import sft as sft
 from slipstream.sft import training_rows
+from tests.integration.models import reference_logprobs
 from tests.unit.consumer.builders import run_config
+from tests.unit.consumer.trl_reference import slipstream_trainer
 
 
-def run(folder: Path, model: Path) -> Path:
+def run(folder: Path, model: Path, dtype: str = "float32", options: Any = (), **sections: Any) -> Path:
     folder.mkdir()
     (folder / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    sft.run(run_config(folder, model, sft={"completion_column": "answer"}), [], to=folder / "sft")
+    config = run_config(folder, model, dtype, sft={"completion_column": "answer"} | dict(options), **sections)
+    sft.run(config, [], to=folder / "sft")
     return folder / "sft"
+
+
+@pytest.mark.long
+def test_whole_weights_make_a_model_that_a_run_starts_from(tmp_path: Path, one_layer_model: Path) -> None:
+    options = {"max_steps": 20, "learning_rate": 1e-2}
+    made = run(tmp_path / "run", one_layer_model, "bfloat16", options, lora=None)
+    assert {weight.bits for weight in weights_of(made)} == {16}
+    with (
+        safe_open(made / "model.safetensors", "pt") as written,
+        safe_open(one_layer_model / "model.safetensors", "pt") as given,
+    ):
+        assert set(written.keys()) == set(given.keys()), "a head that is the embeddings is written once"
+    before, after = (reference_logprobs(each, None, [3, 4], [5, 6], 1.0) for each in (one_layer_model, made))
+    assert (after - before).abs().max() > 0.1
+    config = run_config(tmp_path / "run", made, "bfloat16", lora=None)
+    trainer = slipstream_trainer(config, made)
+    assert all(each.requires_grad for each in trainer.model.parameters())
 
 
 def test_a_training_that_fails_leaves_nothing(

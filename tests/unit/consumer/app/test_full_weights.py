@@ -13,6 +13,7 @@ from protocol.config.loader import dump_config, load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.weight_patch import parse
+from tests.integration.models import build_model
 from tests.unit.consumer.app.test_run import Run
 from tests.unit.consumer.builders import run_config
 
@@ -73,8 +74,16 @@ def test_only_named_parameters_train(tmp_path: Path, one_layer_model: Path) -> N
 
 
 @pytest.mark.long
-def test_the_kl_term_measures_from_the_base(tmp_path: Path, one_layer_model: Path) -> None:
-    run = FullRun(tmp_path, one_layer_model, **FULL, trainer={"max_steps": 3, "beta": 0.5, "learning_rate": 1e-2})
+@pytest.mark.parametrize(
+    ("family", "options", "trainable"), [("qwen2", {}, []), ("llama", {}, []), ("llama", {"bf16": False}, ["*mlp*"])]
+)
+def test_the_kl_term_measures_from_the_base(
+    tmp_path: Path, family: str, options: dict[str, Any], trainable: list[str]
+) -> None:
+    """Whether head and embeddings are one tensor or two, with autocast and without."""
+    model = build_model(family, tmp_path / "model", num_layers=1)
+    trainer = {"max_steps": 3, "beta": 0.5, "learning_rate": 1e-2} | options
+    run = FullRun(tmp_path / "run", model, **FULL, trainable=trainable, trainer=trainer)
     kl = [step["kl"] for step in run.steps]
     assert kl[0] == 0.0
     assert kl[-1] > 1e-3

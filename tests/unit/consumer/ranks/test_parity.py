@@ -136,6 +136,17 @@ def test_answers(trainers_of: Callable[..., Trainers], options: dict[str, Any]) 
     assert metrics_of(one)["ce_loss"] > 1
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("trainable", [[], ["*norm*", "*.mlp.*"]])
+def test_whole_weights(trainers_of: Callable[..., Trainers], trainable: list[str]) -> None:
+    """Without autocast, which would hide float64."""
+    sections = {"lora": None, "dtype": "bfloat16", "trainable": trainable}
+    one, *trainers = trainers_of(3, {"bf16": False}, sections)
+    for world in (2, 3):
+        assert_same(one, *trainers[:world])
+    assert (one.model.model.embed_tokens.weight.grad is not None) == (not trainable)
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_type(plain: Trainers, monkeypatch: pytest.MonkeyPatch, loss_type: str) -> None:
     for trainer in plain:
