@@ -48,7 +48,7 @@ def test_every_cell_of_the_advantages() -> None:
     half, one = 0.5 * 2 / (2 + 1e-4), 2 / (2 + 1e-4)
     expected = [[half - 1, 0, one - 1, 0], [0, 0, one - 1, -1], [1 - one, 0, 0, 0], [0] * 4, [0] * 4]
     torch.testing.assert_close(batch["advantages"], torch.tensor(expected))
-    assert batch["advantages"].dtype == torch.float32
+    assert batch["advantages"].dtype == torch.get_default_dtype()
 
 
 def test_a_row_is_trained_if_any_of_its_tokens_has_an_advantage() -> None:

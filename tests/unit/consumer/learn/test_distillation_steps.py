@@ -55,7 +55,7 @@ BY_TEACHER = [[0.5, 0, 0, 0], [0, 0, 0, -0.75], [3.75, 0, 0, 0]]
 def test_every_cell_of_a_batch() -> None:
     batch = rows_in_order([TAUGHT], rewards=recipe(coef=0.5))
     assert batch["teacher_advantages"].tolist() == BY_TEACHER
-    assert batch["teacher_advantages"].dtype == torch.float32
+    assert batch["teacher_advantages"].dtype == torch.get_default_dtype()
     assert batch["advantages"].tolist() == [-0.5, -0.5, 0.5]
     both = token_advantages(batch, 0.5)
     torch.testing.assert_close(both, torch.tensor(BY_TEACHER) * 0.5 + batch["advantages"][:, None])

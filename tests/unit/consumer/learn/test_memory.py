@@ -107,9 +107,9 @@ def refuse(trainer: SlipstreamTrainer, steps: set[int], most_rows: int) -> None:
     forward = trainer.forward_pass
     rows: list[int] = []
 
-    def seen(batch: Any) -> Any:
+    def seen(batch: Any, **options: Any) -> Any:
         rows.append(len(batch["row"]))
-        return forward(batch)
+        return forward(batch, **options)
 
     def refusing(loss: torch.Tensor) -> None:
         if trainer.state.global_step + 1 in steps and rows[-1] > most_rows:
@@ -207,7 +207,7 @@ def test_ranks_that_share_the_base_give_no_pass_up_and_the_run_ends(
     trainer = trainer_of(tmp_path, one_layer_model, {})
     passes: list[int] = []
 
-    def refusing(batch: Any) -> Any:
+    def refusing(batch: Any, **options: Any) -> Any:
         passes.append(len(batch["row"]))
         raise refusal
 
@@ -266,10 +266,10 @@ def test_what_one_rank_has_no_memory_for_no_rank_does(tmp_path: Path, one_layer_
         forward = trainer.forward_pass
         if ranks.rank == 1:
 
-            def refusing(batch: Any) -> Any:
+            def refusing(batch: Any, **options: Any) -> Any:
                 if len(batch["row"]) > 1:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
-                return forward(batch)
+                return forward(batch, **options)
 
             trainer.forward_pass = refusing
         trainer._splitter.begin(trainer.recipe, batches()[0].groups)
