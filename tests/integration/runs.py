@@ -21,7 +21,7 @@ from .pair import Daemon
 class Run:
     """One run directory, and the processes and producers that work on it."""
 
-    def __init__(self, folder: Path, model: Path, stack: ExitStack, **sections: Any) -> None:
+    def __init__(self, folder: Path, model: Path, stack: ExitStack, /, **sections: Any) -> None:
         self.folder = folder
         self.model = model
         self.stack = stack
@@ -40,7 +40,7 @@ class Run:
             "trainer": {"max_steps": 6, "learning_rate": 1e-3, "gradient_checkpointing": False},
         }
         for name, section in sections.items():
-            values[name] = section if isinstance(section, list) else values.get(name, {}) | section
+            values[name] = values.get(name, {}) | section if isinstance(section, dict) else section
         self.config_file.write_text(yaml.safe_dump(values))
         self.config = load_config(str(self.config_file))
 

@@ -48,7 +48,7 @@ def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sectio
         "trainer": {"max_steps": 30, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_steps": 5},
     }
     for section, values in sections.items():
-        config[section] = values if isinstance(values, list) else config.get(section, {}) | values
+        config[section] = config.get(section, {}) | values if isinstance(values, dict) else values
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
