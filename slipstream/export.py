@@ -65,6 +65,8 @@ def run(
     transformers_logging.disable_progress_bar()
     with new_folder(to) as partial:
         chosen = choose_adapter(Path(config.run_dir), which)
+        if full and (chosen / CONFIG_FILE).is_file():
+            raise ConfigError(f"lora: null: {chosen} is an adapter; give the configuration that it was trained with")
         if full:
             said = f"{chosen}: {to}; {write_model(RunInputs(config), chosen, partial)}"
         elif AdapterFolder.read(chosen, "--checkpoint") and is_adapter:

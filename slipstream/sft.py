@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import AdapterFolder
-from consumer.learn.model import check_base_fits, device_map, loading, within_text_model
+from consumer.learn.model import check_base_fits, choose_trainable, device_map, loading, within_text_model
 from consumer.learn.options import build_lora, former_names
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.command_line import print_progress
@@ -62,7 +62,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
         print_progress(f"slipstream sft: {len(rows)} rows")
-        trained = train(inputs.model_folder, arguments, lora, rows)
+        trained = train(inputs.model_folder, arguments, lora, rows, config.trainable)
         if lora is None:
             trained.to(getattr(torch, config.model.dtype)).save_pretrained(partial)
             inputs.tokenizer().save_pretrained(partial)
@@ -99,9 +99,11 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
         )
 
 
-def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig | None, rows: Dataset) -> Any:
-    """Return the model with the trained adapter, or without `lora` the trained model; `ConfigError` if TRL or PEFT refused. The
-    rows have `prompt` and `completion`, and perhaps `chat_template_kwargs`."""
+def train(
+    model_folder: Path, arguments: SFTConfig, lora: LoraConfig | None, rows: Dataset, trainable: list[str] | None = None
+) -> Any:
+    """Return the model with the trained adapter, or without `lora` the model, whose parameters `trainable` names were trained;
+    `ConfigError` if TRL or PEFT refused. The rows have `prompt` and `completion`, and perhaps `chat_template_kwargs`."""
     with loading("TRL or PEFT refused to build the trainer", _LARGER):
         trainer = SFTTrainer(
             model=str(model_folder),
@@ -111,6 +113,8 @@ def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig | None, row
             peft_config=within_text_model(lora, model_folder) if lora is not None else None,
             callbacks=[_Lines()],
         )
+    if lora is None:
+        choose_trainable(trainer.model, trainable or [])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.accelerator.unwrap_model(trainer.model)

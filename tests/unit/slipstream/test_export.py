@@ -13,15 +13,17 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumer.learn.model import quantization_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from protocol.wire import weight_patch
 from slipstream import export as export
 from slipstream.adapters import choose_adapter
 from slipstream.model_card import model_card
-from tests.integration.models import random_adapter, reference_logprobs
+from tests.integration.models import random_adapter, random_patch, reference_logprobs
 from tests.unit.consumer.builders import run_config
 
 
@@ -171,3 +173,33 @@ def test_uploads_go_where_they_were_told_and_nowhere_else(monkeypatch: pytest.Mo
     ]
     with pytest.raises(ConfigError, match=rf"--push-to-hub me/full: OSError: no space. The model is in {tmp_path}"):
         export.upload(tmp_path, "me/full")
+
+
+@pytest.mark.long
+def test_whole_weights_come_from_a_patch_or_from_a_checkpoint_in_float32(run: RunConfig, tiny_model: Path) -> None:
+    run_dir, digits = Path(run.run_dir), run.model.model_copy(update={"dtype": "bfloat16"})
+    full = run.model_copy(update={"lora": None, "model": digits})
+    data, digest = random_patch(tiny_model, run_dir / "trained")
+    weight_patch.unpack(data, digest, full.checkpoints_dir / "best")
+    trained = load_file(run_dir / "trained" / "model.safetensors")
+    checkpoint = Path(shutil.copytree(run_dir / "trained", run_dir / "checkpoint"))
+    # A little less than half the distance to the next number of 16 bits, so that rounding leads back.
+    save_file({name: each.float() * (1 + 2**-10) for name, each in trained.items()}, checkpoint / "model.safetensors")
+    for which in ("best", str(checkpoint)):
+        to = run_dir / f"exported-{Path(which).name}"
+        assert export.run(full, [], which=which, to=to, repository=None) == 0
+        assert all(torch.equal(each, trained[name]) for name, each in load_file(to / "model.safetensors").items())
+        assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.bfloat16
+    for which, options, words in (
+        ("best", {"is_adapter": True}, "^--adapter: "), ("last", {}, "^lora: null: .* is an adapter"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            export.run(full, [], which=which, to=run_dir / "refused", repository=None, **options)
+    other = full.model_copy(update={"model": digits.model_copy(update={"path": str(run_dir / "trained")})})
+    with pytest.raises(ConfigError, match=r"^model.path: .* is not the model that .* is a patch of"):
+        export.run(other, [], which="best", to=run_dir / "refused", repository=None)
+    patch = full.checkpoints_dir / "best" / weight_patch.FILE
+    patch.write_bytes(patch.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"does not fit model.path"):
+        export.run(full, [], which="best", to=run_dir / "refused", repository=None)
+    assert not (run_dir / "refused").exists()

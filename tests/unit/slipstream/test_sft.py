@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
-from protocol.errors import DatasetError, DeviceError
+from consumer.learn.model import load_model
+from protocol.errors import ConfigError, DatasetError, DeviceError
 from protocol.gpu.model_files import weights_of
 from slipstream import sft as sft
 from slipstream.sft import training_rows
@@ -22,6 +24,17 @@ def run(folder: Path, model: Path, dtype: str = "float32", options: Any = (), **
     config = run_config(folder, model, dtype, sft={"completion_column": "answer"} | dict(options), **sections)
     sft.run(config, [], to=folder / "sft")
     return folder / "sft"
+
+
+@pytest.mark.long
+def test_parameters_that_are_not_named_stay_as_they_were(tmp_path: Path, one_layer_model: Path) -> None:
+    options = {"max_steps": 2, "learning_rate": 0.1}
+    made = run(tmp_path / "run", one_layer_model, "bfloat16", options, lora=None, trainable=["*.mlp.*"])
+    before, after = (load_model(folder, dtype=torch.bfloat16).state_dict() for folder in (one_layer_model, made))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    with pytest.raises(ConfigError, match=r"^trainable: .*'nothing'"):
+        run(tmp_path / "other", one_layer_model, "bfloat16", options, lora=None, trainable=["nothing"])
 
 
 @pytest.mark.long
