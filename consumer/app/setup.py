@@ -82,7 +82,7 @@ class Setup:
         answers = Answers(config, prompts, model_folder) if config.loss.ce_coef else None
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
-        check_model(arguments, model, vision_language(model_folder))
+        check_model(arguments, model, vision_language(model_folder), trains_weights=lora is None)
         shape = GroupShape(
             config.sampling.num_generations,
             len(config.reward_names),

@@ -133,16 +133,23 @@ def _generations(config: RunConfig) -> int:
     return given if given > 1 else config.completions_per_step
 
 
-def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:
-    """Refuse options that TRL cannot combine with this model.
+def check_model(
+    arguments: Any, model_config: Any, seen: VisionLanguage | None = None, *, trains_weights: bool = False
+) -> None:
+    """Refuse options that cannot be combined with this model.
 
     Args:
         model_config: of its text model.
         seen: facts of its vision-language checkpoint; None: it is of text alone.
+        trains_weights: whether its own weights train.
 
     Raises:
         ConfigError: names the key and the fix.
     """
+    if trains_weights and seen is not None:  # the model that is written would have no tower
+        raise ConfigError(
+            f"lora: null: the weights of a vision-language checkpoint ({seen.architecture}) do not train; train an adapter"
+        )
     if arguments.cast_lm_head_to_fp32 and seen is not None:
         raise ConfigError(
             f"trainer.cast_lm_head_to_fp32: not with the text model of a vision-language checkpoint ({seen.architecture}); "

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
+from consumer.app.setup import Setup
 from consumer.learn.forward import Logits
 from consumer.learn.model import within_text_model
 from consumer.learn.options import check_model
@@ -101,3 +102,18 @@ def test_the_head_is_cast_of_text_models_only(vision_checkpoint: Path) -> None:
     arguments: Any = SimpleNamespace(cast_lm_head_to_fp32=True)
     with pytest.raises(ConfigError, match=r"cast_lm_head_to_fp32: not with the text model .*\(Qwen2_5_VLForCond"):
         check_model(arguments, None, vision_language(vision_checkpoint))
+
+
+def test_whole_weights_are_trained_of_text_models_only(
+    vision_checkpoint: Path, one_layer_model: Path, tmp_path: Path
+) -> None:
+    """What is written at the end would lack the parts that see images, and nothing would say so."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+
+    def load(model: Path, lora: dict[str, Any] | None) -> Setup:
+        return Setup.load(run_config(tmp_path, model, "bfloat16", lora=lora), [], lambda: False)
+
+    with pytest.raises(ConfigError, match=r"^lora: null: .*\(Qwen2_5_VLForCond"):
+        load(vision_checkpoint, None)
+    assert load(vision_checkpoint, {"r": 4}).lora is not None
+    assert load(one_layer_model, None).lora is None
