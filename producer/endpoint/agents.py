@@ -190,6 +190,14 @@ class Agents:
             "expires_in_s": round(max(0.0, task.ends_at - time.monotonic()), 1),
         }
 
+    def find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        """Return the task and the episode of this name. Raises RefusedError if no agent has it, or its task is over."""
+        found = self._episodes.get(episode_id)
+        if found is None or found[0].taken_at is None:
+            why = "no such episode: its task is over, or this producer is another one; take another"
+            raise RefusedError(404, "unknown_episode", why, "episode")
+        return found
+
     def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
         """Return this episode and the request with the sampling of its lease. Raises RefusedError if there is no such episode, or
         the call cannot be trained."""
@@ -206,7 +214,7 @@ class Agents:
     def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
         """End an episode. The same rewards a second time change nothing. Raises RefusedError if there is no such episode, it has
         no samples, or these are not its rewards."""
-        task, episode = self._find(episode_id)
+        task, episode = self.find(episode_id)
         if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
             expected = "a finite number, null, or an object with rewards of parts"
             raise malformed(f"expected {expected} for each of {', '.join(self.reward_names)}")
@@ -257,7 +265,7 @@ class Agents:
     def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
         """End an episode that its agent could not finish. Its rewards are missing; without samples its whole task fails. Raises
         RefusedError if there is no such episode, or it has its rewards."""
-        task, episode = self._find(episode_id)
+        task, episode = self.find(episode_id)
         if not episode.failure:
             self._unrewarded(episode_id)
             self.failed += 1
@@ -279,17 +287,16 @@ class Agents:
         return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
 
     def _unrewarded(self, episode_id: str) -> tuple[Task, AgentEpisode]:
-        found = self._find(episode_id)
+        found = self.find(episode_id)
         if found[1].rewards is not None:
             raise malformed("this episode has its rewards already", "episode", 409)
         return found
 
-    def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
-        found = self._episodes.get(episode_id)
-        if found is None or found[0].taken_at is None:
-            why = "no such episode: its task is over, or this producer is another one; take another"
-            raise RefusedError(404, "unknown_episode", why, "episode")
-        return found
+
+def has_form_of_episode(name: str) -> bool:
+    """Tell whether a name may be an episode's, also of a task that is over: the id of a lease, a point and a number."""
+    lease_id, _, number = name.rpartition(".")
+    return "-" in lease_id and number.isdecimal()
 
 
 class _Reward(NamedTuple):

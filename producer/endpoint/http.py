@@ -3,7 +3,8 @@
 Guarantee: every request is answered or refused with a reason within `request_timeout_s`, and counted once. No request raises out
 of here. Where there are keys, a request without one of them is refused, and no comparison shows how much of a key was right;
 where there are none, a web page cannot send its visitor's browser here. A body is read within its limits of bytes and seconds or
-refused. When a client hangs up, the work for it is cancelled, and has ended before the caller goes on.
+refused. A call of an episode names it in the URL, in headers or in the body, all alike; two names that disagree are refused.
+When a client hangs up, the work for it is cancelled, and has ended before the caller goes on.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.endpoint.agents import Agents, agent_routes
+from producer.endpoint.agents import Agents, agent_routes, has_form_of_episode
 from producer.endpoint.generation import TRAINERS_TURN, ClientGeneration
 from producer.endpoint.metrics import RequestOutcome
 from producer.endpoint.openai import (
@@ -42,6 +43,7 @@ from protocol.runtime.logs import Throttle
 logger = logging.getLogger(__name__)
 
 EPISODE_HEADER = "x-episode"
+SESSION_HEADER = "x-session-id"
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Endpoint:
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     def __post_init__(self) -> None:
-        routes = self._openai_routes("")
+        routes = self._openai_routes("") + self._openai_routes("/episodes/{episode}")
         if self.agents is not None:
             routes += agent_routes(self.agents)
         if self.plugin is not None:
@@ -111,7 +113,9 @@ class Endpoint:
 
         await until_gone(receive, self._router(scope, read, send))
 
-    async def _models(self, _: Request) -> JSONResponse:
+    async def _models(self, request: Request) -> JSONResponse:
+        if (episode := request.path_params.get("episode")) is not None:
+            self._episodes().find(episode)
         names = self.generation.versions.names()
         cards = [{"id": name, "object": "model", "created": 0, "owned_by": "slipstream"} for name in names]
         return JSONResponse({"object": "list", "data": cards})
@@ -122,16 +126,40 @@ class Endpoint:
         async def generate(request: Request) -> ASGIApp:
             wanted = parse(await request.body())
             recorder: Recorder | None = None
-            episode = request.headers.get(EPISODE_HEADER) or wanted.metadata.get("episode")
             if self.plugin is not None and path.startswith(self.plugin.prefix):
                 recorder, wanted = self.plugin.prepare(wanted)
-            elif episode is not None:
-                if self.agents is None:
-                    raise malformed("this run has no episodes: it has no posted reward", "episode")
-                recorder, wanted = self.agents.prepare(episode, wanted)
+            elif (episode := named_episode(request, wanted, self.agents is not None)) is not None:
+                recorder, wanted = self._episodes().prepare(episode, wanted)
             return partial(self.generation.respond, wanted, recorder, body_of)
 
         return Route(path, generate, methods=["POST"])
+
+    def _episodes(self) -> Agents:
+        if self.agents is None:
+            raise malformed("this run has no episodes: it has no posted reward", "episode")
+        return self.agents
+
+
+def named_episode(request: Request, wanted: ServedRequest, with_sessions: bool) -> str | None:
+    """Return the episode that a request names. Sessions are read if `with_sessions`; one without the form of an episode is a
+    client's own label. Raises RefusedError if two names disagree."""
+    headers = request.headers
+    named = [
+        ("the URL", request.path_params.get("episode")),
+        *((EPISODE_HEADER, name) for name in headers.getlist(EPISODE_HEADER)),
+        ("metadata.episode", wanted.metadata.get("episode")),
+    ]
+    sessions = [
+        ("session_id", wanted.session_id),
+        *((SESSION_HEADER, name) for name in headers.getlist(SESSION_HEADER)),
+    ]
+    named += [(place, name) for place, name in sessions if with_sessions and has_form_of_episode(name or "")]
+    named = [(place, name) for place, name in named if name is not None]
+    for place, name in named:
+        if name != named[0][1]:
+            first = f"{named[0][0]} names {named[0][1]!r:.80}"
+            raise malformed(f"{first}, but {place} names {name!r:.80}; name one episode", "episode")
+    return named[0][1] if named else None
 
 
 class ClientGoneError(Exception):

@@ -58,7 +58,7 @@ def error_body(status: int, kind: str, message: str, parameter: str | None = Non
 
 
 _COMMON = """model n temperature top_p top_k min_p max_tokens stop seed stream stream_options presence_penalty
-    frequency_penalty logprobs user metadata return_token_ids"""
+    frequency_penalty logprobs user metadata session_id return_token_ids"""
 _CHAT = "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs"
 FIELDS: dict[Kind, set[str]] = {
     "chat": {*_COMMON.split(), *_CHAT.split()},
@@ -68,6 +68,7 @@ _EXPECTED = {
     "model": "expected the name of a model",
     "n": "expected a count",
     "metadata": "expected up to 16 texts by name",
+    "session_id": "expected a text",
     "stop": "expected up to 16 texts of 1 to 256 characters",
     "messages": "expected messages such as {'role': 'user', 'content': '...'}, with a text or parts of type `text`",
     "tool_choice": "only `auto` and `none` are served",
@@ -89,6 +90,7 @@ class _Fields(msgspec.Struct, kw_only=True):
     model: str
     n: Annotated[int, Meta(ge=1)] = 1
     metadata: Annotated[dict[str, str], Meta(max_length=16)] = {}
+    session_id: str | None = None
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] = ""
 
 
@@ -106,6 +108,7 @@ class ServedRequest:
     fields: dict[str, Any]
     num_completions: int
     metadata: dict[str, str]
+    session_id: str | None = None
 
     def with_fields(self, fields: dict[str, Any]) -> "ServedRequest":
         return replace(self, fields=self.fields | fields)
@@ -121,7 +124,7 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
     except msgspec.ValidationError as error:
         name = _field_at_fault(error) or "model"
         raise malformed(f"{_EXPECTED[name]}: {error}", name) from None
-    fields = {name: value for name, value in values.items() if name not in ("model", "metadata")}
+    fields = {name: value for name, value in values.items() if name not in ("model", "metadata", "session_id")}
     num_completions = checked.n
     if kind == "chat":
         if "max_tokens" in fields:  # the older name
@@ -130,7 +133,7 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
             fields.pop("tool_choice", None)  # there is nothing to choose, which vLLM refuses
     elif isinstance(prompt := fields.get("prompt"), list) and prompt and isinstance(prompt[0], str | list):
         num_completions *= len(prompt)
-    return ServedRequest(kind, checked.model, fields, num_completions, checked.metadata)
+    return ServedRequest(kind, checked.model, fields, num_completions, checked.metadata, checked.session_id)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

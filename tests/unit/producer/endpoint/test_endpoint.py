@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 import json
 import math
 from contextlib import asynccontextmanager, nullcontext
@@ -23,6 +24,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.runtime.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
+from replay.lease_ids import Key, LeaseId
 from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.served import served
@@ -323,11 +325,134 @@ async def test_an_agent_takes_a_task_generates_for_its_episodes_and_rewards_them
         assert it.value("episodes_total", outcome="failed") == 1
 
 
+TEXT = {"model": "policy", "prompt": "hi"}
+EPISODES = {"lease-7.0", "lease-7.1"}
+
+
+def ways(episode: str) -> list[dict[str, Any]]:
+    """Return every way to name an episode, as arguments of `Endpoint.post`."""
+    return [
+        {"body": CHAT, "path": f"/episodes/{episode}/v1/chat/completions"},
+        {"body": CHAT, "x_episode": episode},
+        {"body": CHAT | {"metadata": {"episode": episode}}},
+        {"body": CHAT | {"session_id": episode}},
+        {"body": CHAT, "X_Session_ID": episode},
+    ]
+
+
+@asynccontextmanager
+async def taken(folder: Path, **how: Any):
+    """An endpoint and the two episodes of a task that an agent took."""
+    agents = Agents(("solved",))
+    async with endpoint(folder, agents=agents, **how) as it:
+        fulfilling = asyncio.create_task(agents.fulfil(lease(7, sampling=Sampling(2, 8, 0.7))))
+        assert await agents.take(5.0)
+        try:
+            yield it, agents, [agents.find(name)[1] for name in sorted(EPISODES)]
+        finally:
+            fulfilling.cancel()
+
+
+@asynchronous
+async def test_every_way_to_name_an_episode_records_its_call_there(tmp_path):
+    async with taken(tmp_path) as (it, _, (first, second)):
+        for count, way in enumerate(ways("lease-7.0"), start=1):
+            assert (await it.post(**way))[0] == 200
+            assert (len(first.turns), len(second.turns)) == (count, 0)
+        assert (
+            await it.post(
+                TEXT | {"session_id": "lease-7.1"}, "/episodes/lease-7.1/v1/completions", X_Session_ID="lease-7.1"
+            )
+        )[0] == 200
+        assert len(second.turns) == 1
+        answers = [await it.post(b"", f"{prefix}/v1/models", "GET") for prefix in ("", "/episodes/lease-7.0")]
+        assert answers[0] == answers[1]
+        assert answers[0][0] == 200
+        assert len(first.turns) == 5
+
+
+@asynchronous
+async def test_names_that_disagree_are_refused_and_both_places_are_named(tmp_path):
+    places = ("the URL", "x-episode", "metadata.episode", "session_id", "x-session-id")
+    async with taken(tmp_path) as (it, _, episodes):
+        for one, other in itertools.combinations(range(5), 2):
+            for names in (("lease-7.0", "lease-7.1"), ("lease-7.0", "lease-6.0"), ("lease-6.0", "lease-7.1")):
+                a, b = ways(names[0])[one], ways(names[1])[other]
+                status, _, content = await it.post(**(b | a | {"body": a["body"] | b["body"]}))
+                error = json.loads(content)["error"]
+                assert (status, error["type"], error["param"]) == (400, "malformed", "episode")
+                for place, name in zip((places[one], places[other]), names, strict=True):
+                    assert place in error["message"]
+                    assert name in error["message"]
+        assert [episode.num_calls for episode in episodes] == [0, 0]
+
+
+@asynchronous
+async def test_an_episode_that_is_over_or_unknown_is_refused_in_every_way(tmp_path):
+    async with taken(tmp_path) as (it, agents, (first, _)):
+        assert (await it.post(**ways("lease-7.0")[0]))[0] == 200
+        agents.reward("lease-7.0", {"solved": 1.0})
+        for way in ways("lease-7.0"):
+            assert (await it.post(**way))[0] == 409
+        unknown = ["lease-7.2", "lease-7.00", f"{LeaseId(Key(0, 3), 1, 'a0b1c2d3')}.1"]
+        for way in itertools.chain.from_iterable(map(ways, unknown)):
+            status, _, content = await it.post(**way)
+            assert (status, json.loads(content)["error"]["type"]) == (404, "unknown_episode")
+        for odd in ("", "..", "%00", "%2e%2e", "a%2Fb", "lease-7.0%20", "%F0%9F%90%8C", "lease-7.0%0d%0a", "x" * 9000):
+            for body, method, what in (
+                (CHAT, "POST", "chat/completions"),
+                (TEXT, "POST", "completions"),
+                (b"", "GET", "models"),
+            ):
+                assert (await it.post(body, f"/episodes/{odd}/v1/{what}", method))[0] == 404
+        assert len(first.turns) == 1
+        assert agents._episodes.keys() == EPISODES
+
+
+@asynchronous
+async def test_a_session_that_is_no_episodes_is_a_label_of_the_client(tmp_path):
+    labels = [
+        "s",
+        "ses_0a1b2c",
+        "550e8400-e29b-41d4-a716-446655440000",
+        "1732628238.12",
+        "lease-7.x",
+        "",
+        "\u00e9 \n",
+        "-" * 900_000,
+    ]
+    async with taken(tmp_path) as (it, agents, (first, second)):
+        for label in labels:
+            assert (await it.post(CHAT | {"session_id": label}))[0] == 200
+            assert (await it.post(CHAT | {"session_id": label}, "/episodes/lease-7.0/v1/chat/completions"))[0] == 200
+        for label in labels[:6]:
+            assert (await it.post(CHAT, X_Session_ID=label))[0] == 200
+            assert (await it.post(CHAT, X_Session_ID=label, x_episode="lease-7.0"))[0] == 200
+        assert (len(first.turns), len(second.turns)) == (14, 0)
+        for wrong in (3, ["lease-7.0"], {"id": "lease-7.0"}, True):
+            status, _, content = await it.post(CHAT | {"session_id": wrong})
+            assert (status, json.loads(content)["error"]["param"]) == (400, "session_id")
+        assert agents._episodes.keys() == EPISODES
+
+
+@asynchronous
+async def test_the_url_of_an_episode_needs_the_key(tmp_path):
+    async with taken(tmp_path, keys=(KEY,)) as (it, _, (first, _)):
+        for episode in ("lease-7.0", "lease-9.0"):
+            assert (await it.post(**ways(episode)[0]))[0] == 401
+            assert (await it.post(b"", f"/episodes/{episode}/v1/models", "GET"))[0] == 401
+        assert (await it.post(**ways("lease-7.0")[0], authorization=f"Bearer {KEY.decode()}"))[0] == 200
+        assert first.num_calls == 1
+
+
 @asynchronous
 async def test_a_run_without_posted_rewards_has_no_episodes(tmp_path):
     async with endpoint(tmp_path) as it:
-        status, _, content = await it.post(CHAT, x_episode="lease-7.0")
-        assert (status, json.loads(content)["error"]["param"]) == (400, "episode")
+        for way in ways("lease-7.0")[:3]:
+            status, _, content = await it.post(**way)
+            assert (status, json.loads(content)["error"]["param"]) == (400, "episode")
+        for way in ways("lease-7.0")[3:]:  # labels, because no client can have an episode
+            assert (await it.post(**way))[0] == 200
         assert (await it.post({}, "/v1/rollouts"))[0] == 404
 
 

@@ -15,12 +15,13 @@ def test_what_passes_is_handed_on_without_what_is_ours():
         "temperature": None,
         "stream": True,
         "metadata": {"episode": "a"},
+        "session_id": "b",
     }
     request = check_request("chat", body)
     expected = {"messages": CHAT["messages"], "n": 3, "max_completion_tokens": 5, "stop": ["."], "stream": True}
     assert request.fields == expected
     assert (request.model, request.num_completions) == ("policy", 3)
-    assert request.metadata == {"episode": "a"}
+    assert (request.metadata, request.session_id) == ({"episode": "a"}, "b")
 
 
 @pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}])
@@ -63,6 +64,7 @@ def test_every_prompt_counts(prompt, count):
         ({"tool_choice": "required"}, "only `auto` and `none` are served"),
         ({"stop": [""]}, "expected up to 16 texts of 1 to 256 characters"),
         ({"stop": ["a"] * 17}, "expected up to 16 texts"),
+        ({"session_id": 1}, "expected a text"),
         ({"metadata": {"a": 1}}, "expected up to 16 texts by name"),
     ],
 )
