@@ -4,6 +4,7 @@ agent that knows nothing but a base URL, with a scripted policy."""
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -67,13 +68,13 @@ def test_a_run_learns_from_agents_and_a_killed_producer_costs_nothing_that_was_a
 
 
 def test_an_agent_that_is_given_a_base_url_alone_plays_its_episodes(tmp_path: Path):
-    async def play(url: str, messages: list[dict[str, str]]) -> float:
+    async def play(url: str, messages: list[Any]) -> float:
         """Ask until the answer is right: an agent of another project, which can set no header and no field."""
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             (model,) = [model.id async for model in client.models.list() if "@" not in model.id]
             for _ in range(3):
                 answer = await client.chat.completions.create(model=model, messages=messages)
-                said = answer.choices[0].message.content
+                said = answer.choices[0].message.content or ""
                 if said == "4":
                     break
                 messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "no"}]
