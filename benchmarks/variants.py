@@ -63,7 +63,7 @@ SWAPS: dict[str, Settings] = {
 TEACHERS: dict[str, Settings] = {
     "rewards": (),
     "teacher": ("distillation={mode: advantage, alone: true}",),
-    "teacher, divergence": ("distillation={mode: divergence, alone: true}",),
+    "teacher, divergence": ("distillation={mode: divergence, alone: true, top_k: 8}",),
     "rewards and teacher": ("distillation={mode: advantage}",),
 }
 """The teacher is what the task's default run came to, as a model of its own that a vLLM server serves."""

@@ -184,13 +184,14 @@ class TeacherPool:
 
     def __init__(self, config: RunConfig, observer: TeacherObserver) -> None:
         assert config.distillation is not None
-        self._column, self._observer = config.distillation.teacher_column, observer
+        self._column, self._top_k = config.distillation.teacher_column, config.distillation.num_top
+        self._observer = observer
         self._sections = {section.name: section for section in config.teachers}
         self._own: dict[str, SelfTeacher] = {}
         # With a token of the prompt, and one that vLLM samples behind:
         least = config.sampling.max_completion_length + 2
         self._teachers = {
-            section.name: Teacher(section, f"teachers.{number}", least, config.distillation.num_top, observer)
+            section.name: Teacher(section, f"teachers.{number}", least, self._top_k, observer)
             for number, section in enumerate(config.teachers)
             if section.url is not None
         }
@@ -199,6 +200,11 @@ class TeacherPool:
     async def read_with(self, tokenizer: Any) -> None:
         """Check all teachers. Raise ConfigError if one that answers cannot teach."""
         self._vocabulary = Vocabulary.of(tokenizer)
+        if self._top_k > self._vocabulary.largest + 1:  # a vLLM server that is asked for more ends
+            raise ConfigError(
+                f"distillation.top_k: {self._top_k} tokens are more than the {self._vocabulary.largest + 1} of model.path's "
+                "vocabulary; lower it"
+            )
         await asyncio.gather(*(self._check(teacher) for teacher in self._teachers.values()))
 
     def use_engine(self, prompts: PromptFormat, score: Score) -> None:

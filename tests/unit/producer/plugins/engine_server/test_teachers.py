@@ -210,6 +210,20 @@ async def test_a_server_that_returns_fewer_likely_tokens_ends_the_start(tmp_path
             await found.pool.read_with(Letters())
 
 
+@asynchronous
+async def test_more_likely_tokens_than_the_vocabulary_has_are_never_asked_for(tmp_path: Path) -> None:
+    """vLLM 0.32's engine ends over such a request ("selected index k out of range")."""
+
+    class Few(Letters):
+        def get_vocab(self) -> dict[str, int]:
+            return {letter: number for number, letter in enumerate("abcdefg")}
+
+    async with scene(tmp_path, top_k=8) as (found, [server]):
+        with pytest.raises(ConfigError, match=r"distillation\.top_k: 8 .*7"):
+            await found.pool.read_with(Few())
+        assert not server.asked
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenize"])
 @asynchronous
 async def test_what_is_no_vllm_server_ends_the_start(tmp_path: Path, path: str) -> None:
