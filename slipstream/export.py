@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import TENSORS_FILE, AdapterFolder
 from consumer.learn.checkpoints import CONFIG_FILE
+from consumer.learn.model import use_cache_as
 from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
@@ -113,6 +114,7 @@ def write_model(inputs: RunInputs, policy: Path, to: Path) -> str:
         model = patched(inputs.model("cpu"), inputs.model_folder, policy)
     else:
         model = inputs.model("cpu", policy)
+        use_cache_as(model.config, inputs.model_folder)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.save_pretrained(to)
     _write_files(inputs, to)

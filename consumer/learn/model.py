@@ -135,12 +135,20 @@ def choose_trainable(model: Any, patterns: list[str]) -> None:
 
 
 def save_weights(model: Any, tokenizer: Any, folder: str) -> None:
-    """Write a model in bfloat16, with its tokenizer, as transformers and vLLM load it."""
-    model.save_pretrained(folder, state_dict={name: each.bfloat16() for name, each in model.state_dict().items()})
+    """Write a model in bfloat16, with its tokenizer, as transformers and vLLM load it. Tensors of two names are written once."""
+    cast: dict[int, torch.Tensor] = {}
+    state = {name: cast.setdefault(each.data_ptr(), each.bfloat16()) for name, each in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state)
     config = type(model.config).from_pretrained(folder)
     config.dtype = torch.bfloat16  # `save_pretrained` takes it from the parameters
+    use_cache_as(config, Path(model.name_or_path))
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def use_cache_as(config: Any, folder: Path) -> None:
+    """Undo what transformers does for training: generation has the cache again if the model in this folder has it."""
+    config.use_cache = getattr(type(config).from_pretrained(folder), "use_cache", True)
 
 
 def load_model(folder: Path, **options: Any) -> Any:

@@ -183,13 +183,16 @@ def test_whole_weights_come_from_a_patch_or_from_a_checkpoint_in_float32(run: Ru
     weight_patch.unpack(data, digest, full.checkpoints_dir / "best")
     trained = load_file(run_dir / "trained" / "model.safetensors")
     checkpoint = Path(shutil.copytree(run_dir / "trained", run_dir / "checkpoint"))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"use_cache": False}))  # as transformers trains
     # A little less than half the distance to the next number of 16 bits, so that rounding leads back.
     save_file({name: each.float() * (1 + 2**-10) for name, each in trained.items()}, checkpoint / "model.safetensors")
     for which in ("best", str(checkpoint)):
         to = run_dir / f"exported-{Path(which).name}"
         assert export.run(full, [], which=which, to=to, repository=None) == 0
         assert all(torch.equal(each, trained[name]) for name, each in load_file(to / "model.safetensors").items())
-        assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.bfloat16
+        written = AutoModelForCausalLM.from_pretrained(to)
+        assert (written.dtype, written.config.use_cache) == (torch.bfloat16, True)
     for which, options, words in (
         ("best", {"is_adapter": True}, "^--adapter: "), ("last", {}, "^lora: null: .* is an adapter"),
     ):  # fmt: skip

@@ -12,6 +12,7 @@ from consumer.learn.model import save_weights
 from protocol.config.loader import dump_config, load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from protocol.gpu.model_files import weights_of
 from protocol.wire.weight_patch import parse
 from tests.integration.models import build_model
 from tests.unit.consumer.app.test_run import Run
@@ -91,13 +92,22 @@ def test_the_kl_term_measures_from_the_base(
 
 
 @pytest.mark.long
-def test_the_final_model_is_what_was_published(uninterrupted: FullRun, tmp_path: Path) -> None:
+def test_the_final_model_is_what_was_published(uninterrupted: FullRun, tmp_path: Path, one_layer_model: Path) -> None:
     save_weights(uninterrupted.trainer.base, uninterrupted.trainer.processing_class, str(tmp_path / "model"))
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert written.dtype == torch.bfloat16
     trained = dict(uninterrupted.trainer.model.named_parameters())
     assert all(torch.equal(each, trained[name].bfloat16()) for name, each in written.named_parameters())
+    assert written.config.use_cache, "training does without, and generation must not"
     assert (tmp_path / "model" / "tokenizer.json").is_file()
+    names = {weight.name for weight in weights_of(tmp_path / "model")}
+    assert names == {weight.name for weight in weights_of(one_layer_model)}, "head and embeddings are written once"
+
+
+@pytest.mark.long
+def test_recomputed_layers_give_the_same_bits(tmp_path: Path, one_layer_model: Path, uninterrupted: FullRun) -> None:
+    trainer = {"max_steps": 4, "save_steps": 2, "gradient_checkpointing": True}
+    assert FullRun(tmp_path, one_layer_model, **FULL, trainer=trainer).published == uninterrupted.published
 
 
 @pytest.mark.parametrize(

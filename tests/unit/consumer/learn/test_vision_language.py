@@ -104,6 +104,7 @@ def test_the_head_is_cast_of_text_models_only(vision_checkpoint: Path) -> None:
         check_model(arguments, None, vision_language(vision_checkpoint))
 
 
+@pytest.mark.long
 def test_whole_weights_are_trained_of_text_models_only(
     vision_checkpoint: Path, one_layer_model: Path, tmp_path: Path
 ) -> None:
