@@ -77,8 +77,9 @@ bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour
 bench-overlap: $(STAMP) ## the pair beside itself in turns and beside TRL's asynchronous trainer, tuned, over an hour
 	$(BIN)/python -m benchmarks.overlap --out runs/bench/overlap.jsonl --plot runs/bench/overlap.png
 
-bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: remedies for waits, swaps, teachers; an hour
+bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: remedies for waits, swaps, teachers, credit; an hour and a half
 	for each in remedies swaps teachers; do $(BIN)/python -m benchmarks.variants $$each --steps 30 --plot runs/bench/$$each.png || exit; done
+	$(BIN)/python -m benchmarks.variants credit --task digits --plot runs/bench/credit.png
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png

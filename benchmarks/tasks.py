@@ -1,18 +1,22 @@
-"""The tasks that benchmarks of whole runs learn: the demo's sums, and two of SmolLM2-135M-Instruct, sums and a sparse one.
+"""The tasks that benchmarks of whole runs learn: the demo's sums, six digits of a model of its kind, and two of
+SmolLM2-135M-Instruct, sums and a sparse one.
 
-Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of an example's configuration. Accuracy is greedy
-and held out.
+Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of a configuration. Accuracy is greedy and held
+out.
 """
 
 import functools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.arithmetic import demo as sums
+from examples.folders import build_once
 from examples.smollm2 import demo as smollm2
 from producer.rewards import builtin
 from protocol.config.functions import load_function
@@ -22,6 +26,7 @@ from protocol.config.reward_options import SHIPPED
 _CHATML = "<|im_start|>assistant\n", r"<\|im_end\|>"
 _LCM = "What is the least common multiple of {} and {}? Answer with the number alone."
 _HELD_OUT = 100
+_DIGITS = Path("runs/digits-base")
 _TEXT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -104,6 +109,18 @@ def _sums_accuracy(adapter: Path | None) -> float:
     return greedy_accuracy(sums.BASE, sums.BASE / "eval.jsonl", adapter)
 
 
+def _build_digits() -> None:
+    command = [sys.executable, "-m", "benchmarks.digits"]
+    recipe = Path(__file__).with_name("digits.py").read_bytes()
+    build_once(_DIGITS, recipe, lambda folder: subprocess.run([*command, str(folder)], check=True))
+
+
+def _digits_accuracy(adapter: Path | None) -> float:
+    from examples.arithmetic.evaluate import greedy_accuracy
+
+    return greedy_accuracy(_DIGITS, _DIGITS / "eval.jsonl", adapter, longest=7)
+
+
 def _build_lcm() -> None:
     """Write questions for a least common multiple, on which SmolLM2 is right once in fifty samples."""
     import reasoning_gym
@@ -145,6 +162,7 @@ def _smollm2_accuracy(rows_file: str, adapter: Path | None) -> float:
 
 TASKS = {
     "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, _sums_accuracy, _TEXT, "=", "<eos>"),
+    "digits": Task("benchmarks/digits.yaml", _DIGITS, _build_digits, _digits_accuracy, _TEXT, "=", "<eos>"),
     "smollm2": Task(
         smollm2.CONFIG, smollm2.BASE, smollm2.build_base_model, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
     ),

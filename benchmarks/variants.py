@@ -68,7 +68,19 @@ TEACHERS: dict[str, Settings] = {
 }
 """The teacher is what the task's default run came to, as a model of its own that a vLLM server serves."""
 
-SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS}
+
+def _rewarded_by(function: str) -> str:
+    return f"rewards.functions=[{{function: 'benchmarks.digits:{function}'}}]"
+
+
+CREDIT: dict[str, Settings] = {
+    "outcome, all digits": (_rewarded_by("all_right"),),
+    "outcome, their number": (_rewarded_by("how_many_right"),),
+    "per step": (_rewarded_by("each_right"), "rewards.credit=per_step"),
+}
+"""Rewards of the task `digits`: for all digits or nothing, for how many are right, and for each."""
+
+SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT}
 _TAUGHT = "distillation="
 
 
@@ -102,7 +114,7 @@ class Case(NamedTuple):
 
 
 def _changes(variant: str) -> Settings:
-    return (REMEDIES | SWAPS | TEACHERS)[variant]
+    return (REMEDIES | SWAPS | TEACHERS | CREDIT)[variant]
 
 
 def sources(task: str) -> list[str]:

@@ -52,6 +52,26 @@ def make_tokenizer(vocabulary: dict[str, int], max_length: int) -> PreTrainedTok
     )
 
 
+def make_model() -> Qwen2ForCausalLM:
+    """Make a model of `VOCAB` with random weights."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(VOCAB),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,  # head_dim 32, the smallest that vLLM's CPU backend takes
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
+        )
+    )
+
+
 def make_pairs(seed: int, num_held_out: int = EVAL_ROWS) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Shuffle all two-digit pairs and return those to train on and those to evaluate on."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -124,22 +144,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, evaluation = make_pairs(args.seed)
     tokenizer = make_tokenizer(VOCAB, max_length=64)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(VOCAB),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,  # head_dim 32, the smallest that vLLM's CPU backend takes
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            initializer_range=0.06,
-            tie_word_embeddings=True,
-            pad_token_id=PAD,
-            eos_token_id=EOS,
-            bos_token_id=None,
-        )
-    )
+    model = make_model()
     right, wrong = encode(train, lambda a, b: a + b), encode(train, careless)
 
     def careless_loss(_step: int) -> torch.Tensor:

@@ -15,7 +15,9 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 
 
-def greedy_accuracy(model_path: Path, data_path: Path, adapter: Path | None = None, batch_size: int = 250) -> float:
+def greedy_accuracy(
+    model_path: Path, data_path: Path, adapter: Path | None = None, batch_size: int = 250, longest: int = 5
+) -> float:
     """Share of rows {"prompt", "answer"} that the model answers exactly right."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -28,7 +30,7 @@ def greedy_accuracy(model_path: Path, data_path: Path, adapter: Path | None = No
         batch = rows[start : start + batch_size]
         inputs = tokenizer([row["prompt"] for row in batch], return_tensors="pt", padding=True)
         with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+            output = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
         answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(answer == row["answer"] for answer, row in zip(answers, batch, strict=True))
     return right / len(rows)
