@@ -64,6 +64,17 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 
 
 @pytest.mark.long
+def test_a_run_that_goes_on_measures_from_the_base_too(tmp_path: Path, one_layer_model: Path) -> None:
+    settings = FULL | {"trainer": {"max_steps": 3, "save_steps": 1, "beta": 0.5, "learning_rate": 1e-2}}
+    whole = FullRun(tmp_path / "whole", one_layer_model, **settings)
+    FullRun(tmp_path / "parts", one_layer_model, stop_at=2, **settings)
+    resumed = FullRun(tmp_path / "parts", one_layer_model, resume=True, **settings)
+    assert resumed.published == whole.published[2:]
+    assert [step["kl"] for step in resumed.steps] == [step["kl"] for step in whole.steps]
+    assert whole.steps[-1]["kl"] > 1e-3
+
+
+@pytest.mark.long
 def test_only_named_parameters_train(tmp_path: Path, one_layer_model: Path) -> None:
     run = FullRun(tmp_path, one_layer_model, **FULL, trainable=["*norm*"], trainer={"max_steps": 1})
     names = {name for name, each in run.trainer.model.named_parameters() if each.requires_grad}
