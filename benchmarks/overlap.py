@@ -20,9 +20,6 @@ from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
 from examples.folders import fresh_folder
-from producer.engine.configuration import ON_CPU
-from tests.integration.vllm_server import wait_until_healthy
-from tests.unit.protocol.channel_harness import reserve_port
 
 FOLDER = Path("runs/bench/overlap").absolute()
 _END_S = 3600.0
@@ -58,20 +55,12 @@ class Case(NamedTuple):
 
 
 def serve(run: Run, case: Case) -> str:
-    """Start a vLLM server, wait for it, and return its address."""
-    port = reserve_port(run.stack)
-    rank, engine = run.config.lora_section["r"], run.config.engine
-    words = [
-        *("--model", str(TASKS[case.task].base), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", str(engine["max_model_len"]), "--max-num-seqs", str(engine["max_num_seqs"])),
-        *("--enforce-eager", "--enable-lora", "--max-loras", str(case.staleness + 3), "--max-lora-rank"),
-        *(str(rank), "--logprobs-mode", "processed_logprobs"),
-        *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),
-    ]  # fmt: skip
-    server = run.start("engine", "vllm.entrypoints.openai.api_server", words)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_healthy(url, server, case.folder / "vllm.log")
-    return url
+    """Serve the base and adapters, and return the address."""
+    return run.serve(
+        TASKS[case.task].base, "--max-num-seqs", str(run.config.engine["max_num_seqs"]), "--enable-lora",
+        *("--max-loras", str(case.staleness + 3), "--max-lora-rank", str(run.config.lora_section["r"])),
+        *("--logprobs-mode", "processed_logprobs"),
+    )  # fmt: skip
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -24,14 +24,11 @@ from benchmarks.variants_report import SHARE, draw, table
 from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
 from examples.folders import fresh_folder
-from producer.engine.configuration import ON_CPU
 from protocol.runtime import json_lines
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
 from replay.journal.reader import JournalReader
 from replay.journal.schema import GroupRow
-from tests.integration.vllm_server import wait_until_healthy
-from tests.unit.protocol.channel_harness import reserve_port
 
 FOLDER = Path("runs/bench/variants").absolute()
 
@@ -129,7 +126,10 @@ def run(case: Case) -> dict[str, Any]:
     with ExitStack() as stack:
         watch = stack.enter_context(Watch())
         run = Run(case, stack, watch)
-        more = [f"teachers=[{{name: teacher, url: '{serve_teacher(run, case)}'}}]", *case.taught] if case.taught else []
+        more: list[str] = []
+        if case.taught:
+            url = run.serve(teacher_of(case), "--max-num-seqs", "64")
+            more = [f"teachers=[{{name: teacher, url: '{url}'}}]", *case.taught]
         run.train_pair(more=more)
         lines = steps(case, case.steps)
         used = watch.between(lines[0]["t"], lines[-1]["t"])
@@ -149,20 +149,6 @@ def run(case: Case) -> dict[str, Any]:
         "accuracy": accuracy,
         "swaps": swaps(case.folder, lines, groups),
     }  # fmt: skip
-
-
-def serve_teacher(run: Run, case: Case) -> str:
-    """Start a vLLM server of the task's teacher on the engine's core, wait for it, and return its address."""
-    port, model, engine = reserve_port(run.stack), teacher_of(case), run.config.engine
-    words = [
-        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", run.config.model.dtype),
-        *("--max-model-len", str(engine["max_model_len"]), "--max-num-seqs", "64", "--enforce-eager"),
-        *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),
-    ]  # fmt: skip
-    server = run.start("engine", "vllm.entrypoints.openai.api_server", words)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_healthy(url, server, case.folder / "vllm.log")
-    return url
 
 
 def teacher_of(case: Case) -> Path:

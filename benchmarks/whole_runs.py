@@ -17,8 +17,11 @@ from typing import Any, Protocol
 
 from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
+from producer.engine.configuration import ON_CPU
 from protocol.config.loader import load_config
 from protocol.runtime import json_lines
+from tests.integration.vllm_server import wait_until_healthy
+from tests.unit.protocol.channel_harness import reserve_port
 
 ENGINE_CORE = "0"
 CHECKPOINTS = 10
@@ -65,6 +68,19 @@ class Run:
         self.stack.callback(_end, process)
         self._watch.add(side, process.pid)
         return process
+
+    def serve(self, model: Path, *flags: str) -> str:
+        """Start a vLLM server of a model on the engine's core, wait for it, and return its address."""
+        port = reserve_port(self.stack)
+        words = [
+            *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", self.config.model.dtype),
+            *("--max-model-len", str(self.config.engine["max_model_len"]), "--enforce-eager"),
+            *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"], *flags),
+        ]  # fmt: skip
+        server = self.start("engine", "vllm.entrypoints.openai.api_server", words)
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(url, server, self.case.folder / "vllm.log")
+        return url
 
     def train_pair(self, url: str | None = None, more: Sequence[str] = ()) -> None:
         """Run the pair to its end, with an engine of its own, or with the server at `url`, and with `more` settings."""

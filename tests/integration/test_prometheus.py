@@ -28,8 +28,8 @@ def some(completion_ids, **_):
 """
 """There is something to learn from in every group, however long the run is, and each completion is a span with a reward."""
 
-NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory"}
-"""The daemons of this test run without a GPU."""
+NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory", "rl_trainer_teacher_divergence"}
+"""The daemons of this test run without a GPU, and a policy that teaches itself gives no divergence."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,10 @@ def run_dir() -> Iterator[Path]:
         config = write_run(
             folder,
             "qwen2",
-            [{"prompt": f"{i}+1="} for i in range(40)],
+            [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)],
             REWARD,
+            dataset={"answer_column": "answer"},
+            loss={"ce_coef": 0.01},
             rewards={"credit": "per_step"},
             teachers=[{"name": "self", "prompt": "Now: {prompt}"}],
             distillation={"mode": "advantage"},
@@ -85,7 +87,7 @@ def test_every_expression_of_dashboards_and_rules_has_numbers_while_a_run_trains
     assert len(expressions) > 100
     hopeless = [one for one in expressions if any(name in one.promql for name in NO_NUMBER_HERE)]
     assert pending(prometheus, [one for one in expressions if one not in hopeless], DATA_WITHIN_S) == []
-    assert len(hopeless) == 4
+    assert len(hopeless) == 5
     assert pending(prometheus, hopeless, 0.1) == hopeless, "shorten NO_NUMBER_HERE"
 
 
