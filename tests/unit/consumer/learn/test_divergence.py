@@ -100,6 +100,7 @@ def test_values_and_gradients_in_tiles_are_those_of_the_whole_distribution(
     assert wanted.abs().max() > 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("float64")
 @BETAS
 def test_the_gradients_of_a_head_that_is_trained(monkeypatch: pytest.MonkeyPatch, beta: float) -> None:

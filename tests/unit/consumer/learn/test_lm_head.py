@@ -55,6 +55,7 @@ def test_it_computes_in_the_wider_of_float32_and_what_it_is_given(given: torch.d
     torch.testing.assert_close(entropies.double(), -(log_p.exp() * log_p).sum(-1), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("entropy_trains", [True, False])
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1)])
 def test_the_gradients_of_a_head_that_is_trained(

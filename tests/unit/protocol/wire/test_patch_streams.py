@@ -18,6 +18,7 @@ def words(elements: list[int]) -> Words:
     return np.array(elements + [0] * (-len(elements) % PER_WORD), np.uint16).view(np.uint64)
 
 
+@pytest.mark.long
 @given(ELEMENTS, st.data())
 def test_changes_are_the_elements_that_differ(old: list[int], data: st.DataObject) -> None:
     new = data.draw(st.lists(st.integers(0, 2**16 - 1) | st.sampled_from(old), min_size=len(old), max_size=len(old)))
