@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
-import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import AdapterFolder
-from consumer.learn.model import check_base_fits, choose_trainable, device_map, loading, within_text_model
-from consumer.learn.options import build_lora, former_names
+from consumer.learn.model import check_base_fits, choose_trainable, device_map, loading, save_weights, within_text_model
+from consumer.learn.options import build_lora, casts, former_names
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.command_line import print_progress
 from protocol.config.library_section import build, for_library
@@ -64,8 +63,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         print_progress(f"slipstream sft: {len(rows)} rows")
         trained = train(inputs.model_folder, arguments, lora, rows, config.trainable)
         if lora is None:
-            trained.to(getattr(torch, config.model.dtype)).save_pretrained(partial)
-            inputs.tokenizer().save_pretrained(partial)
+            save_weights(trained, inputs.tokenizer(), str(partial))
         else:
             trained.save_pretrained(partial)
             AdapterFolder.read(partial, "slipstream sft")
@@ -80,8 +78,7 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
     options = chosen.pop("model_init_kwargs", None) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"sft.model_init_kwargs: expected a mapping (got {options!r})")
-    may_cast = on_gpu or config.lora is None
-    defaults = {"report_to": "none", "bf16": may_cast and config.model.dtype == "bfloat16" and not chosen.get("fp16")}
+    defaults = {"report_to": "none", "bf16": casts(config, chosen, on_gpu=on_gpu)}
     with former_names():
         return build(
             "sft",

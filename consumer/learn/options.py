@@ -89,12 +89,19 @@ def build_lora(config: RunConfig) -> LoraConfig | None:
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Return the `trainer` section with the precision of its device, and without checkpoints where memory decides on them."""
-    may_cast = on_gpu or config.lora is None  # a base that is frozen has 16 bits already
-    in_16_bits = may_cast and config.model.dtype == "bfloat16" and not config.trainer.get("fp16")
-    own: dict[str, Any] = {"bf16": in_16_bits, "run_name": Path(config.run_dir).absolute().name}
+    own: dict[str, Any] = {
+        "bf16": casts(config, config.trainer, on_gpu=on_gpu),
+        "run_name": Path(config.run_dir).absolute().name,
+    }
     if checkpoints_by_memory(config):
         own["gradient_checkpointing"] = False
     return own | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+
+
+def casts(config: RunConfig, section: Mapping[str, Any], *, on_gpu: bool) -> bool:
+    """Tell whether passes are under autocast to bfloat16, unless `section` says otherwise. A base that is frozen has 16 bits
+    already."""
+    return (on_gpu or config.lora is None) and config.model.dtype == "bfloat16" and not section.get("fp16")
 
 
 def checkpoints_by_memory(config: RunConfig) -> bool:

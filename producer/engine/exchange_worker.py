@@ -98,7 +98,7 @@ class ExchangeWorker:
 
 
 _KEPT_ENDED = 4096
-"""How many of the last requests that ended are kept: the producer may not know of their end for a few steps."""
+"""The number of requests that are kept after their end, which the producer may not know of for a few steps."""
 
 
 def completion_of(request: str) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ from producer.rewards.worker import Scores
 from protocol.config.reward_options import Steps
 
 Ends = list[int] | Exception
-"""Where the steps of a completion end, in characters, or the reason why it has none."""
+"""The ends of the steps of a completion, in characters, or the reason why it has none."""
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda rewards: math.fsum(rewards) / len(rewards),
     "min": min,

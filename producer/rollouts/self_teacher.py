@@ -6,9 +6,9 @@ weights on those that are there), or raises LeaseFailure: what the engine did no
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from protocol.wire.messages import Group, Lease
 Score = Callable[[list[int], int], Awaitable[list[float]]]
 """Returns the log-probs of tokens but the first, on a policy version (`InFlight.score`)."""
 
+ScoresT = TypeVar("ScoresT")
 _LEAST, _MOST = -9999.0, 1e-3  # vLLM's least over HTTP, and rounding may take a log-prob above 0
 
 
@@ -30,6 +31,19 @@ class TeacherObserver(Protocol):
     def teacher_called(self, teacher: str, seconds: float) -> None: ...
 
     def teacher_failed(self, teacher: str) -> None: ...
+
+
+async def of_records(group: Group, score: Callable[[list[int]], Coroutine[Any, Any, ScoresT]]) -> list[ScoresT]:
+    """Return what `score` returns for the tokens of each record of a group; all are asked at once. Raises an error of one
+    of them: one that is no LeaseFailure, if there is one, because it ends the daemon."""
+    ends = np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1]
+    records = np.split(np.frombuffer(group.completion_ids, "<i4"), ends)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(score(record.tolist())) for record in records]
+    except ExceptionGroup as errors:
+        raise next((e for e in errors.exceptions if not isinstance(e, LeaseFailure)), errors.exceptions[0]) from None
+    return [task.result() for task in asked]
 
 
 @dataclass
@@ -45,16 +59,7 @@ class SelfTeacher:
         prompt = await self.prompts.in_thread(self._encode, lease)
         versions = np.frombuffer(group.token_versions, "<i4")
         version = int(versions.max()) if len(versions) else group.policy_version
-        ends = np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1]
-        records = np.split(np.frombuffer(group.completion_ids, "<i4"), ends)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._scored(prompt, record.tolist(), version)) for record in records]
-        except ExceptionGroup as errors:  # what is no failure of the lease ends the daemon
-            raise next(
-                (e for e in errors.exceptions if not isinstance(e, LeaseFailure)), errors.exceptions[0]
-            ) from None
-        result = np.concatenate([task.result() for task in asked])
+        result = np.concatenate(await of_records(group, lambda record: self._scored(prompt, record, version)))
         return result * np.frombuffer(group.sampled, "u1") if group.sampled else result
 
     def _encode(self, lease: Lease) -> list[int]:

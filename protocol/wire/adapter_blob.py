@@ -6,7 +6,7 @@ of the machine may damage it, but then the process that reads it is gone too.
 
 import hashlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -70,11 +70,16 @@ def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> int:
         blob = msgspec.msgpack.decode(data, type=_Views)
     except msgspec.DecodeError as error:
         raise BlobError(f"not an adapter blob: {error}") from error
+    write_files(folder, {CONFIG: blob.config_json, TENSORS: blob.safetensors})
+    return crc32(blob.safetensors, crc32(blob.config_json))
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | memoryview]) -> None:
+    """Write a folder with these files, which must not exist. It appears whole."""
     if folder.exists():
         raise FileExistsError(f"{folder} is there already")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staged(folder, durable=False) as partial:
         partial.mkdir()
-        (partial / CONFIG).write_bytes(blob.config_json)
-        (partial / TENSORS).write_bytes(blob.safetensors)
-    return crc32(blob.safetensors, crc32(blob.config_json))
+        for name, data in files.items():
+            (partial / name).write_bytes(data)

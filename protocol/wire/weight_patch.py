@@ -18,8 +18,7 @@ import msgspec
 from isal import igzip_lib
 from isal.isal_zlib import crc32
 
-from protocol.runtime.files import staged
-from protocol.wire.adapter_blob import BlobError, verify
+from protocol.wire.adapter_blob import BlobError, verify, write_files
 
 FILE = "weights.patch"
 GO_ON = 65535
@@ -107,12 +106,7 @@ def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> int:
     verified `data` already. Raises `BlobError`."""
     if digest is not None:
         verify(data, digest)
-    if folder.exists():
-        raise FileExistsError(f"{folder} is there already")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with staged(folder, durable=False) as partial:
-        partial.mkdir()
-        (partial / FILE).write_bytes(data)
+    write_files(folder, {FILE: data})
     return crc32(data)
 
 

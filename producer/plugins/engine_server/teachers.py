@@ -29,7 +29,7 @@ from producer.plugins.engine_server.api import (
 )
 from producer.rewards.pool import pause_s
 from producer.rollouts.prompts import PromptFormat
-from producer.rollouts.self_teacher import Score, SelfTeacher, TeacherObserver
+from producer.rollouts.self_teacher import Score, SelfTeacher, TeacherObserver, of_records
 from protocol.config.distillation import TeacherSection
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -234,17 +234,8 @@ class TeacherPool:
             return {"teacher_logprobs": (await self._own[name].logprobs(lease, group)).astype("<f4").tobytes()}
         teacher = self._teachers[name]
         prompt = np.frombuffer(group.prompt_ids, "<i4").tolist()
-        ends = np.frombuffer(group.completion_lengths, "<i4").cumsum()[:-1]
-        records = np.split(np.frombuffer(group.completion_ids, "<i4"), ends)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asked = [
-                    tasks.create_task(teacher.score(self._vocabulary, prompt + record.tolist(), len(prompt)))
-                    for record in records
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        logprobs, ids, top_logprobs = map(np.concatenate, zip(*(task.result() for task in asked), strict=True))
+        found = await of_records(group, lambda record: teacher.score(self._vocabulary, prompt + record, len(prompt)))
+        logprobs, ids, top_logprobs = map(np.concatenate, zip(*found, strict=True))
         is_sampled = np.frombuffer(group.sampled, "?") if group.sampled else np.ones(len(logprobs), np.bool_)
         is_none = (ids > self._vocabulary.largest) | ~is_sampled[:, None]
         return {

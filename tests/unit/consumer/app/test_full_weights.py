@@ -92,7 +92,7 @@ def test_only_named_parameters_train(tmp_path: Path, one_layer_model: Path) -> N
 def test_the_kl_term_measures_from_the_base(
     tmp_path: Path, family: str, options: dict[str, Any], trainable: list[str]
 ) -> None:
-    """Whether head and embeddings are one tensor or two, with autocast and without."""
+    """Head and embeddings are one tensor or two; passes have autocast or not."""
     model = build_model(family, tmp_path / "model", num_layers=1)
     trainer = {"max_steps": 3, "beta": 0.5, "learning_rate": 1e-2} | options
     run = FullRun(tmp_path / "run", model, **FULL, trainable=trainable, trainer=trainer)

@@ -108,7 +108,7 @@ def test_the_head_is_cast_of_text_models_only(vision_checkpoint: Path) -> None:
 def test_whole_weights_are_trained_of_text_models_only(
     vision_checkpoint: Path, one_layer_model: Path, tmp_path: Path
 ) -> None:
-    """What is written at the end would lack the parts that see images, and nothing would say so."""
+    """The model that is written at the end would silently lack the parts that see images."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
 
     def load(model: Path, lora: dict[str, Any] | None) -> Setup:

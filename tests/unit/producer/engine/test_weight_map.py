@@ -1,4 +1,4 @@
-"""Where a model's loader puts the elements of a checkpoint, in numbers worked by hand, and models that are refused."""
+"""Maps of checkpoints by the loaders of models, in numbers worked by hand, and models that are refused."""
 
 import threading
 from pathlib import Path

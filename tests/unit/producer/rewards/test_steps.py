@@ -213,7 +213,7 @@ def test_what_scores_no_steps_is_refused_at_the_start(folder: Path, tmp_path: Pa
 
 
 def of_service(answers: list[Any], rewards: Callable[[str], Any], seen: Seen | None = None) -> tuple[Any, list[Any]]:
-    """What a pool makes of two completions, by a service that gives these answers; `rewards` is the section by its url."""
+    """Return the scores of two completions by a service that gives these answers. `rewards` makes the section of its url."""
     bodies = []
 
     async def answer(request: web.Request) -> web.Response:
