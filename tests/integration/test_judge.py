@@ -5,11 +5,11 @@ import functools
 import os
 import time
 
-import psutil
 import pytest
 
 from producer.plugins.judge.code import passes
 from producer.rewards.sandbox import Limits, Sandbox
+from tests.processes import NewProcesses
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 
@@ -214,21 +214,21 @@ def test_what_cannot_be_handed_over_is_said() -> None:
 
 def test_a_program_that_stays_is_ended_with_its_test() -> None:
     stays = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\ndef f(): return 1"
-    started, others = time.monotonic(), set(psutil.Process().children(recursive=True))
+    began, started = time.monotonic(), NewProcesses()
     assert verdict(stays, "assert f() == 1")
-    assert time.monotonic() - started < 15
-    assert set(psutil.Process().children(recursive=True)) <= others
+    assert time.monotonic() - began < 15
+    assert started.alive() == []
 
 
 def test_nothing_is_left_wherever_a_verdict_is_cancelled() -> None:
-    before, others = len(os.listdir("/proc/self/fd")), set(psutil.Process().children(recursive=True))
+    before, started = len(os.listdir("/proc/self/fd")), NewProcesses()
 
     async def body() -> None:
         async def one() -> None:
             assert await passes(sandbox(), "def f(): return 1", "assert f() == 1")
 
         assert await cancel_at_each_wait(one, lambda: None) > 0
-        await until(lambda: set(psutil.Process().children(recursive=True)) <= others)
+        await until(lambda: not started.alive())
 
     asyncio.run(body())
     assert len(os.listdir("/proc/self/fd")) == before

@@ -18,6 +18,7 @@ import pytest
 from producer.plugins.judge.code import code, program_of
 from producer.rewards.sandbox import ENVIRONMENT, Isolation, Limits, Outcome, Sandbox
 from protocol.errors import ConfigError
+from tests.processes import NewProcesses
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 PR_SET_NAME = 15
@@ -26,11 +27,10 @@ LIMITS = Limits(time_s=10, memory_bytes=64 * 2**20, disk_bytes=4 * 2**20, proces
 
 def run(program: str, stdin: bytes = b"", **limits: Any) -> Outcome:
     """Runs it, and fails if a process or descriptor of it is left."""
-    descriptors, others = len(os.listdir("/proc/self/fd")), set(psutil.Process().children(recursive=True))
+    descriptors, started = len(os.listdir("/proc/self/fd")), NewProcesses()
     sandbox = Sandbox(Limits(**{**vars(LIMITS), **limits}))
     outcome = asyncio.run(sandbox.run(program, stdin))
-    left = set(psutil.Process().children(recursive=True)) - others
-    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert started.alive() == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
     return outcome
 
