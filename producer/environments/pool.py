@@ -40,8 +40,9 @@ class EnvironmentSession:
     call_timeout_s: float
     start_timeout_s: float  # that the first call has in addition
     is_usable: bool = True
+    done: bool = False  # the environment has ended the episode
 
-    async def reset(self, columns: dict[str, Any]) -> str | list[Any] | None:
+    async def reset(self, columns: dict[str, Any], _prompt_id: int = 0) -> str | list[Any] | None:
         """Begin an episode on a row of the dataset, and return the text that the environment adds to its prompt."""
         return (await self._ask(Call("reset", arguments=columns))).value  # type: ignore[no-any-return]
 
@@ -49,6 +50,10 @@ class EnvironmentSession:
         """Return the content of the tool's message, and whether the tool failed."""
         answer = await self._ask(Call("tool", tool, arguments))
         return answer.value, answer.raised
+
+    async def reply(self, text: str) -> list[dict[str, Any]]:
+        """Return the messages that answer a turn without calls; the episode is over if there are none."""
+        return (await self._ask(Call("reply", arguments={"text": text}))).value  # type: ignore[no-any-return]
 
     async def reward(self) -> float | None:
         """Return the environment's own reward of the episode."""
@@ -58,10 +63,10 @@ class EnvironmentSession:
         """Return the environment's own reward of the last turn."""
         return (await self._ask(Call("turn_reward"))).value  # type: ignore[no-any-return]
 
-    async def describe(self) -> tuple[list[dict[str, Any]], bool, bool]:
-        """Return the JSON schemas of the tools, and whether there is a `get_reward`, and a `get_turn_reward`."""
-        tools, has_reward, rewards_turns = (await self._ask(Call("describe"))).value
-        return tools, has_reward, rewards_turns
+    async def describe(self) -> tuple[list[dict[str, Any]], bool, bool, bool]:
+        """Return the JSON schemas of the tools, and whether there are `get_reward`, `get_turn_reward` and `reply`."""
+        tools, has_reward, rewards_turns, replies = (await self._ask(Call("describe"))).value
+        return tools, has_reward, rewards_turns, replies
 
     async def _ask(self, call: Call) -> Answer:
         what = f"tool {call.name}" if call.kind == "tool" else _METHODS.get(call.kind, call.kind)
@@ -78,15 +83,15 @@ class EnvironmentSession:
             ) from None
         except ChildEndedError as error:
             raise EnvironmentFailedError(f"{what}: {error}") from None
-        self.is_usable, self.start_timeout_s = True, 0.0
+        self.is_usable, self.start_timeout_s, self.done = True, 0.0, answer.done
         if answer.problem:
             raise EnvironmentFailedError(f"{what} {answer.problem}")
         return answer
 
 
 class EnvironmentPool:
-    """Keeps the processes of `environment.factory`. After the start `tools` has the JSON schemas of the tools, and
-    `rewards_turns` says whether turns have rewards of their own."""
+    """Keeps the processes of `environment.factory`. After the start `tools` has the JSON schemas of the tools, `rewards_turns`
+    tells whether turns have rewards of their own, and `replies` whether turns without calls are answered."""
 
     def __init__(self, section: EnvironmentSection) -> None:
         assert section.factory is not None
@@ -98,14 +103,14 @@ class EnvironmentPool:
         self._idle: list[ChildProcess] = []
         self._children = ChildProcesses(Throttle(logger))
         self.tools: list[dict[str, Any]] = []
-        self.rewards_turns = False
+        self.rewards_turns = self.replies = False
 
     async def start(self) -> None:
         """Start the first environment and ask it for its tools. Raise ConfigError if it cannot be imported or made, its tools
         have no schemas, or it does not fit the configuration."""
         try:
             async with self.session() as environment:
-                self.tools, has_reward, self.rewards_turns = await environment.describe()
+                self.tools, has_reward, self.rewards_turns, self.replies = await environment.describe()
         except EnvironmentFailedError as error:
             raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
         if has_reward != (self._section.reward_weight is not None):

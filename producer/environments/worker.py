@@ -18,24 +18,26 @@ from protocol.config.functions import ENVIRONMENT_PLUGINS, is_plugin, load_funct
 from protocol.errors import ConfigError
 from protocol.runtime.worker_channel import WorkerChannel, raised
 
-_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward")
+_NOT_TOOLS = ("reset", "reply", "get_reward", "get_turn_reward")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request. `describe` asks for a JSON schema of each tool, and for the existence of `get_reward` and `get_turn_reward`;
-    the others are the calls of TRL's trainer to an environment, and `turn_reward`."""
+    """A request. `describe` asks for a JSON schema of each tool, and for the existence of `get_reward`, `get_turn_reward` and
+    `reply`; the others are the calls of TRL's trainer to an environment, `reply` and `turn_reward`."""
 
-    kind: Literal["describe", "reset", "tool", "reward", "turn_reward"]
+    kind: Literal["describe", "reset", "tool", "reply", "reward", "turn_reward"]
     name: str = ""
     arguments: dict[str, Any] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The result; with a `problem` there is no value. If a tool raised, the value has its error and `raised` is set."""
+    """The result; with a `problem` there is no value. If a tool raised, the value has its error and `raised` is set. `done` tells
+    that the environment has ended the episode."""
 
     value: Any = None
     problem: str = ""
     raised: bool = False
+    done: bool = False
 
 
 class Environment:
@@ -60,22 +62,29 @@ class Environment:
 
     def answer(self, call: Call) -> Answer:
         try:
-            match call.kind:
-                case "describe":
-                    from transformers.utils import get_json_schema  # takes seconds, and only the first process is asked
-
-                    schemas = [get_json_schema(tool) for tool in self._tools.values()]
-                    return Answer([schemas, "get_reward" in self._names, "get_turn_reward" in self._names])
-                case "reset":
-                    return Answer(_observation(self._run(self._instance.reset, call.arguments)))
-                case "reward":
-                    return Answer(_number(self._run(self._instance.get_reward, {}), "get_reward"))
-                case "turn_reward":
-                    return Answer(_number(self._run(self._instance.get_turn_reward, {}), "get_turn_reward"))
-                case "tool":
-                    return self._tool(call)
+            answer, done = self._answered(call), getattr(self._instance, "done", False)
+            return msgspec.structs.replace(answer, done=not callable(done) and bool(done))  # a tool may have that name
         except Exception:
             return Answer(problem=raised())
+
+    def _answered(self, call: Call) -> Answer:
+        match call.kind:
+            case "describe":
+                from transformers.utils import get_json_schema  # takes seconds, and only the first process is asked
+
+                schemas = [get_json_schema(tool) for tool in self._tools.values()]
+                methods = ("get_reward", "get_turn_reward", "reply")
+                return Answer([schemas, *(method in self._names for method in methods)])
+            case "reset":
+                return Answer(_observation(self._run(self._instance.reset, call.arguments)))
+            case "reply":
+                return Answer(_messages(self._run(self._instance.reply, call.arguments)))
+            case "reward":
+                return Answer(_number(self._run(self._instance.get_reward, {}), "get_reward"))
+            case "turn_reward":
+                return Answer(_number(self._run(self._instance.get_turn_reward, {}), "get_turn_reward"))
+            case "tool":
+                return self._tool(call)
 
     def _tool(self, call: Call) -> Answer:
         """Return the content of the tool's message. If the tool raises, it is TRL's text for that, which the model sees."""
@@ -117,6 +126,20 @@ def _observation(value: Any) -> str | list[Any] | None:
     if value is None or isinstance(value, str | list):
         return value
     raise TypeError(f"reset returned a {type(value).__name__}; return text, a list of content parts, or None")
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a reply; a text is a message of the user's."""
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value or []
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise TypeError("reply returned no messages; return text, a list of messages with role and content, or None")
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
+    )
 
 
 def _number(value: Any, method: str) -> float | None:

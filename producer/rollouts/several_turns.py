@@ -88,7 +88,8 @@ class PlayedRollouts:
         raise LeaseFailure("environment_failed", episode.failure)
 
     async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
-        messages = _with_observation(lease.prompt, await environment.reset(lease.columns | {"prompt": lease.prompt}))
+        observation = await environment.reset(lease.columns | {"prompt": lease.prompt}, lease.prompt_id)
+        messages = _with_observation(lease.prompt, observation)
         text, first = await self.chat.in_thread(self.chat.prompt, messages), len(messages)
         prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)
         what = "the prompt with tools and what `reset` returned"
@@ -99,12 +100,12 @@ class PlayedRollouts:
         for turn in range(1, self.section.max_turns + 1):
             ended_by, calls = await self._turn(lease.sampling, sample, episode, messages, num_calls)
             episode.messages = messages[first:]
-            calls = calls if turn < self.section.max_turns else []
-            answers = [await self._answer(environment, call, num_calls + place) for place, call in enumerate(calls)]
+            is_last = turn == self.section.max_turns
+            answers = await self._answers(environment, episode, calls, num_calls, is_last=is_last)
             await self._reward_turn(environment, episode.records[-1])
-            if not answers:
+            if is_last or environment.done or not answers:
                 break
-            num_calls += len(answers)
+            num_calls += len(calls)
             messages += answers
             following = await self.chat.in_thread(self.chat.go_on, text, messages, len(answers), ended_by)
             if not await self._continue(episode, following, lease.sampling.max_completion_length):
@@ -144,6 +145,19 @@ class PlayedRollouts:
         content, calls = await self.chat.in_thread(self.chat.parse, said)
         messages.append(assistant_message(content, [(call.name, call.arguments or {}) for call in calls], num_calls))
         return await self.chat.in_thread(self.chat.end_of_turn, end), calls
+
+    async def _answers(
+        self, environment: EnvironmentSession, episode: Episode, calls: list[Any], num_calls: int, *, is_last: bool
+    ) -> list[dict[str, Any]]:
+        """Return the messages that answer the episode's last turn: results of its calls, or a reply, also to the last turn. No
+        call is run after one that ended the episode."""
+        if not calls and self.pool.replies and not episode.truncated:
+            return await environment.reply(episode.messages[-1]["content"])
+        answers = []
+        for place, call in enumerate([] if is_last else calls):
+            if not environment.done:
+                answers.append(await self._answer(environment, call, num_calls + place))
+        return answers
 
     async def _answer(self, environment: EnvironmentSession, call: Any, number: int) -> dict[str, Any]:
         self.counters.tool_calls += 1

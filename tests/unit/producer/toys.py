@@ -75,6 +75,27 @@ class Encouraging(Silent):
         return next(self.rewards)
 
 
+class Teller:
+    """Says higher or lower, and ends the episode itself."""
+
+    def reset(self, secret: int, **_: object) -> None:
+        self.secret, self.done = secret, False
+
+    def reply(self, text: str) -> object:
+        if text == "odd":
+            return 7
+        if text == "pass":
+            return None
+        self.done = int(text) == self.secret
+        said = "higher" if int(text) < self.secret else "lower"
+        return said if text != "0" else [{"role": "system", "content": "not 0"}, {"role": "user", "content": said}]
+
+    def give_up(self) -> str:
+        """Ends the episode."""
+        self.done = True
+        return str(self.secret)
+
+
 class NoReset:
     pass
 

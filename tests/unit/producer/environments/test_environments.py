@@ -81,24 +81,73 @@ async def test_as_many_at_once_as_there_may_be(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tools_are_described_as_transformers_describes_functions() -> None:
-    tools, has_reward, rewards_turns = Environment(SHOP, {}).answer(Call("describe")).value
-    assert (has_reward, rewards_turns) == (True, False)
+    tools, *methods = Environment(SHOP, {}).answer(Call("describe")).value
+    assert methods == [True, False, False]
     assert [tool["function"]["name"] for tool in tools] == ["buy", "die", "hang", "wait"]
     assert tools[0]["function"]["parameters"] == {
         "type": "object",
         "properties": {"count": {"type": "integer", "description": "How many."}},
         "required": ["count"],
     }
-    assert Environment("tests.unit.producer.toys:Silent", {}).answer(Call("describe")).value == [[], False, False]
+    assert Environment("tests.unit.producer.toys:Silent", {}).answer(Call("describe")).value == [
+        [],
+        False,
+        False,
+        False,
+    ]
 
 
 def test_a_method_that_rewards_turns_is_no_tool() -> None:
     environment = Environment("tests.unit.producer.toys:Encouraging", {})
-    assert environment.answer(Call("describe")).value == [[], False, True]
+    assert environment.answer(Call("describe")).value == [[], False, True, False]
     assert environment.answer(Call("turn_reward")) == Answer(0.5)
     assert environment.answer(Call("turn_reward")) == Answer(None)
     assert "get_turn_reward returned nan" in environment.answer(Call("turn_reward")).problem
     assert environment.answer(Call("tool", "get_turn_reward")).raised
+
+
+def test_a_reply_is_no_tool_and_the_environment_ends_the_episode() -> None:
+    environment = Environment("tests.unit.producer.toys:Teller", {})
+
+    def reply(text: str) -> Answer:
+        return environment.answer(Call("reply", arguments={"text": text}))
+
+    tools, *methods = environment.answer(Call("describe")).value
+    assert ([tool["function"]["name"] for tool in tools], methods) == (["give_up"], [False, False, True])
+    assert environment.answer(Call("tool", "reply", {"text": "3"})).raised
+    for _ in range(2):  # the next episode begins anew
+        assert environment.answer(Call("reset", arguments={"secret": 5})) == Answer()
+        assert reply("3") == Answer([{"role": "user", "content": "higher"}])
+        assert reply("0").value == [{"role": "system", "content": "not 0"}, {"role": "user", "content": "higher"}]
+        assert reply("pass") == Answer([])
+        assert reply("5") == Answer([{"role": "user", "content": "lower"}], done=True)
+    environment.answer(Call("reset", arguments={"secret": 5}))
+    assert environment.answer(Call("tool", "give_up")) == Answer("5", done=True)
+    for text in ("odd", "many"):
+        assert environment.answer(Call("reset", arguments={"secret": 5})) == Answer()
+        assert reply(text).problem
+    for wrong in (
+        [{"role": "user"}],
+        [{"content": "x"}],
+        ["x"],
+        {"role": "user", "content": "x"},
+        [{"role": "user", "content": 5}],
+    ):
+        environment._instance.reply = lambda text, wrong=wrong: wrong
+        assert "reply returned no messages" in reply("3").problem
+
+
+@asynchronous
+async def test_a_session_knows_that_its_episode_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Environment("tests.unit.producer.toys:Teller", {})
+    FakeChildren(monkeypatch, toy.answer)
+    environments = EnvironmentPool(section(reward_weight=None))
+    for _ in range(2):
+        async with environments.session() as environment:
+            await environment.reset({"secret": 2})
+            assert (await environment.reply("1"), environment.done) == ([{"role": "user", "content": "higher"}], False)
+            assert (await environment.reply("2"), environment.done) == ([{"role": "user", "content": "lower"}], True)
+    await environments.close()
 
 
 def test_only_text_lists_and_finite_numbers_come_out() -> None:

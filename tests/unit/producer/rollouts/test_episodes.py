@@ -33,8 +33,9 @@ class Environment:
     def __init__(self, pool: "Pool") -> None:
         self.pool = pool
         self.sum = 0
+        self.done = False
 
-    async def reset(self, columns: dict[str, Any]) -> str | None:
+    async def reset(self, columns: dict[str, Any], prompt_id: int) -> str | None:
         self.pool.resets.append(columns)
         if len(self.pool.resets) <= self.pool.failing_resets:
             raise EnvironmentFailedError("reset raised")
@@ -48,7 +49,14 @@ class Environment:
         if arguments["a"] == -2:
             await asyncio.sleep(60)
         self.sum += arguments["a"]
+        self.done = self.sum >= 100
         return str(self.sum), False
+
+    async def reply(self, text: str) -> list[dict[str, Any]]:
+        """Add the number. 0 ends the episode, 99 with a message."""
+        self.sum += int(text)
+        self.done = text == "99"
+        return self.pool.said if int(text) else []
 
     async def turn_reward(self) -> float | None:
         if self.sum == 11:
@@ -65,7 +73,8 @@ class Pool:
     def __init__(self) -> None:
         self.resets: list[dict[str, Any]] = []
         self.failing_resets = self.failing_starts = 0
-        self.rewards_turns = False
+        self.rewards_turns = self.replies = False
+        self.said = [{"role": "user", "content": "more"}]
 
     @asynccontextmanager
     async def session(self):
@@ -239,6 +248,76 @@ def test_a_reward_of_a_turn_that_fails_fails_the_episode_which_keeps_its_tokens(
     assert not other.failure
 
 
+def talk(*scripts: list[str], said: list[dict[str, Any]] | None = None, **changes: Any) -> list[Episode]:
+    """Play with an environment that replies."""
+    setup = Setup(*scripts, **changes)
+    setup.pool.replies = setup.pool.rewards_turns = True
+    setup.pool.said = said or setup.pool.said
+    return setup.play()
+
+
+def test_an_environment_that_replies_goes_on_with_messages_that_are_not_trained() -> None:
+    first, second = talk(["1", "20", "0"], ["99"], reward_weight=0.5)
+    [record] = first.records
+    shown = "<|end|>\n[user]more<|end|>\n[assistant]"
+    prompt = "add[user]2+3 go<|end|>\n[assistant]"
+    assert TOKENIZER.decode(record.token_ids) == f"{prompt}1{shown}20{shown}0<|end|>"
+    assert sampled_text(first) == ["1<|end|>20<|end|>0<|end|>"]
+    assert [(each["role"], each["content"]) for each in first.messages] == [
+        ("assistant", "1"), ("user", "more"), ("assistant", "20"), ("user", "more"), ("assistant", "0"),
+    ]  # fmt: skip
+    ends = np.flatnonzero(~np.isnan(record.credit))
+    assert record.credit[ends].tolist() == [0.5, 10.5, 10.5], "half of the sums 1, 21 and 21"
+    assert [TOKENIZER.decode(record.token_ids[end - 1]) for end in ends] == ["1", "0", "0"]
+    assert (first.reward, first.truncated) == (21.0, False)
+    assert ([each["content"] for each in second.messages], second.reward) == (["99"], 99.0)
+    assert sampled_text(second) == ["99<|end|>"]
+
+
+def test_a_reply_may_be_messages_of_several_roles() -> None:
+    said = [
+        {"role": "system", "content": "slow"},
+        {"role": "assistant", "content": "8"},
+        {"role": "user", "content": "ok"},
+    ]
+    first, _ = talk(["1", "0"], ["0"], said=said)
+    assert sampled_text(first) == ["1<|end|>0<|end|>"]
+    assert TOKENIZER.decode(first.token_ids) == (
+        "1<|end|>\n[system]slow<|end|>\n[assistant]8<|end|>\n[user]ok<|end|>\n[assistant]0<|end|>"
+    )
+
+
+def test_the_last_turn_is_heard_and_a_cut_one_is_not() -> None:
+    first, second = talk(["1", "2", "never"], ["333"], max_turns=2, max_turn_tokens=3)
+    assert (first.reward, len(first.messages), first.truncated) == (3.0, 3, False)
+    assert (second.reward, second.truncated) == (0.0, True)
+
+
+def test_a_call_that_ends_the_episode_is_the_last_one() -> None:
+    setup = Setup(['{"add": {"a": 100}, "sell": {}}', "never"], ["7"])
+    first, _ = setup.play()
+    assert (first.reward, len(first.messages), first.truncated) == (100.0, 1, False)
+    assert setup.counters.tool_calls == 1
+
+
+def test_calls_and_replies_take_turns() -> None:
+    first, _ = talk(['{"add": {"a": 5}}', "1", "0"], ["0"])
+    assert [each["role"] for each in first.messages] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert first.reward == 6.0
+
+
+def test_a_reply_that_fails_fails_the_episode_which_keeps_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(self: Environment, text: str) -> list[dict[str, Any]]:
+        if text == "5":
+            raise EnvironmentFailedError("reply raised")
+        return []
+
+    monkeypatch.setattr(Environment, "reply", fails)
+    failed, scored = talk(["5"], ["7"])
+    assert (failed.failure, scored.failure) == ("reply raised", "")
+    assert sampled_text(failed) == ["5<|end|>"]
+
+
 def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
     setup = Setup(["5"], ["7"])
     setup.pool.failing_resets = 2
@@ -265,7 +344,7 @@ def test_an_environment_that_cannot_be_started_is_tried_again_and_then_fails_the
 def test_what_is_no_failure_of_the_lease_is_not_hidden_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(["5"], ["7"])
 
-    async def dies(self: Environment, columns: dict[str, Any]) -> None:
+    async def dies(self: Environment, columns: dict[str, Any], _: int) -> None:
         self.pool.resets.append(columns)
         if len(self.pool.resets) == 1:
             raise EnvironmentFailedError("the first episode's, which ends its sibling")

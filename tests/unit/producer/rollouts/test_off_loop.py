@@ -80,13 +80,13 @@ async def test_prompts_and_completions() -> None:
 @asynchronous
 async def test_episodes() -> None:
     class Pool:
-        rewards_turns = False
+        rewards_turns = replies = False
 
         @asynccontextmanager
         async def session(self) -> Any:
-            async def reset(_: object) -> None: ...
+            async def reset(*_: object) -> None: ...
 
-            yield SimpleNamespace(reset=reset)
+            yield SimpleNamespace(reset=reset, done=False)
 
     slow = Slow()
     work = lease(1, prompt=[{"role": "user", "content": "x"}])
