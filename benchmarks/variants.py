@@ -117,7 +117,9 @@ def _changes(variant: str) -> Settings:
 def sources(task: str) -> list[str]:
     """Return the settings that take a task's rows from an easy and from a hard source."""
     rows = TASKS[task].dataset
-    both = ", ".join(f"{{path: {rows}, filter: 'benchmarks.tasks:{task}_{kind}'}}" for kind in ("easy", "hard"))
+    both = ", ".join(
+        f"{{name: {kind}, path: {rows}, filter: 'benchmarks.tasks:{task}_{kind}'}}" for kind in ("easy", "hard")
+    )
     return ["dataset.path=null", f"dataset.sources=[{both}]"]
 
 

@@ -183,7 +183,7 @@ def _open(source: SourceSection, path: Path) -> Dataset | IterableDataset:
         loaded = load_from_disk(str(path))
         return loaded if isinstance(loaded, Dataset) else loaded[source.split]
     return load_dataset(
-        source.path, source.name, split=source.split, revision=source.revision, streaming=source.streaming
+        source.path, source.subset, split=source.split, revision=source.revision, streaming=source.streaming
     )
 
 

@@ -4,12 +4,16 @@ Guarantee: a section that exists is complete; an inconsistent one is refused wit
 """
 
 import json
+import re
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from protocol.config.places import ROW_FILES
 from protocol.config.section import (
     Count,
+    Label,
     PlaceAndName,
     Positive,
     PositiveFloat,
@@ -99,7 +103,7 @@ class BlocksSection(Section):
 
 class _RowsSection(Section):
     path: str = Field(description="As `dataset.path`.")
-    name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
+    subset: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
     revision: str | None = Field(None, description="Hub revision. A commit keeps the rows the same at every start.")
     split: str = Field("train", description="Split to train on, or a part of one: `train[:1000]`, `train[10%:]`.")
     streaming: bool = Field(
@@ -130,11 +134,24 @@ class _RowsSection(Section):
 
 
 class SourceSection(_RowsSection):
+    name: Label | None = Field(
+        None,
+        description="Name in metrics and reports. Default: the end of `path`.",
+    )
     weight: PositiveFloat | None = Field(
         None,
         description="Share of an epoch's prompts, relative to other sources; rows of small sources repeat. Without "
         "weights every row comes once.",
     )
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and reports."""
+        if self.name is not None:
+            return self.name
+        last = PurePath(self.path).name
+        ending = next((ending for ending in ROW_FILES if last.endswith(ending)), "")
+        return re.sub(r"[^\w.-]", "-", last.removesuffix(ending))[:64] or "rows"
 
 
 class DatasetSection(_RowsSection):
@@ -171,6 +188,10 @@ class DatasetSection(_RowsSection):
                 yield f"`{key}` cannot be given beside `sources`; give it in each source that needs it"
         if len({source.weight is None for source in self.sources}) > 1:
             yield "`sources`: give every one a weight, or none"
+        labels = self.source_names
+        for label in labels:
+            if labels.count(label) > 1:
+                yield f"`sources`: two are called `{label}`; give each a `name` of its own"
 
     @property
     def all_sources(self) -> dict[str, SourceSection]:
@@ -178,7 +199,12 @@ class DatasetSection(_RowsSection):
         if self.sources:
             return {f"dataset.sources[{number}]": source for number, source in enumerate(self.sources)}
         values = {key: getattr(self, key) for key in _RowsSection.model_fields}
-        return {"dataset": SourceSection.model_construct(**values, weight=None)}
+        return {"dataset": SourceSection.model_construct(**values, name=None, weight=None)}
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources, in the order of their prompts."""
+        return tuple(source.label for source in self.sources)
 
 
 WEIGHTED_SUM = "reward"

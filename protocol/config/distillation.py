@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from protocol.config.section import HttpUrl, Positive, PositiveFloat, PositiveSeconds, Problems, Section
+from protocol.config.section import HttpUrl, Label, Positive, PositiveFloat, PositiveSeconds, Problems, Section
 
 _OF_A_SERVER = ("key_file", "ca_file", "timeout_s", "retries", "concurrency")
 
@@ -27,7 +27,7 @@ def _pieces(template: str) -> list[tuple[str, str | None]]:
 
 
 class TeacherSection(Section):
-    name: str = Field(description="Name in `teacher_column`, metrics and logs.")
+    name: Label = Field(description="Name in `teacher_column`, metrics and logs.")
     url: HttpUrl | None = Field(None, description="Its plain `vllm serve`: `http://HOST:PORT`.")
     prompt: str | None = Field(
         None,
@@ -41,13 +41,6 @@ class TeacherSection(Section):
     timeout_s: PositiveSeconds = Field(60.0, description="Limit of one request.")
     retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further tries, with growing pauses.")
     concurrency: Positive = Field(32, description="Requests at once, per producer.")
-
-    @field_validator("name")
-    @classmethod
-    def _is_a_label(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.-]{1,64}", value):
-            raise ValueError("expected 1 to 64 letters, digits, `_`, `.` or `-`")
-        return value
 
     @field_validator("prompt")
     @classmethod

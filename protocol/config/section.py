@@ -5,6 +5,7 @@ docs/configuration.md have the same words for a type; a type without words raise
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
@@ -31,6 +32,16 @@ def _place_and_name(value: str) -> str:
 
 
 PlaceAndName = Annotated[str, AfterValidator(_place_and_name)]
+
+
+def _label(value: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,64}", value):
+        raise ValueError("expected 1 to 64 letters, digits, `_`, `.` or `-`")
+    return value
+
+
+Label = Annotated[str, AfterValidator(_label)]
+"""A name that is a label of metrics."""
 
 
 def place_or_plugin(group: str, shipped: Iterable[str]) -> AfterValidator:

@@ -60,9 +60,9 @@ def test_the_pair_runs_it(short_dir: Path) -> None:
         {
             "model.path": word_model(short_dir / "model", words),
             "dataset.path": short_dir / "gsm8k.jsonl",
-            "dataset.name": "null",
+            "dataset.subset": "null",
             "evaluation.dataset.path": short_dir / "gsm8k.jsonl",
-            "evaluation.dataset.name": "null",
+            "evaluation.dataset.subset": "null",
             "evaluation.dataset.split": "train",
             "evaluation.every_versions": 2,
             "evaluation.max_prompts": 4,

@@ -131,7 +131,9 @@ def test_weights_that_would_make_an_endless_epoch_are_refused(tmp_path: Path, mo
     monkeypatch.setattr("consumer.prompts.dataset.MOST_PROMPTS", 100)
     path = str(jsonl(tmp_path / "train.jsonl", *ROWS))
     with pytest.raises(DatasetError, match="an epoch has 202 prompts, because every row comes at least once"):
-        PromptDataset(DatasetSection(sources=[{"path": path, "weight": 1}, {"path": path, "weight": 100}]))
+        PromptDataset(
+            DatasetSection(sources=[{"path": path, "name": "one", "weight": 1}, {"path": path, "weight": 100}])
+        )
 
 
 def test_messages_and_nested_columns(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
     left = {
         "model": set(),
         "dataset": {
-            *("path", "name", "revision", "split", "streaming", "max_rows", "filter", "transform"),
+            *("path", "subset", "revision", "split", "streaming", "max_rows", "filter", "transform"),
             *("prompt_column", "answer_column", "blocks"),
             *("sources", "shuffle", "sampling", "max_prompt_tokens"),
         },

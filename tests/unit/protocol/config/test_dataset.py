@@ -29,6 +29,33 @@ def test_several_are_named_by_their_places() -> None:
     }
 
 
+def test_a_source_has_the_name_that_it_is_given_or_that_its_path_ends_in() -> None:
+    paths = ["data/sums.easy.jsonl", "openai/gsm8k", "/data/of 2026", "rows.d/", "v1.5", "x" * 80]
+    names = ["sums.easy", "gsm8k", "of-2026", "rows.d", "v1.5", "x" * 64]
+    assert DatasetSection(sources=[{"path": path} for path in paths]).source_names == tuple(names)
+    section = DatasetSection(sources=[{"path": "a.jsonl", "name": "easy"}, {"path": "a.jsonl"}])
+    assert section.source_names == ("easy", "a")
+    assert DatasetSection(path="a.jsonl").source_names == ()
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [{"path": "x/a.jsonl"}, {"path": "y/a.csv"}],
+        [{"path": "a.jsonl", "name": "b"}, {"path": "b.jsonl"}],
+        [{"path": "a.jsonl", "name": "b"}, {"path": "c.jsonl", "name": "b"}],
+    ],
+)
+def test_two_sources_of_one_name_are_refused(sources: list[dict[str, str]]) -> None:
+    assert "`sources`" in refusal(sources=sources)
+    assert "`name`" in refusal(sources=sources)
+
+
+def test_a_name_that_is_no_label_is_refused() -> None:
+    for name in ("", "a/b", "a b", "x" * 65):
+        assert "letters" in refusal(sources=[{"path": "a.jsonl", "name": name}])
+
+
 def test_what_is_printed_can_be_read_again() -> None:
     for section in (DatasetSection(path="a.jsonl"), DatasetSection(sources=[{"path": "a.jsonl", "weight": 2}])):
         assert DatasetSection.model_validate(section.model_dump(mode="json")) == section
