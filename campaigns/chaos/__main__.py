@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument(
         "--plain", action="store_true", help="every group is trained once: nothing is replayed, and no prompt returns"
     )
+    parser.add_argument("--full", action="store_true", help="lora: null: the weights themselves train, and are patched")
     parser.add_argument("--out", type=Path, help="write the summary to this file")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder also when all is well")
     arguments = parser.parse_args()
@@ -64,6 +65,7 @@ def main() -> int:
                     arguments.iterations,
                     keep_all=not arguments.retention,
                     again=not arguments.plain,
+                    full=arguments.full,
                 ),
                 control=arguments.control,
                 say=lambda text: print(text, flush=True),
@@ -98,6 +100,7 @@ def run(
     shape: Shape = DEFAULT,
     control: str | None = None,
     trainer_fates: tuple[Fate, ...] = (),
+    producer_fates: tuple[Fate, ...] = (),
     at_the_end: tuple[str, ...] = aims.FINISH,
     say: Any = lambda text: None,
 ) -> dict[str, Any]:
@@ -111,9 +114,11 @@ def run(
         seed=seed,
         num_producers=num_producers,
         ranks=ranks,
+        full=shape.full,
         control=control,
         retention=not shape.keep_all,
         trainer_fates=trainer_fates + CONTROL_FATES.get(control or "", ()),
+        producer_fates=producer_fates,
         at_the_end=at_the_end,
         say=say,
     )

@@ -75,6 +75,10 @@ PRODUCER = (
     "ack.received",
     "ack.settled",
 )
+PATCH = ("snapshot.taken", "patch.begin", "patch.made", "offer.begin", "offer.queued", "offer.sent")
+"""Of a trainer of `lora: null`, once a version: its weights are copied, compared with the checkpoint, and offered."""
+PATCHED = ("prepare.begin", "prepare.read", "prepare.done", "flip.begin", "flip.done", "prove.begin", "prove.done")
+"""Of its producers, once a version."""
 RETENTION = ("retention.begin", "retention.uncommitted", "retention.committed", "retention.done")
 
 _TIME_TO_LEAVE_S = 0.03  # for a message that ZeroMQ's own thread has yet to write

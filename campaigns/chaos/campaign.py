@@ -32,6 +32,7 @@ class Campaign:
     """
     Args:
         trainer_fates: of the first trainers; all of them happen.
+        producer_fates: of the first producers, likewise.
         at_the_end: where the trainers die that have no step left to take, one at each point.
     """
 
@@ -44,24 +45,31 @@ class Campaign:
         seed: int,
         num_producers: int = 3,
         ranks: int = 1,
+        full: bool = False,
         control: str | None = None,
         retention: bool = False,
         trainer_fates: tuple[Fate, ...] = (),
+        producer_fates: tuple[Fate, ...] = (),
         at_the_end: tuple[str, ...] = aims.FINISH,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._folder = folder
         self._kills = kills
         self._control = control
-        self._trainer_fates = trainer_fates
-        self._first_trainer_fates = list(trainer_fates)
+        self._given_fates = (*trainer_fates, *producer_fates)
+        self._first_fates: dict[Role, list[Fate]] = {"trainer": list(trainer_fates), "producer": list(producer_fates)}
         self._at_the_end = at_the_end
         self._say = say
         self.tally = Tally()
-        self._slots = [Slot("trainer", "trainer", FateDeck("trainer", seed, retention=retention, ranks=ranks))]
+        self._slots = [
+            Slot("trainer", "trainer", FateDeck("trainer", seed, retention=retention, ranks=ranks, full=full))
+        ]
         self._ranks = ["--ranks", str(ranks)] if ranks > 1 else []
+        self._full = full
         for index in range(num_producers):
-            self._slots.append(Slot("producer", f"producer-{index}", FateDeck("producer", 1000 * seed + index)))
+            self._slots.append(
+                Slot("producer", f"producer-{index}", FateDeck("producer", 1000 * seed + index, full=full))
+            )
         self._zygotes = zygotes
         self._daemons: list[Daemon] = []  # all that were started
         self._progress = Progress()
@@ -74,9 +82,7 @@ class Campaign:
             (self._folder / name).mkdir(exist_ok=True)
         self._progress.moved_at = time.monotonic()
         try:
-            while (
-                self.tally.kills < self._kills or self._first_trainer_fates or self._trainer.fate in self._trainer_fates
-            ):
+            while self.tally.kills < self._kills or self._has_given_fates:
                 self._tick(armed=True)
             self._end_run()
         finally:
@@ -85,6 +91,10 @@ class Campaign:
             for daemon in self._daemons:
                 daemon.wait(_END_S)
         return self.tally
+
+    @property
+    def _has_given_fates(self) -> bool:
+        return any(self._first_fates.values()) or any(slot.fate in self._given_fates for slot in self._slots)
 
     @property
     def _trainer(self) -> Slot:
@@ -111,7 +121,7 @@ class Campaign:
         self._trainer.daemon = None
         self._progress.look(time.monotonic(), [daemon])
         self._goal = self._progress.step + _LAST_STEPS
-        self._first_trainer_fates = [Fate("aimed kill", _END_S, point) for point in self._at_the_end]
+        self._first_fates["trainer"] = [Fate("aimed kill", _END_S, point) for point in self._at_the_end]
         deadline = time.monotonic() + 3 * _END_S
         while self._trainer.daemon is None or self._trainer.daemon.poll() != 0:
             self._tick(armed=False, may_end=True)
@@ -241,6 +251,8 @@ class Campaign:
 
     def _start(self, slot: Slot, armed: bool) -> None:
         slot.fate = slot.deck.draw() if armed else NONE
+        if first := self._first_fates[slot.role]:
+            slot.fate = first.pop(0)
         arguments: list[str] = []
         evidence = self._folder / f"{slot.name}.jsonl"
         options: dict[str, Any] = {}
@@ -249,8 +261,6 @@ class Campaign:
             arguments += ["--resume", *self._ranks]
             if self._goal is not None:
                 arguments += ["--set", f"trainer.max_steps={self._goal}"]
-            if self._first_trainer_fates:
-                slot.fate = self._first_trainer_fates.pop(0)
             if self._control:
                 options["control"] = self._control
         options |= {"aim": slot.fate.aim, "at_rank": slot.fate.at_rank}
@@ -266,6 +276,7 @@ class Campaign:
             evidence=evidence,
             child=f"campaigns.chaos.{role}_child",
             environment={"TMPDIR": str(self._folder / "tmp")},
+            full=self._full,
             **options,
         )
         self._daemons.append(daemon)

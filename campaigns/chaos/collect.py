@@ -128,7 +128,7 @@ def newest_checkpoint(checkpoints: Path) -> dict[str, Any]:
 
 
 def surviving(logs: list[list[dict[str, Any]]], what: str, value: str) -> dict[int, str]:
-    """By step, what the surviving lineage's trainers noted: the digest of a policy, or of a checkpoint's adapter."""
+    """By step, what the surviving lineage's trainers noted: the digest of a policy, or of a checkpoint's weights."""
     result: dict[int, str] = {}
     for lines in logs:
         starts = [line["step"] for line in lines if line["what"] == "start"]

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def digest_of_group(group: RolloutGroup) -> str:
         group.prompt_ids, group.completion_lengths, group.completion_ids, group.logprobs, group.rewards, group.truncated,
     )  # fmt: skip
     return _digest(group.lease_id, group.policy_version, *(array.tobytes() for array in arrays))
+
+
+def digest_of_weights(tensors: Iterable[tuple[str, bytes]]) -> str:
+    """Of their names and bytes, in any order."""
+    digest = hashlib.sha256()
+    for name, data in sorted(tensors):
+        digest.update(name.encode() + data)
+    return digest.hexdigest()
 
 
 def _digest(lease_id: str, policy_version: int, *buffers: bytes) -> str:

@@ -58,13 +58,22 @@ class FateDeck:
     """
 
     def __init__(
-        self, role: Role, seed: int, *, retention: bool = False, ranks: int = 1, stop_limit_s: float = 2.0
+        self,
+        role: Role,
+        seed: int,
+        *,
+        retention: bool = False,
+        ranks: int = 1,
+        full: bool = False,
+        stop_limit_s: float = 2.0,
     ) -> None:
         self._random = random.Random(f"{role} {seed}")
         self._patience_s = _PATIENCE_S[role]
         self._most, self._latest_s = _LATEST[role]
         points = (*aims.START, *aims.TRAINER, *aims.CHECKPOINT) if role == "trainer" else aims.PRODUCER
         points = (*points, *aims.RETENTION) if retention else points
+        if full:  # more often than the others, which the run of an adapter reaches too
+            points = (*points, *(2 * (aims.PATCH if role == "trainer" else aims.PATCHED)))
         self._points = (*points, *aims.RANKS) if ranks > 1 else points
         self._share_at_rank = 0.4 if ranks > 1 else 0.0
         self._decks: dict[str, list[str]] = {}

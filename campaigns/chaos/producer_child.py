@@ -13,7 +13,7 @@ from campaigns.chaos.aims import Aim
 from campaigns.chaos.evidence import EvidenceLog, digest_of_message
 from tests import scripted_engine
 
-_USED = ("producer.app.daemon", "producer.app.cli")
+_USED = ("producer.app.daemon", "producer.app.cli", "campaigns.chaos.patched_engine")
 
 
 def preload() -> None:
@@ -27,7 +27,12 @@ def preload() -> None:
 def main(request: dict[str, Any]) -> NoReturn:
     log = EvidenceLog(Path(request["evidence"]))
     aim = Aim(*request.get("aim", ()))
-    scripted_engine.install(reach=aim.reach)
+    if request.get("full"):
+        from campaigns.chaos import patched_engine
+
+        scripted_engine.put_in_place(patched_engine.install(aim, log.note))
+    else:
+        scripted_engine.install(reach=aim.reach)
     _watch(log, aim)
     from producer.app import cli
 

@@ -44,6 +44,7 @@ class Shape:
     num_iterations: int = 1
     keep_all: bool = True
     again: bool = True  # groups are replayed, prompts return or are in cooldown
+    full: bool = False  # the weights themselves train
 
 
 DEFAULT = Shape()
@@ -65,7 +66,7 @@ def prepare(folder: Path, sockets: Path, seed: int, shape: Shape) -> dict[str, A
     config = {
         "run_dir": str(folder / "run"),
         "seed": seed,
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16" if shape.full else "float32"},
         "dataset": {"path": str(folder / "prompts")},
         "rewards": {
             "functions": [{"function": f"{folder / 'rewards.py'}:parity"}],
@@ -103,7 +104,7 @@ def prepare(folder: Path, sockets: Path, seed: int, shape: Shape) -> dict[str, A
             "heartbeat_timeout_s": 1.0,
         },
         "observability": {"progress": False},
-        "lora": {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
+        "lora": None if shape.full else {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
         "trainer": {
             "max_steps": 1_000_000,
             "learning_rate": 1e-3,

@@ -8,6 +8,7 @@ import pytest
 from campaigns.chaos.__main__ import run
 from campaigns.chaos.fates import Fate
 from campaigns.chaos.fleet import Role, Zygote
+from campaigns.chaos.run_folder import Shape
 from tests.integration.warm import zygote
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -67,6 +68,24 @@ def test_ranks_that_are_killed_and_stopped_cost_nothing(
     assert summary["ok"]
     assert summary["kills_by_point"].keys() >= {"plan.shared (rank)", "sum.done (rank)", "sum.begin"}
     assert summary["quarantined"] == 0, "a lost rank is not the fault of the batch"
+    assert summary["replayed_bit_for_bit"]
+
+
+def test_patches_of_whole_weights_end_nowhere_half_made(
+    tmp_path: Path, short_dir: Path, zygotes: dict[Role, Zygote]
+) -> None:
+    making, taking = (
+        tuple(Fate("aimed kill", _SURELY_S, point, 2) for point in points)
+        for points in (("patch.made",), ("prepare.done", "flip.begin", "prove.begin"))
+    )
+    summary = run(
+        tmp_path, short_dir, zygotes, kills=4, seed=7, num_producers=1, shape=Shape(full=True), at_the_end=(),
+        trainer_fates=making, producer_fates=taking,
+    )  # fmt: skip
+    assert summary["problems"] == []
+    assert summary["ok"]
+    assert summary["kills_by_point"].keys() >= {fate.point for fate in (*making, *taking)}
+    assert summary["weights_compared"] >= 8, "each is what was published, bit by bit"
     assert summary["replayed_bit_for_bit"]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from campaigns.chaos import controls
 from campaigns.chaos.aims import Aim, TransactionPoints
 from campaigns.chaos.collect import COLUMNS, REPLAY_COLUMNS, rows_of
-from campaigns.chaos.evidence import EvidenceLog, digest_of_group
+from campaigns.chaos.evidence import EvidenceLog, digest_of_group, digest_of_weights
 from campaigns.chaos.forked_ranks import forked_ranks
 
 _USED = (
@@ -29,6 +29,8 @@ _USED = (
     "safetensors.torch",
 )
 """What a trainer imports before its first step."""
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
+"""The file of trained weights in a checkpoint, of an adapter or of a model."""
 
 
 def preload() -> None:
@@ -88,7 +90,7 @@ def _write_evidence(log: EvidenceLog) -> None:
     for kind in (LiveRun, Run):
 
         def watched_submit(self: Any, step: int, version: int, snapshot: Any, _then: Any = kind.submit) -> None:
-            log.note("policy", step=step, version=version, digest=snapshot.published(version).digest)
+            log.note("policy", step=step, version=version, **_facts_of(snapshot))
             _then(self, step, version, snapshot)
 
         kind.submit = watched_submit
@@ -115,11 +117,27 @@ def _write_evidence(log: EvidenceLog) -> None:
     commit = checkpoints.commit
 
     def watched_commit(staged: Path, state: dict[str, Any]) -> None:
-        adapter = hashlib.sha256((staged / "adapter_model.safetensors").read_bytes()).hexdigest()
+        file = next(staged / name for name in WEIGHTS if (staged / name).is_file())
+        weights = hashlib.sha256(file.read_bytes()).hexdigest()
         commit(staged, state)
-        log.note("checkpoint", step=state["step"], adapter=adapter)
+        log.note("checkpoint", step=state["step"], weights=weights)
 
     checkpoints.commit = watched_commit
+
+
+def _facts_of(snapshot: Any) -> dict[str, str]:
+    """The digest of a policy, and of its weights where they are patched. The snapshot stays as it is."""
+    import torch
+
+    from consumer.link.weight_snapshots import WeightSnapshot
+    from protocol.wire.weight_patch import pack
+
+    if not isinstance(snapshot, WeightSnapshot):
+        return {"digest": snapshot.published(0).digest}
+    owner, weights = snapshot.owner, snapshot.weights
+    bits = weights.view(torch.int16).numpy()
+    tensors = ((name, bits[place.start :][: place.size].tobytes()) for name, place in owner._places.items())
+    return {"digest": pack(owner.patch(weights))[1], "weights": digest_of_weights(tensors)}
 
 
 def set_points(aim: Aim) -> None:
@@ -129,10 +147,11 @@ def set_points(aim: Aim) -> None:
     from consumer.learn import checkpoints as checkpoints
     from consumer.learn.trainer import SlipstreamTrainer
     from consumer.link.intake import Intake
+    from consumer.link.weight_snapshots import WeightSnapshot, WeightSnapshots
     from consumer.ranks.exchange import ProcessRanks
     from protocol.channel.server import ZmqServer
     from protocol.runtime import files as staged
-    from protocol.wire.messages import Ack, Lease, Welcome
+    from protocol.wire.messages import Ack, Lease, PolicyOffer, Welcome
     from replay import buffer
     from replay.journal.retention import Retention
     from replay.journal.schema import JournalEntry
@@ -146,7 +165,7 @@ def set_points(aim: Aim) -> None:
     aim.around(JournalEntry, "crc", "append.row", None)
 
     send = ZmqServer.send
-    names: dict[type, str] = {Ack: "ack", Lease: "lease", Welcome: "welcome"}
+    names: dict[type, str] = {Ack: "ack", Lease: "lease", Welcome: "welcome", PolicyOffer: "offer"}
 
     def watched_send(channel: Any, peer: bytes, message: Any) -> bool:
         name = names.get(type(message))
@@ -160,6 +179,8 @@ def set_points(aim: Aim) -> None:
 
     ZmqServer.send = watched_send
 
+    aim.around(WeightSnapshots, "take", None, "snapshot.taken")
+    aim.around(WeightSnapshot, "published", "patch.begin", "patch.made")
     aim.around(Intake, "publish", "publish.begin", "publish.done")
     aim.around(Intake, "stop", "farewell.begin", "farewell.done")
     aim.around(Run, "on_step_begin", "step.begin", None)
@@ -174,7 +195,8 @@ def set_points(aim: Aim) -> None:
     aim.around(EvaluationResults, "record", "evaluation.begin", "evaluation.recorded")
 
     rename, sync = Path.rename, staged.sync
-    kinds = {"checkpoint": "checkpoint", ".adapter.partial": "adapter", ".trainer.json.partial": "summary"}
+    kinds = {"checkpoint": "checkpoint", ".trainer.json.partial": "summary"}
+    kinds |= {".adapter.partial": "adapter", ".model.partial": "adapter"}
 
     def watched_sync(path: Path) -> None:
         if any(part.startswith("checkpoint-") for part in path.parts):
@@ -191,7 +213,7 @@ def set_points(aim: Aim) -> None:
             aim.reach("checkpoint.uncounted")
         elif kind:
             aim.reach(f"{kind}.renamed")
-        elif path.name == "adapter":
+        elif path.name in ("adapter", "model"):
             aim.reach("adapter.aside")
         return result
 

@@ -20,6 +20,7 @@ from campaigns.chaos.fleet import Zygote
 from campaigns.chaos.known import Problem
 from campaigns.chaos.recovery_times import recoveries
 from campaigns.chaos.slots import Tally
+from consumer.learn.checkpoints import FINAL_FOLDERS
 from protocol.runtime import json_lines as rotated_lines
 from protocol.runtime.scratch import PREFIX
 
@@ -54,18 +55,18 @@ def retrain(folder: Path, zygote: Zygote, final_step: int, sync_interval: int, r
         return Retrained(False, 0, 0, wall_s, [Problem("retrain", f"it ended with {code}:\n{daemon.tail()}")])
     chaos = [read(path) for path in collect.trainer_logs(folder)]
     compared, problems = Counter[str](), []
-    for what, value in (("policy", "digest"), ("checkpoint", "adapter")):
+    for what, value in (("policy", "digest"), ("checkpoint", "weights")):
         ours, theirs = (collect.surviving(logs, what, value) for logs in (chaos, [read(evidence)]))
         for step in sorted(set(ours) & set(theirs)):
             compared[what] += 1
             if ours[step] != theirs[step]:
                 problems.append(Problem("retrain", f"{what} of step {step} is {theirs[step]}, was {ours[step]}"))
-    for adapter in (folder / "run").rglob("adapter_model.safetensors"):
-        other = target / adapter.relative_to(folder / "run")
-        if adapter.parent.name == "adapter" or other.is_file():
+    for file in (folder / "run").rglob("*model.safetensors"):
+        other = target / file.relative_to(folder / "run")
+        if file.parent.name in FINAL_FOLDERS or other.is_file():
             compared["files"] += 1
-            if not other.is_file() or _digest(other) != _digest(adapter):
-                problems.append(Problem("retrain", f"{adapter} and {other} differ"))
+            if not other.is_file() or _digest(other) != _digest(file):
+                problems.append(Problem("retrain", f"{file} and {other} differ"))
     if compared["policy"] != 1 + final_step // sync_interval or not compared["checkpoint"] or not compared["files"]:
         problems.append(Problem("retrain", f"only {dict(compared)} were there to compare, of {final_step} steps"))
     return Retrained(not problems, compared["policy"], compared["checkpoint"], wall_s, problems)
@@ -93,6 +94,8 @@ def summarize(
     if trains_again is not None:
         retrained = retrain(folder, trains_again, evidence.final_step, evidence.rules.sync_interval, ranks)
         problems += retrained.problems
+    served, wrong = _weights_served(folder)
+    problems += wrong
     lines = [line["step"] for line in rotated_lines.read(folder / "run" / "steps.jsonl")]
     if lines != list(range(1, evidence.final_step + 1)):
         problems.append(Problem("steps", "steps.jsonl does not name every step once and in order"))
@@ -125,6 +128,7 @@ def summarize(
         "kills_by_kind": dict(tally.by_kind.most_common()),
         "kills_by_point": dict(sorted(tally.by_point.items())),
         "stops_by_point": dict(sorted(tally.stops_by_point.items())),
+        "weights_compared": served,
         "policies_compared": retrained.policies if retrained else 0,
         "checkpoints_compared": retrained.checkpoints if retrained else 0,
         "wall_s": round(wall_s, 1),
@@ -132,6 +136,28 @@ def summarize(
         "folders_left_by_killed_producers": len(list((folder / "tmp").glob(f"{PREFIX}*"))),
         "problems": [problem._asdict() for problem in problems],
     }
+
+
+def _weights_served(folder: Path) -> tuple[int, list[Problem]]:
+    """The number of times that an engine's weights were a policy's, bit by bit, and the times when they were not."""
+    known = {
+        (line["digest"][:8], line["weights"])
+        for path in collect.trainer_logs(folder)
+        for line in read(path)
+        if line["what"] == "policy" and "weights" in line
+    }
+    served = [
+        (path.stem, (line["policy"], line["weights"]))
+        for path in sorted(folder.glob("producer-*.jsonl"))
+        for line in read(path)
+        if line["what"] == "weights"
+    ]
+    wrong = [
+        Problem("weights", f"{name} served {each}, which was not published")
+        for name, each in served
+        if each not in known
+    ]
+    return len(served), wrong
 
 
 def _steps_undone(evidence: Any) -> int:
