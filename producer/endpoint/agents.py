@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from producer.endpoint.openai import RefusedError, Sampled, ServedRequest, decode_body, malformed, parse_object
+from producer.endpoint.openai import LENGTHS, RefusedError, Sampled, ServedRequest, decode_body, malformed, parse_object
 from producer.engine_contract import Completion
 from producer.groups import Episode, LeaseFailure, Record
 from producer.rewards.spans import Spans, finite
@@ -329,7 +329,7 @@ def first_difference(request: ServedRequest, sampling: Sampling) -> str | None:
 
 def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
     """Return the request with the run's distribution, and no more tokens than a completion of the run may have."""
-    limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
+    limit = LENGTHS[request.kind]
     longest = sampling.max_completion_length
     asked = request.fields.get(limit, longest)
     return request.with_fields(_wanted(sampling) | {limit: min(asked, longest) if isinstance(asked, int) else asked})

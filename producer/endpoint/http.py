@@ -24,6 +24,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producer.endpoint.agents import Agents, agent_routes, has_form_of_episode
+from producer.endpoint.dialects import anthropic_error, check_messages, check_responses
 from producer.endpoint.generation import TRAINERS_TURN, ClientGeneration
 from producer.endpoint.metrics import RequestOutcome
 from producer.endpoint.openai import (
@@ -42,6 +43,7 @@ from protocol.runtime.logs import Throttle
 
 logger = logging.getLogger(__name__)
 
+MESSAGES_PATH = "/v1/messages"
 EPISODE_HEADER = "x-episode"
 SESSION_HEADER = "x-session-id"
 
@@ -58,7 +60,11 @@ class Endpoint:
     _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     def __post_init__(self) -> None:
-        routes = self._openai_routes("") + self._openai_routes("/episodes/{episode}")
+        routes = [
+            route
+            for prefix in ("", "/episodes/{episode}")
+            for route in [*self._openai_routes(prefix), *self._dialect_routes(prefix)]
+        ]
         if self.agents is not None:
             routes += agent_routes(self.agents)
         if self.plugin is not None:
@@ -70,6 +76,12 @@ class Endpoint:
             Route(f"{prefix}/v1/models", self._models),
             self._generating(f"{prefix}/v1/chat/completions", lambda body: check_request("chat", parse_object(body))),
             self._generating(f"{prefix}/v1/completions", lambda body: check_request("completion", parse_object(body))),
+        ]
+
+    def _dialect_routes(self, prefix: str) -> list[Route]:
+        return [
+            self._generating(f"{prefix}{MESSAGES_PATH}", lambda body: check_messages(parse_object(body))),
+            self._generating(f"{prefix}/v1/responses", lambda body: check_responses(parse_object(body))),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,6 +193,7 @@ class ResponseWatch:
     async def send_error(self, scope: Scope, receive: Receive, status: int, body: dict[str, Any]) -> None:
         """Send an error unless a response has begun, which is cut off instead; clients notice that."""
         if self.status == 0:
+            body = anthropic_error(status, body) if scope["path"].endswith(MESSAGES_PATH) else body
             headers = {"connection": "close"} if status in (408, 413) else {"retry-after": "1"} if status == 429 else {}
             await JSONResponse(body, status, headers)(scope, receive, self.client)
 
@@ -190,7 +203,7 @@ def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:
     `host`."""
     headers = Headers(scope=scope)
     if keys:
-        sent = _sent_key(headers.get("authorization", ""))
+        sent = _sent_key(headers.get("authorization") or headers.get("x-api-key", ""))
         if not sum([hmac.compare_digest(sent, key) for key in keys]):  # all are compared, so the time shows nothing
             raise RefusedError(401, "wrong_key", "send a key of serve.api_key_file as Authorization: Bearer KEY")
     elif _host_name(headers.get("host", "")) not in (*LOOPBACK_HOSTS, host):
@@ -200,7 +213,8 @@ def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:
 
 
 def _sent_key(authorization: str) -> bytes:
-    """Return the bearer token, or the password of a URL, for clients that can send nothing else."""
+    """Return a key alone (as in Anthropic's `x-api-key`), the bearer token, or the password of a URL, for clients that can send
+    nothing else."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() != "basic":
         return authorization.removeprefix("Bearer ").encode()

@@ -1,4 +1,4 @@
-"""OpenAI requests: the fields that clients may send, and one request in the engine with its samples.
+"""Requests of OpenAI's clients: the fields that they may send, and one request in the engine with its samples.
 
 Guarantee: every field of a request that passes is harmless to the engine and to the meaning of its log-probs, whatever its value;
 vLLM checks types and bounds. Fields that could reach files, other hosts, the scheduler or the weights of the distribution
@@ -10,7 +10,7 @@ that OpenAI clients understand. Every sampled token is kept with its log-prob an
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
@@ -21,7 +21,14 @@ from starlette.routing import Route
 from producer.engine_contract import Adapter
 from protocol.runtime.metrics import Readings
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "messages", "responses"]
+LENGTHS: dict[Kind, str] = {
+    "chat": "max_completion_tokens",
+    "completion": "max_tokens",
+    "messages": "max_completion_tokens",
+    "responses": "max_output_tokens",
+}
+"""The field that bounds an answer, as a request of each kind has it once it passed."""
 Body = TypeVar("Body")
 Reason = Literal[
     "wrong_key",
@@ -60,10 +67,7 @@ def error_body(status: int, kind: str, message: str, parameter: str | None = Non
 _COMMON = """model n temperature top_p top_k min_p max_tokens stop seed stream stream_options presence_penalty
     frequency_penalty logprobs user metadata session_id return_token_ids"""
 _CHAT = "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs"
-FIELDS: dict[Kind, set[str]] = {
-    "chat": {*_COMMON.split(), *_CHAT.split()},
-    "completion": {*_COMMON.split(), "prompt"},
-}
+_FIELDS = {"chat": {*_COMMON.split(), *_CHAT.split()}, "completion": {*_COMMON.split(), "prompt"}}
 _EXPECTED = {
     "model": "expected the name of a model",
     "n": "expected a count",
@@ -73,7 +77,7 @@ _EXPECTED = {
     "messages": "expected messages such as {'role': 'user', 'content': '...'}, with a text or parts of type `text`",
     "tool_choice": "only `auto` and `none` are served",
 }
-_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Part(msgspec.Struct, tag_field="type", tag="text"):
@@ -91,7 +95,7 @@ class _Fields(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1)] = 1
     metadata: Annotated[dict[str, str], Meta(max_length=16)] = {}
     session_id: str | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] = ""
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] = ""
 
 
 class _ChatFields(_Fields, kw_only=True):
@@ -114,18 +118,12 @@ class ServedRequest:
         return replace(self, fields=self.fields | fields)
 
 
-def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
+def check_request(kind: Literal["chat", "completion"], values: dict[str, Any]) -> ServedRequest:
     """Check the fields of a request. Raises RefusedError if a field is not served."""
-    values = {name: value for name, value in values.items() if value is not None}
-    if unknown := sorted(values.keys() - FIELDS[kind]):
-        raise malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
-    try:
-        checked = msgspec.convert(values, _ChatFields if kind == "chat" else _Fields)
-    except msgspec.ValidationError as error:
-        name = _field_at_fault(error) or "model"
-        raise malformed(f"{_EXPECTED[name]}: {error}", name) from None
-    fields = {name: value for name, value in values.items() if name not in ("model", "metadata", "session_id")}
-    num_completions = checked.n
+    request = checked(values, _ChatFields if kind == "chat" else _Fields, _EXPECTED, _FIELDS[kind])
+    left_out = ("model", "metadata", "session_id")
+    fields = {name: value for name, value in values.items() if value is not None and name not in left_out}
+    num_completions = request.n
     if kind == "chat":
         if "max_tokens" in fields:  # the older name
             fields.setdefault("max_completion_tokens", fields.pop("max_tokens"))
@@ -133,7 +131,22 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
             fields.pop("tool_choice", None)  # there is nothing to choose, which vLLM refuses
     elif isinstance(prompt := fields.get("prompt"), list) and prompt and isinstance(prompt[0], str | list):
         num_completions *= len(prompt)
-    return ServedRequest(kind, checked.model, fields, num_completions, checked.metadata, checked.session_id)
+    return ServedRequest(kind, request.model, fields, num_completions, request.metadata, request.session_id)
+
+
+def checked(
+    values: Mapping[str, Any], kind: type[Body], expected: Mapping[str, str], served: set[str] | None = None
+) -> Body:
+    """Read the fields of a request, which are those of `kind` unless `served` names them. Raises RefusedError, with the text of
+    `expected` for a field whose value has another type, if one is not served."""
+    values = {name: value for name, value in values.items() if value is not None}
+    if unknown := sorted(values.keys() - (served or set(kind.__annotations__))):
+        raise malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        name = _field_at_fault(error) or "model"
+        raise malformed(f"{expected.get(name) or _EXPECTED.get(name, name)}: {error}", name) from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -1,22 +1,33 @@
-"""The OpenAI-compatible endpoint on a real engine, asked by the `openai` package."""
+"""The endpoint on a real engine, asked by the packages `openai` and `anthropic`."""
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
+import numpy as np
 import openai
 import pytest
 import torch
+from transformers import AutoTokenizer
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestState
 
+from producer.endpoint.agents import Agents
+from producer.endpoint.dialects import check_messages, check_responses
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import Call, check_request
 from producer.endpoint.serving import base_url
 from producer.policies.registry import AdapterRegistry
+from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine
-from tests.integration.models import build_model, reference_logprobs
+from tests.integration.models import CHAT_TEMPLATE, build_model, reference_logprobs
 from tests.policies import registry_of
+from tests.scripted_trainer import lease
 from tests.served import served
 from tests.unit.producer.loop import until
 
@@ -300,3 +311,149 @@ def test_a_client_of_several_prompts_that_leaves_leaves_nothing_in_the_engine(li
             assert len((await client.completions.create(model="policy", prompt=prompts, max_tokens=2)).choices) == 3
 
     live.run(body())
+
+
+TOOL_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ m['content'] }}",
+    "{{ m['content'] or '' }}{% for c in m['tool_calls'] or [] %}<tool_call>"
+    "{{ {'name': c['function']['name'], 'arguments': c['function']['arguments']} | tojson }}</tool_call>{% endfor %}",
+)
+LOOK = {"type": "object", "properties": {"at": {"type": "string"}}}
+CALLED = 'I see.<tool_call>{"name": "look", "arguments": {"at": "door"}}</tool_call>'
+Play = Callable[[str, bool], Awaitable[list[Any]]]
+
+
+async def of_anthropic(root: str, stream: bool) -> list[Any]:
+    async with anthropic.AsyncAnthropic(base_url=root, api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "policy", "max_tokens": 900, "system": "be brief"}
+        asked["tools"] = [
+            {"name": "look", "input_schema": LOOK, "cache_control": {"type": "ephemeral"}, "strict": True}
+        ]
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is there?"}]}]
+        answers = []
+        for _ in range(2):
+            if stream:
+                async with client.messages.stream(messages=messages, **asked) as events:
+                    answer = await events.get_final_message()
+            else:
+                answer = await client.messages.create(messages=messages, **asked)
+            answers.append(answer)
+            if answer.stop_reason != "tool_use":
+                continue
+            result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "a room"}
+            said = [block.model_dump(exclude_none=True, exclude={"parsed_output"}) for block in answer.content]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+        return [(block.type, block.model_dump()) for answer in answers for block in answer.content] + [answers[-1]]
+
+
+async def of_openai(root: str, stream: bool) -> list[Any]:
+    async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "policy", "store": False, "parallel_tool_calls": False}
+        asked["tools"] = [{"type": "function", "name": "look", "parameters": LOOK, "strict": True}]
+        messages: list[Any] = [
+            {"role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "What is there?"}]},
+        ]
+        answers = []
+        for _ in range(2):
+            answer = await client.responses.create(input=messages, stream=stream, **asked)
+            if stream:
+                events = [event async for event in answer]
+                assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+                answer = events[-1].response
+            answers.append(answer)
+            calls = [item for item in answer.output if item.type == "function_call"]
+            messages += [item.model_dump(exclude_none=True) for item in answer.output]
+            messages += [{"type": "function_call_output", "call_id": it.call_id, "output": "a room"} for it in calls]
+        return [(item.type, item.model_dump()) for answer in answers for item in answer.output] + [answers[-1]]
+
+
+async def played(
+    live: LiveEngine, registry: AdapterRegistry, play: Play, stream: bool, longest: int = 100
+) -> tuple[list[Any], Any]:
+    """Play an episode at an endpoint that finds calls of tools: what the agent got, and the episode."""
+    settings = live.config.serve.model_copy(update={"tool_call_parser": "hermes"})
+    server = live.engine.openai_server(live.config.model_copy(update={"serve": settings}))
+    engine = ServedEngine(server, registry, live.engine.capabilities.max_num_seqs)
+    agents = Agents(("solved",))
+    async with served(live.config, engine, agents=agents) as (listener, _):
+        fulfilling = asyncio.create_task(agents.fulfil(lease(7, sampling=Sampling(1, longest, 1.0))))
+        (name,) = (await agents.take(5.0) or {})["episodes"]
+        got = await play(f"{base_url(listener).removesuffix('/v1')}/episodes/{name}", stream)
+        agents.reward(name, {"solved": 1.0})
+        ((episode,), _, _) = await fulfilling
+    return got, episode
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("play", [of_anthropic, of_openai])
+def test_an_episode_in_another_dialect_is_one_record_with_calls_of_tools(live, registry, monkeypatch, play, stream):
+    llm, tokenizer = live.engine._core.llm, AutoTokenizer.from_pretrained(live.model)
+    monkeypatch.setattr(llm.renderer.tokenizer, "chat_template", TOOL_TEMPLATE)
+    texts, constraints = iter([CALLED, "A room."]), []
+
+    async def generate(prompt: Any, params: Any, name: str, *, lora_request: Any, **_: Any) -> AsyncIterator[Any]:
+        constraints.append(params.structured_outputs)
+        ids = tokenizer(next(texts) + "<|end|>")["input_ids"]
+        pieces = [[token] for token in ids] if params.output_kind is RequestOutputKind.DELTA else [ids]
+        for number, piece in enumerate(pieces, 1):
+            logprobs: Any = [{token: Logprob(-0.5)} for token in piece]
+            text, end = tokenizer.decode(piece, skip_special_tokens=True), number == len(pieces)
+            output = CompletionOutput(0, text, piece, None, logprobs, finish_reason="stop" if end else None)
+            seen = prompt["prompt_token_ids"]
+            yield RequestOutput(name, None, seen, None, [output], end, lora_request=lora_request)
+
+    async def body():
+        await registry.publish(live.downloaded(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "generate", generate)
+            return await played(live, registry, play, stream)
+
+    got, episode = live.run(body())
+    *blocks, last = got
+    kinds = {of_anthropic: ["text", "tool_use", "text"], of_openai: ["message", "function_call", "message"]}
+    assert [kind for kind, _ in blocks] == kinds[play]
+    call = blocks[1][1]
+    assert call["name"] == "look"
+    assert (call["input"] if play is of_anthropic else json.loads(call["arguments"])) == {"at": "door"}
+    assert last.model == "policy@v1"
+    (record,) = episode.records
+    ours = record.versions >= 0
+    said = [token for token, sampled in zip(record.token_ids, ours, strict=True) if sampled]
+    assert tokenizer.decode(said) == f"{CALLED}<|end|>A room.<|end|>"
+    assert tokenizer.decode(record.token_ids) == (
+        f"<|system|>be brief<|end|><|user|>What is there?<|end|><|assistant|>{CALLED}<|end|>"
+        "<|tool|>a room<|end|><|assistant|>A room.<|end|>"
+    )
+    assert set(record.logprobs[ours].tolist()) == {-0.5}
+    assert last.usage.input_tokens + last.usage.output_tokens == len(record.token_ids)
+    assert constraints == [None, None], "the tools are strict"
+
+
+@pytest.mark.parametrize("play", [of_anthropic, of_openai])
+def test_another_dialect_samples_from_the_policy_and_ends_in_time(live, registry, play):
+    async def body():
+        await registry.publish(live.downloaded(1))
+        _, episode = await played(live, registry, play, stream=True, longest=6)
+        checks: Any = {
+            of_anthropic: lambda: check_messages({"model": "policy", "messages": MESSAGES, "max_tokens": 200}),
+            of_openai: lambda: check_responses({"model": "policy", "input": MESSAGES}),
+        }
+
+        async def too_late(call: Call) -> None:
+            async with asyncio.timeout(0.05):
+                await live.engine.openai_server(live.config).answer(checks[play](), call)
+
+        with registry.pin() as adapter:
+            call = Call(adapter)
+            with pytest.raises(TimeoutError):
+                await too_late(call)
+            await call.close()
+        return episode
+
+    episode = live.run(body())
+    assert sum(np.count_nonzero(record.versions == 1) for record in episode.records) > 2
+    for record in episode.records:
+        ours = record.versions == 1
+        expected = reference_logprobs(live.model, live.peft_folder(1), record.token_ids[:1], record.token_ids[1:], 1.0)
+        torch.testing.assert_close(torch.tensor(record.logprobs[ours]), expected[ours[1:]], atol=1e-3, rtol=0)
