@@ -23,7 +23,7 @@ from datasets import Dataset
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 
-from consumer.learn.micro_batches import advantages
+from consumer.learn.advantages import advantages
 from consumer.learn.options import build_lora
 from protocol.config.run import RunConfig
 from protocol.runtime.processes import block_import

@@ -53,6 +53,11 @@ Answers = Sequence[NDArray[np.int32] | None]
 """The token ids of the reference answer to each group's prompt, None where its row has none; empty: no run learns from them."""
 
 
+LOSS_PARTS = ("rewards", "teacher", "answer")
+LossWeights = Sequence[tuple[float, ...]]
+"""The weights of LOSS_PARTS for each group, in their order; empty: all are 1."""
+
+
 class TrainingBatch(NamedTuple):
     """The groups of the next optimizer steps, and the numbers of all groups that arrived since the last batch."""
 
@@ -63,6 +68,7 @@ class TrainingBatch(NamedTuple):
     num_fresh: int  # of the groups, which come first; the others are replayed
     arrivals: Sequence[GroupStats] = ()
     answers: Answers = ()
+    weights: LossWeights = ()
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ checkpoint: a run that is stopped or killed meanwhile goes on with the evaluatio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,10 @@ class Run(TrainerCallback):
         if ranks.world > 1:
             folder = checkpoint.folder if checkpoint else None
             begin(ranks, len(setup.prompts), setup.shape.vocab_size, self.start.step, folder)
-        batches = self.feed if setup.answers is None else map(setup.answers.add_to, self.feed)
+        batches: Iterable[TrainingBatch] = self.feed
+        for of_rows in (setup.answers, setup.weights):
+            if of_rows is not None:
+                batches = map(of_rows.add_to, batches)
         with loading("transformers, PEFT or TRL refused to build the trainer"):
             trainer = SlipstreamTrainer(
                 setup.config, setup.arguments, setup.lora, setup.model_folder, batches, self.commit_checkpoint, ranks,

@@ -20,6 +20,7 @@ from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.answers import Answers
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
+from consumer.prompts.loss_weights import LossWeights
 from consumer.report.steps import LearningMetrics, StepReport
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
@@ -58,6 +59,7 @@ class Setup:
     prompts: PromptDataset | Placeholders
     held_out: PromptDataset | None  # what is evaluated
     answers: Answers | None  # that are trained
+    weights: LossWeights | None  # of the parts of the loss
     arguments: Any
     model_folder: Path
     shape: GroupShape
@@ -80,6 +82,7 @@ class Setup:
         prompts = open_prompts(config, model_folder, check)
         held_out = _held_out(config, model_folder, check)
         answers = Answers(config, prompts, model_folder) if config.loss.ce_coef else None
+        weights = LossWeights(column, prompts) if (column := config.loss.weights_column) else None
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
         check_model(arguments, model, vision_language(model_folder), trains_weights=lora is None)
@@ -107,6 +110,7 @@ class Setup:
             prompts,
             held_out,
             answers,
+            weights,
             arguments,
             model_folder,
             shape,

@@ -21,6 +21,7 @@ from peft import get_peft_model_state_dict
 from consumer.learn.importance import Factors
 from consumer.learn.micro_batches import MicroBatch, Places, loss_mask
 from consumer.learn.statistics import Numbers, Values
+from replay.batch_selection import LOSS_PARTS
 
 ACTING_ENTROPY = "entropy of the tokens that the loss acts on"
 _TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")  # over the tokens of the step; the others are over its rows
@@ -83,10 +84,11 @@ def part_of_loss(
         acting, num_acting = mask * (found.entropies >= threshold.entropy), threshold.num_tokens.clamp(min=1)
     current = found.logprobs.masked_fill(mask == 0, 0.0)  # 0 for answers, too
     losses, seen = policy_losses(options, batch, current, factors)
+    losses = losses * _weights(batch, "rewards")
     if "teacher_advantages" in batch:
         seen["distillation/logprob_gain"] = batch["teacher_advantages"]
         if found.divergences is None:
-            losses = losses + teacher_coef * distillation_losses(batch, current, factors)
+            losses = losses + teacher_coef * _weights(batch, "teacher") * distillation_losses(batch, current, factors)
     losses = losses * acting
     if options.beta != 0.0:
         seen["kl"] = kl = reference_kl(options, batch, current)
@@ -94,7 +96,8 @@ def part_of_loss(
     loss = aggregate(options, losses * mask, mask, num_tokens)
     if found.divergences is not None:
         seen["distillation/divergence"] = found.divergences
-        loss = loss + teacher_coef * (found.divergences * factors.policy * mask).sum() / num_tokens
+        weighted = found.divergences * factors.policy * mask * _weights(batch, "teacher")
+        loss = loss + teacher_coef * weighted.sum() / num_tokens
     seen["policy_loss"] = loss[None]
     seen |= {"entropy": found.entropies, ACTING_ENTROPY: found.entropies.masked_fill(acting == 0, torch.nan)}
     if entropy_coef:
@@ -104,7 +107,7 @@ def part_of_loss(
         loss = loss + aux_loss_coef * found.aux_loss * mask.sum() / num_tokens
     if "answer_mask" in batch:
         nats = -found.logprobs.masked_fill(batch["answer_mask"] == 0, 0.0)
-        loss = loss + answer_coef * nats.sum() / batch["num_answer_tokens"].clamp(min=1)
+        loss = loss + answer_coef * (nats * _weights(batch, "answer")).sum() / batch["num_answer_tokens"].clamp(min=1)
         seen["ce_loss"] = nats.masked_fill(batch["answer_mask"] == 0, torch.nan).flatten()
     return loss, {name: values.detach() for name, values in seen.items()}
 
@@ -164,8 +167,18 @@ def distillation_losses(batch: MicroBatch, current: torch.Tensor, factors: Facto
 def token_advantages(batch: MicroBatch, teacher_coef: float) -> torch.Tensor:
     """Return the advantages of rewards and of teachers together, (B, T), or (B, 1) where there are no teachers and all tokens of
     a completion share one."""
-    result = batch["advantages"].view(len(batch["advantages"]), -1)
-    return result + teacher_coef * batch["teacher_advantages"] if "teacher_advantages" in batch else result
+    result = batch["advantages"].view(len(batch["advantages"]), -1) * _weights(batch, "rewards")
+    if "teacher_advantages" not in batch:
+        return result
+    return result + teacher_coef * _weights(batch, "teacher") * batch["teacher_advantages"]
+
+
+def _weights(batch: MicroBatch, part: str) -> torch.Tensor | float:
+    """Return the weights (B, 1) of the rows in one of LOSS_PARTS, or 1 for all."""
+    if "loss_weights" not in batch:
+        return 1.0
+    number = LOSS_PARTS.index(part)
+    return batch["loss_weights"][:, number : number + 1]
 
 
 def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,11 @@ Guarantee: a step is split into micro-batches of bounded size, by the tokens tha
 padded to its own longest prompt and completion and to nothing else. Its log-probs stand beside the tokens they were sampled
 with. Tokens that the policy did not sample are attended to and have no part in its losses. A reference answer is one more row
 behind its prompt, with a loss of its own. Rows that cannot move the policy are left out.
-No padding and no importance ratio of a group is kept, so a group can be trained again in any company. Every advantage is finite;
-it is 0 where nothing is known (no reward, or none to compare with).
+No padding and no importance ratio of a group is kept, so a group can be trained again in any company.
 
 All ranks split a step alike. Under `pipeline.trainer_tokens_per_micro_batch: auto` a step that the journal knows is split as it
 was, so that its sums come out bit for bit; any other step within the limit that the run has come to. The log-probs of fixed
 policies stay with a row when its batch is split again.
-
-Advantages: N = groups x num_generations completions, a group's completions adjacent; F reward functions; NaN in a reward means
-"this function gave none" and is left out of every mean and standard deviation. Names and formulas are TRL's (`scale_rewards`,
-`multi_objective_aggregation`), so a run moves between the two without surprises.
 """
 
 import logging
@@ -26,13 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from consumer.learn.advantages import advantages
 from consumer.learn.row_splits import Sizes, shares, split_rows
 from consumer.learn.tree import Row, shared_beginnings, tree_order
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
-from replay.batch_selection import Answers
-from replay.deviations import EPSILON
+from replay.batch_selection import LOSS_PARTS, Answers, LossWeights
 from replay.distillation import teacher_advantages, teacher_buckets
 from replay.groups import RolloutGroup
 from replay.journal.schema import MicroBatchPlan
@@ -50,6 +45,8 @@ MicroBatch = dict[str, torch.Tensor]
 
 FILLER = -1
 """The number of a row that fills up a rank without rows."""
+
+UNWEIGHTED = (1.0,) * len(LOSS_PARTS)
 
 _ALIGNED_TO = 8  # bytes, of the widest numbers
 
@@ -112,6 +109,7 @@ class _Row(NamedTuple):
     in_loss: bool  # in the loss
     sampled: NDArray[np.bool_] | None  # None: all of it
     by_teacher: NDArray[np.float64] | None  # of each token; None: there are no teachers
+    weights: tuple[float, ...] = UNWEIGHTED  # of LOSS_PARTS
     is_answer: bool = False
     buckets: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None  # of a teacher, whose divergence teaches
 
@@ -144,7 +142,12 @@ class BatchRecipe:
     in_step: bool = False  # all of them with as many micro-batches
 
     def tensors(
-        self, groups: list[RolloutGroup], answers: Answers = (), *, dealt_by: int | None = None
+        self,
+        groups: list[RolloutGroup],
+        answers: Answers = (),
+        weights: LossWeights = (),
+        *,
+        dealt_by: int | None = None,
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
@@ -156,11 +159,12 @@ class BatchRecipe:
         have rewards (`rewards.credit`), and `num_items_in_batch` (tokens in the loss, of the whole step). Where there are tokens
         that the policy did not sample, it has TRL's `tool_mask`, 0 for them. With `distillation` it has `teacher_advantages`
         (B, T), and where a divergence teaches also `teacher_ids` and `teacher_logprobs` (B, T, 1 + k); with answers `answer_mask`
-        (B, T), 1 for their tokens, and `num_answer_tokens` of the whole step.
+        (B, T), 1 for their tokens, and `num_answer_tokens` of the whole step; with weights `loss_weights` (B, 3), of LOSS_PARTS.
         """
-        rows = self._rows(groups)
+        of_groups = list(weights) or [UNWEIGHTED] * len(groups)
+        rows = self._rows(groups, of_groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
-        of_answers = _answer_rows(groups, answers, len(rows))
+        of_answers = _answer_rows(groups, answers, of_groups, len(rows))
         moving = [row for row in rows if self._has_gradient(row)] + of_answers
         shortest = min(rows, key=lambda row: row.tokens.num_tokens)
         moving = moving or [shortest]
@@ -174,7 +178,7 @@ class BatchRecipe:
         counts = {"num_items_in_batch": num_items}
         if answers:
             counts["num_answer_tokens"] = torch.tensor(sum(len(row.completion_ids) for row in of_answers))
-        return [self._pad(part, has_answers=bool(answers)) | counts for part in parts]
+        return [self._pad(part, bool(answers), bool(weights)) | counts for part in parts]
 
     def _deal(self, rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
         """Return the rows of each rank; some may have none."""
@@ -194,8 +198,10 @@ class BatchRecipe:
     def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
-        moves = np.any(row.advantage) or (row.by_teacher is not None and np.any(row.by_teacher)) or row.buckets
-        return row.in_loss and (bool(moves) or not self.only_advantages)
+        of_rewards, of_teacher, _ = row.weights
+        by_teacher = (row.by_teacher is not None and np.any(row.by_teacher)) or row.buckets
+        moves = bool(of_rewards and np.any(row.advantage)) or bool(of_teacher and by_teacher)
+        return row.in_loss and (moves or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
         """Return float32 (N,), of the completions in the order of the groups; zeros where teachers alone teach."""
@@ -210,10 +216,10 @@ class BatchRecipe:
             baseline=self.baseline,
         )
 
-    def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
+    def _rows(self, groups: list[RolloutGroup], weights: LossWeights) -> list[_Row]:
         values, credit = self.advantages_of(groups), self.rewards.credit
         result = list[_Row]()
-        for of_group, group in zip(values.split(self.num_generations), groups, strict=True):
+        for of_group, group, of_loss in zip(values.split(self.num_generations), groups, weights, strict=True):
             own = of_group.tolist() if credit is None else credit.advantages(group, of_group.double().numpy())
             taught = None if self.rewards.distillation is None else teacher_advantages(group)
             buckets = teacher_buckets(group) if self.rewards.num_top else None
@@ -225,10 +231,10 @@ class BatchRecipe:
                 by_teacher = None if taught is None else taught[tokens]
                 of_row = None if buckets is None else (buckets[0][tokens], buckets[1][tokens])
                 row = (len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled, by_teacher)
-                result.append(_Row(*row, buckets=of_row))
+                result.append(_Row(*row, weights=of_loss, buckets=of_row))
         return result
 
-    def _pad(self, rows: list[_Row], *, has_answers: bool) -> MicroBatch:
+    def _pad(self, rows: list[_Row], has_answers: bool, has_weights: bool) -> MicroBatch:
         num_rows = len(rows)
         prompt_width = max(len(row.prompt_ids) for row in rows)
         width = max(len(row.completion_ids) for row in rows)
@@ -246,6 +252,8 @@ class BatchRecipe:
             batch["teacher_advantages"] = np.zeros((num_rows, width))
         if has_answers:
             batch["answer_mask"] = np.zeros((num_rows, width), np.int64)
+        if has_weights:
+            batch["loss_weights"] = np.array([row.weights for row in rows])
         if num_top := self.rewards.num_top:
             batch["teacher_ids"] = np.zeros((num_rows, width, 1 + num_top), np.int32)
             batch["teacher_logprobs"] = np.zeros((num_rows, width, 1 + num_top))
@@ -275,84 +283,29 @@ class BatchRecipe:
         return {name: each.to(real) if each.is_floating_point() else each for name, each in tensors.items()}
 
 
-def _answer_rows(groups: list[RolloutGroup], answers: Answers, first: int) -> list[_Row]:
-    """Return the rows of the answers that there are.
+def _answer_rows(groups: list[RolloutGroup], answers: Answers, weights: LossWeights, first: int) -> list[_Row]:
+    """Return the rows of the answers that there are and that count.
 
     Args:
         first: the number of the first group's.
     """
-    numbered = enumerate(zip(groups, answers, strict=True), first) if answers else ()
+    numbered = enumerate(zip(groups, answers, weights, strict=True), first) if answers else ()
     return [
-        _Row(number, group.prompt_ids, ids, np.zeros(len(ids), np.float32), 0.0, False, None, None, is_answer=True)
-        for number, (group, ids) in numbered
-        if ids is not None
+        _Row(
+            number,
+            group.prompt_ids,
+            ids,
+            np.zeros(len(ids), np.float32),
+            0.0,
+            False,
+            None,
+            None,
+            of_group,
+            is_answer=True,
+        )
+        for number, (group, ids, of_group) in numbered
+        if ids is not None and of_group[LOSS_PARTS.index("answer")]
     ]
-
-
-def combined_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum over the functions: (N, F), (F,) -> (N,); NaN where no function gave a reward."""
-    total = (rewards * weights).nansum(dim=1)
-    return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
-
-
-def nanstd(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the sample standard deviation (n - 1) over the non-NaN values of `dim`, kept as a dimension of size 1."""
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
-    deviations = values - values.nanmean(dim=dim, keepdim=True)
-    return (deviations.square().nansum(dim=dim, keepdim=True) / (count - 1)).sqrt()
-
-
-def centred(values: torch.Tensor, dim: int, baseline: str) -> torch.Tensor:
-    """Return values minus their baseline along `dim`, float, same shape; NaN where there is no value or nothing to compare with.
-
-    `group`: the mean of all n, x_i - mean x. `leave_one_out`: the mean of the other n - 1 (RLOO, arXiv:2402.14740),
-    x_i - (sum x - x_i) / (n - 1) = n / (n - 1) (x_i - mean x).
-    """
-    deviations = values - values.nanmean(dim=dim, keepdim=True)
-    if baseline == "group":
-        return deviations
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
-    return deviations * (count / (count - 1))
-
-
-def advantages(
-    rewards: torch.Tensor,
-    weights: torch.Tensor,
-    num_generations: int,
-    *,
-    scale_rewards: str = "group",
-    aggregation: str = "sum_then_normalize",
-    baseline: str = "group",
-) -> torch.Tensor:
-    """Return group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2).
-
-    `sum_then_normalize`: A = (R - baseline) / (std R + eps), R the weighted sum; std over the group, over the batch
-    (`scale_rewards="batch"`, arXiv:2508.08221), or no division at all (`"none"`, Dr. GRPO, arXiv:2503.20783; RLOO with
-    `baseline="leave_one_out"`). The standard deviation is that of the rewards, whatever the baseline.
-    `normalize_then_sum`: every function is centred and divided by its deviation within its group first, then weighted,
-    summed and normalized over the batch, whatever `scale_rewards` (GDPO, arXiv:2601.05242).
-
-    Args:
-        rewards: float (N, F).
-        weights: float (F,).
-
-    Returns:
-        float (N,), 0 for a completion without any reward.
-    """
-    if aggregation == "normalize_then_sum":
-        grouped = rewards.view(-1, num_generations, rewards.shape[1])
-        normalized = centred(grouped, 1, baseline) / (nanstd(grouped, dim=1) + EPSILON)
-        total = combined_rewards(normalized.view(rewards.shape), weights)
-        result = (total - total.nanmean()) / (nanstd(total, dim=0) + EPSILON)
-        return result.nan_to_num(nan=0.0)
-    total = combined_rewards(rewards, weights)
-    grouped = total.view(-1, num_generations)
-    result = centred(grouped, 1, baseline)
-    if scale_rewards == "group":
-        result = result / (nanstd(grouped, dim=1) + EPSILON)
-    elif scale_rewards == "batch":
-        result = result / (nanstd(total, dim=0) + EPSILON)
-    return result.flatten().nan_to_num(nan=0.0)
 
 
 class CompletionTooLargeError(DeviceError):
@@ -385,13 +338,14 @@ class StepSplitter:
         self._is_under_way = False
         self._kept: Sequence[MicroBatch] = ()  # of the step before over the same batch
         self._recipe: BatchRecipe
-        self._groups: list[RolloutGroup]
-        self._answers: Answers
+        self._batch: tuple[list[RolloutGroup], Answers, LossWeights]
         self._dealt_by: int  # tokens of a pass when the rows were dealt out to the ranks
 
-    def begin(self, recipe: BatchRecipe, groups: list[RolloutGroup], answers: Answers = ()) -> None:
+    def begin(
+        self, recipe: BatchRecipe, groups: list[RolloutGroup], answers: Answers = (), weights: LossWeights = ()
+    ) -> None:
         """Take up the next batch."""
-        self._recipe, self._groups, self._answers, self.micro_batches = recipe, groups, answers, []
+        self._recipe, self._batch, self.micro_batches = recipe, (groups, answers, weights), []
 
     def split(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of optimizer step `step`, counted from 1, over the batch."""
@@ -465,7 +419,7 @@ class StepSplitter:
         if not self._kept:
             self._dealt_by = self.tokens
         recipe = replace(self._recipe, max_tokens=self.tokens)
-        self.micro_batches = recipe.tensors(self._groups, self._answers, dealt_by=self._dealt_by)
+        self.micro_batches = recipe.tensors(*self._batch, dealt_by=self._dealt_by)
         if self._kept:
             carry_over(self._kept, self.micro_batches)
 

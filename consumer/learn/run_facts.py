@@ -75,8 +75,8 @@ def run_facts(
         facts |= {"full_weights": "null (full weights)", "trainable": sorted(config.trainable) or ["*"]}
     if config.teachers:
         facts["has_teachers"] = True
-    if config.loss.ce_coef:
-        facts["has_answers"] = True
+    if config.loss.ce_coef or config.loss.weights_column:
+        facts["learns_from_rows"] = True
     if config.distillation is not None and config.distillation.num_top:
         facts["teacher_top_k"] = config.distillation.num_top
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
@@ -124,10 +124,10 @@ def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
             f"{journal_file} has groups of protocol schema {schema}, this release reads {SCHEMA_VERSION}; use the "
             "release that wrote them"
         )
-    if now.get("has_answers") and before.get("dataset_digest") != now.get("dataset_digest"):
+    if now.get("learns_from_rows") and before.get("dataset_digest") != now.get("dataset_digest"):
         raise ConfigError(
-            "--from-journal: loss.ce_coef takes the answers of the dataset's rows, and the dataset is another one than that of "
-            "the run; give that one, or remove loss.ce_coef"
+            "--from-journal: loss.ce_coef and loss.weights_column take what the dataset's rows have, and the dataset is another "
+            "one than that of the run; give that one, or remove these keys"
         )
     for name, fact in _changes(before, now):
         raise ConfigError(

@@ -86,7 +86,7 @@ from replay.rewards import RewardRecipe
 
 _RATIO = "sampling/importance_sampling_ratio/"
 _OF_LOSS = (
-    *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch"),
+    *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch", "loss_weights"),
     *("old_per_token_logps", "ref_per_token_logps", "teacher_advantages", "answer_mask", "num_answer_tokens"),
 )
 """The tensors of a micro-batch that the loss takes."""
@@ -245,7 +245,7 @@ class SlipstreamTrainer(Trainer):
             if self._ranks.world > 1 and self._ranks.rank == 0:
                 self._ranks.share(Train.of(batch))  # before this rank trains it
             self._newest_groups = batch.groups
-            self._splitter.begin(self.recipe, batch.groups, batch.answers)
+            self._splitter.begin(self.recipe, batch.groups, batch.answers, batch.weights)
             for step in range(batch.last_step - batch.num_iterations + 1, batch.last_step + 1):
                 yield self._splitter.split(step)
 

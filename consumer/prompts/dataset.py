@@ -77,6 +77,10 @@ class PromptDataset:
                         f"{key}: {rows.reader.source.path} has no column {name!r}; it has {', '.join(map(repr, columns))}"
                     )
 
+    def first_of_sources(self) -> list[int]:
+        """Return the first prompt of each source."""
+        return self._mixture.firsts()
+
     def __len__(self) -> int:
         return len(self._mixture)
 
@@ -115,6 +119,10 @@ class Placeholders:
         """Return 0: placeholders have no sources."""
         return 0
 
+    def first_of_sources(self) -> list[int]:
+        """Return none: placeholders have no sources."""
+        return []
+
     def place(self, prompt_id: int) -> str:
         """Return the group's name, for messages."""
         return f"group {prompt_id} of the environments of Atropos"
@@ -142,6 +150,10 @@ class Mixture:
             per_weight = max(size / weight for size, weight in zip(sizes, weights, strict=True))
             self.counts = [max(size, round(per_weight * weight)) for size, weight in zip(sizes, weights, strict=True)]
         self._ends = list(accumulate(self.counts))
+
+    def firsts(self) -> list[int]:
+        """Return the first prompt of each source."""
+        return [end - count for end, count in zip(self._ends, self.counts, strict=True)]
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -56,19 +56,22 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
     num_fresh: int
     groups: list[Group]
     answers: list[bytes | None] = []
+    weights: list[tuple[float, ...]] = []
 
     @classmethod
     def of(cls, batch: TrainingBatch) -> "Train":
         groups = [message_of(group) for group in batch.groups]
         answers = [None if ids is None else ids.astype("<i4").tobytes() for ids in batch.answers]
-        return cls(batch.first_step, batch.num_iterations, batch.last_step, batch.num_fresh, groups, answers)
+        steps = (batch.first_step, batch.num_iterations, batch.last_step)
+        return cls(*steps, batch.num_fresh, groups, answers, list(batch.weights))
 
     def batch(self, shape: GroupShape) -> TrainingBatch:
         groups = [shape.parse(message) for message in self.groups]
         answers = [None if ids is None else np.frombuffer(ids, "<i4") for ids in self.answers]
         return TrainingBatch(
-            self.first_step, self.num_iterations, self.last_step, groups, self.num_fresh, answers=answers
-        )
+            self.first_step, self.num_iterations, self.last_step, groups, self.num_fresh,
+            answers=answers, weights=self.weights,
+        )  # fmt: skip
 
 
 Plan = Begin | Piece | Train

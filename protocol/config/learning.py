@@ -208,6 +208,10 @@ class LossSection(Section):
     ce_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="Weight of the cross-entropy of reference answers (`dataset.answer_column`)."
     )
+    weights_column: str | None = Field(
+        None,
+        description="Column with a row's weights of `rewards`, `teacher` and `answer` in the loss; 1 where none is given.",
+    )
 
 
 class GuardsSection(Section):

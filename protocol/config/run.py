@@ -304,7 +304,9 @@ def _of_teachers(config: RunConfig) -> Problems:
 
 
 def _of_answers(config: RunConfig) -> Problems:
-    """Yield the settings that leave `loss.ce_coef` without answers."""
+    """Yield the settings that leave `loss` without what it takes from rows."""
+    if config.loss.weights_column is not None and config.environment.atropos:
+        yield "loss.weights_column: items of Atropos' environments have no rows with columns; remove the key"
     if config.loss.ce_coef and config.environment.is_given:
         yield (
             "loss.ce_coef: in an environment an answer is a whole episode, which a column does not have; remove one of them"

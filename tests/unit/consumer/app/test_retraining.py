@@ -180,10 +180,10 @@ def test_a_fact_that_differs_is_named_with_both_values(recorded: RecordedRun, na
 def test_answers_are_those_of_the_rows_that_the_run_had(tmp_path: Path, journal: Journal) -> None:
     journal.note_facts(FACTS | {"dataset_digest": "rows"})
     with closing(RecordedRun(tmp_path)) as recorded:
-        assert recorded.check(FACTS | {"dataset_digest": "rows", "has_answers": "true"}) == "run"
+        assert recorded.check(FACTS | {"dataset_digest": "rows", "learns_from_rows": "true"}) == "run"
         assert recorded.check(FACTS | {"dataset_digest": "others"}) == "run"
         with pytest.raises(ConfigError, match=r"loss\.ce_coef"):
-            recorded.check(FACTS | {"dataset_digest": "others", "has_answers": "true"})
+            recorded.check(FACTS | {"dataset_digest": "others", "learns_from_rows": "true"})
 
 
 def test_a_journal_of_another_schema_is_refused(tmp_path: Path, journal: Journal) -> None:

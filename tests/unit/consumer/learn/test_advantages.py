@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from consumer.learn.micro_batches import advantages, centred
+from consumer.learn.advantages import advantages, centred
 from protocol.runtime.processes import block_import
 from replay.deviations import EPSILON
 from replay.rewards import RewardRecipe
