@@ -51,8 +51,8 @@ rewards:
     - function: rewards.py:exact_match
 ```
 
-`slipstream init` writes such a file with comments, a reward and rows to begin with. Its first line names the JSON schema, with
-which editors complete keys and mark mistakes; the package has it as `protocol/config/run.schema.json`.
+`slipstream init` writes such a file with comments, a reward and rows to begin with. Its first line names the JSON
+schema for editors, `protocol/config/run.schema.json`.
 
 All mistakes are reported at once with file and line (exit code 78):
 `run.yaml:12: pipeline.max_stalenes: unknown key ...; did you mean max_staleness?`.

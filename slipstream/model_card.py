@@ -36,7 +36,7 @@ def model_card(config: RunConfig, *, kind: Kind) -> ModelCard:
     is_adapter = kind == "adapter"
     run = RunReader(Path(config.run_dir))
     base = _hub_name(config.model.path)
-    datasets = {name for source in config.dataset.all_sources.values() if (name := _hub_name(source.path))}
+    datasets = {name for source in config.dataset.all_sources.values() if (name := _hub_name(source.path or "."))}
     data = ModelCardData(
         base_model=base,
         base_model_relation=("adapter" if is_adapter else "finetune") if base else None,

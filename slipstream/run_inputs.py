@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.generated import with_rows
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
@@ -51,4 +52,4 @@ class RunInputs:
             raise DatasetError(
                 "dataset: with environment.agent=atropos there is none, environments have their own items"
             )
-        return PromptDataset(self._config.dataset, self.model_folder, trust_remote_code=self._trusted)
+        return PromptDataset(with_rows(self._config).dataset, self.model_folder, trust_remote_code=self._trusted)

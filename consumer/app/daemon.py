@@ -22,6 +22,7 @@ from consumer.app.gpu_share import gpu_share
 from consumer.app.setup import Setup
 from consumer.app.wiring import live_run, recorded_run, watch_live
 from consumer.learn.options import build_arguments, build_lora
+from consumer.prompts.generated import copy_rows
 from consumer.ranks.placement import Placement
 from consumer.ranks.team import team
 from consumer.report.metrics import watch_ranks
@@ -50,6 +51,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     """
     if source is not None:  # there are no producers with whom to share the GPU
         config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
+        copy_rows(source, Path(config.run_dir))
     stop = _StopFlag()
     logs.adopt_libraries()
     datasets.disable_progress_bars()

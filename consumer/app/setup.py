@@ -20,6 +20,7 @@ from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.answers import Answers
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
+from consumer.prompts.generated import with_rows
 from consumer.prompts.loss_weights import LossWeights
 from consumer.report.steps import LearningMetrics, StepReport
 from consumer.waiting import StopRequested
@@ -79,8 +80,9 @@ class Setup:
             if stop():
                 raise StopRequested
 
-        prompts = open_prompts(config, model_folder, check)
-        held_out = _held_out(config, model_folder, check)
+        written = with_rows(config, check)
+        prompts = open_prompts(written, model_folder, check)
+        held_out = _held_out(written, model_folder, check)
         answers = Answers(config, prompts, model_folder) if config.loss.ce_coef else None
         weights = LossWeights(column, prompts) if (column := config.loss.weights_column) else None
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))

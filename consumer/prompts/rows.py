@@ -7,6 +7,7 @@ the function, the row and the dataset.
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
 
 from protocol.config.data import SourceSection
 from protocol.config.functions import load_function
@@ -147,12 +148,15 @@ def _file_of(function: Callable[[Row], Any]) -> bytes:
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_MESSAGE = {"role": Value("string"), "content": Value("string")}
+_GENERATED = Features({"prompt": [_MESSAGE], "answer": Value("string"), "entry": Value("string")})
 _DIGEST_ROWS = 10_000  # at a time
 
 
 def load_rows(source: SourceSection, key: str) -> Dataset:
     """Read the source named `key` in the configuration file. Raises DatasetError if there is no such dataset or split, or it
     has no rows."""
+    assert source.path is not None, "rows of reasoning-gym are written before"
     path = Path(source.path)
     suffix = path.suffix if path.suffix in _BUILDERS else None
     if suffix and not path.is_file():
@@ -176,6 +180,9 @@ def load_rows(source: SourceSection, key: str) -> Dataset:
 
 
 def _open(source: SourceSection, path: Path) -> Dataset | IterableDataset:
+    if source.reasoning_gym is not None:
+        with path.open("rb") as stream:  # the JSON of `datasets` would make times of answers that look like some
+            return Dataset.from_list([json.loads(line) for line in stream], features=_GENERATED)
     if path.suffix in _BUILDERS:
         files = {source.split.partition("[")[0]: str(path)}
         return load_dataset(_BUILDERS[path.suffix], data_files=files, split=source.split, streaming=source.streaming)

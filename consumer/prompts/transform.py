@@ -141,7 +141,7 @@ def answer(reader: RowReader, job: Job) -> Answer:
 def main(descriptor: int, source: str) -> None:
     channel = WorkerChannel(descriptor)
     key, section = msgspec.json.decode(source, type=tuple[str, dict[str, Any]])
-    reader = RowReader(SourceSection.model_validate(section), key, Dataset.from_list([]))
+    reader = RowReader(SourceSection.model_construct(**section), key, Dataset.from_list([]))
     channel.send(Answer())
     while (frame := channel.receive()) is not None:
         channel.send(answer(reader, msgspec.msgpack.decode(frame, type=Job)))

@@ -7,12 +7,14 @@ pattern that backtracks without end costs its completion `time_s` and no more; m
 which a worker's main thread allows.
 """
 
+import json
 import math
 import re
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ from protocol.config.reward_options import (
     LengthPenalty,
     MathVerify,
     NumericMatch,
+    ReasoningGym,
     ReasoningLength,
 )
 from protocol.errors import ConfigError
@@ -88,6 +91,70 @@ def math_verify(**given: Any) -> Callable[..., Results]:
         return float(verify(right, parse(text, **limit), timeout_seconds=options.time_s, raise_on_error=True))
 
     return _with_answers(options.column, score)
+
+
+def reasoning_gym(**given: Any) -> Callable[..., Results]:
+    options = ReasoningGym(**given)
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"rewards.functions: reasoning_gym needs the package reasoning-gym ({error}); install it in Slipstream's checkout: "
+            "pip install '.[reasoning]'"
+        ) from error
+
+    @lru_cache(_MOST_SETS)
+    def made(name: str, config: str) -> Callable[[str, Any], float]:
+        return create_dataset(name, **json.loads(config)).score_answer  # type: ignore[no-any-return]
+
+    def score(text: str, encoded: Any) -> float:
+        entry = json.loads(encoded)
+        name = entry["metadata"].get("source_dataset")
+        if name not in DATASETS:
+            raise ValueError(f"reasoning-gym has no data set {name!r}")
+        answer = last_answer(text, options.tag)
+        if not answer:
+            return 0.0
+        if name in _WITH_TUPLES:
+            entry["metadata"] = _with_tuples(entry["metadata"])
+        try:
+            if name in _COMPARED:
+                return float(answer.casefold() == str(entry["answer"]).casefold())
+            scorer = made(name, json.dumps(entry.get("config", {}), sort_keys=True))
+            with _within(options.time_s):
+                found = float(scorer(answer, entry))
+        except Exception:  # its scorers raise on some answers that are none
+            return 0.0
+        return min(1.0, max(0.0, found)) if math.isfinite(found) else 0.0
+
+    return _with_answers(options.column, score)
+
+
+_MOST_SETS = 256
+_WITH_TUPLES = ("arc_agi", "rearc")  # they compare with tuples, and JSON has none
+_COMPARED = ("game_of_life_halting",)  # it takes every text for the right one
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def last_answer(text: str, tag: str) -> str | None:
+    """Return what stands in the last tag or `\\boxed{}` of a text, whichever begins later; None if neither is there, or it is
+    not closed."""
+    begin, end = f"<{tag}>", f"</{tag}>"
+    tagged, boxed = text.rfind(begin), text.rfind("\\boxed{")
+    if tagged > boxed:
+        inside, found, _ = text[tagged + len(begin) :].partition(end)
+        return inside.strip() if found else None
+    depth = 0
+    for place in range(boxed + len("\\boxed"), len(text)) if boxed >= 0 else ():
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return text[boxed + len("\\boxed{") : place].strip()
+    return None
 
 
 def length_penalty(**given: Any) -> Callable[..., list[float]]:

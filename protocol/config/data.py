@@ -101,34 +101,53 @@ class BlocksSection(Section):
     column: str = Field("text", description="Column with the documents.")
 
 
+_GENERATED = ("size", "seed", "config", "difficulty", "template")
+_OF_FILES = ("path", "subset", "revision", "split", "streaming", "blocks")
+
+
 class _RowsSection(Section):
-    path: str = Field(description="As `dataset.path`.")
+    path: str | None = Field(None, description="As `dataset.path`.")
+    reasoning_gym: str | None = Field(None, description="Set of reasoning-gym, in place of `path`.")
+    size: Positive | None = Field(None, description="Its rows, less held-out ones.")
+    seed: Count | None = Field(None, description="Row i is drawn by `seed` + i. Default: 1; held out 1000000.")
+    config: dict[str, Any] = Field({}, description="Its settings.")
+    difficulty: Count | None = Field(None, description="Level of its own curriculum, for settings that `config` lacks.")
+    template: str = Field("{question}", description="Text of prompts: `{question}`, or entries of metadata.")
     subset: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
-    revision: str | None = Field(None, description="Hub revision. A commit keeps the rows the same at every start.")
+    revision: str | None = Field(None, description="Hub revision. A commit keeps the rows the same.")
     split: str = Field("train", description="Split to train on, or a part of one: `train[:1000]`, `train[10%:]`.")
     streaming: bool = Field(
         False,
-        description="Read only the first `max_rows` rows, at every start, without downloading the rest.",
+        description="Read the first `max_rows` rows at every start, without downloading the rest.",
     )
     max_rows: Positive | None = Field(None, description="Use only the first N rows. Needed with `streaming`.")
     prompt_column: str = Field(
         "prompt",
-        description="Column with the prompt: text, or a list of chat messages. The other columns reach the reward functions.",
+        description="Column with the prompt: text, or chat messages. The others reach the reward functions.",
     )
     answer_column: str | None = Field(None, description="Column with the reference answer, for `loss.ce_coef`.")
     blocks: BlocksSection | None = Field(None, description="Cut documents into prompts and answers, before `filter`.")
     filter: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows with "
-        "False are skipped and counted.",
+        "False are skipped.",
     )
     transform: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` (dict -> dict), applied once to every row. Rows with "
-        "None, or that take a minute, are skipped and counted.",
+        "None, or that take a minute, are skipped.",
     )
 
     def problems(self) -> Problems:
+        if self.reasoning_gym is not None:
+            for key in _OF_FILES:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    yield f"`{key}` is of rows that are read, and reasoning_gym makes its own; remove one of them"
+            if self.size is None:
+                yield "`size`: reasoning_gym needs it, the number of rows to make"
+        for key in _GENERATED if self.reasoning_gym is None else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"`{key}` is for reasoning_gym; name its data set there, or remove the key"
         if self.streaming and self.max_rows is None:
             yield "`streaming` needs `max_rows`, the number of rows to take from the stream"
 
@@ -136,31 +155,35 @@ class _RowsSection(Section):
 class SourceSection(_RowsSection):
     name: Label | None = Field(
         None,
-        description="Name in metrics and reports. Default: the end of `path`.",
+        description="Name in metrics and reports. Default: the end of `path`, or the set.",
     )
     weight: PositiveFloat | None = Field(
         None,
-        description="Share of an epoch's prompts, relative to other sources; rows of small sources repeat. Without "
-        "weights every row comes once.",
+        description="Share of an epoch's prompts, relative to other sources; rows may repeat. Default: each comes once.",
     )
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.path is None and self.reasoning_gym is None:
+            yield "`path`: required, unless `reasoning_gym` is given"
 
     @property
     def label(self) -> str:
         """The name in metrics and reports."""
         if self.name is not None:
             return self.name
-        last = PurePath(self.path).name
+        if self.reasoning_gym is not None:
+            return self.reasoning_gym if self.difficulty is None else f"{self.reasoning_gym}-{self.difficulty}"
+        last = PurePath(self.path or "").name
         ending = next((ending for ending in ROW_FILES if last.endswith(ending)), "")
         return re.sub(r"[^\w.-]", "-", last.removesuffix(ending))[:64] or "rows"
 
 
 class DatasetSection(_RowsSection):
-    path: str | None = Field(  # type: ignore[assignment]  # a dataset is a source, or it has some
-        None, description=f"{_RowsSection.model_fields['path'].description} Or give `sources`."
-    )
+    path: str | None = Field(None, description=f"{_RowsSection.model_fields['path'].description} Or give `sources`.")
     sources: list[SourceSection] = Field(
         default_factory=list,
-        description="Several datasets with keys of their own, in place of the keys above.",
+        description="Several datasets, in place of the keys above.",
     )
     shuffle: bool = Field(
         True,
@@ -168,12 +191,12 @@ class DatasetSection(_RowsSection):
     )
     sampling: Literal["fixed", "by_signal"] = Field(
         "fixed",
-        description="`fixed`: ask every prompt once in an epoch. `by_signal`: ask prompts in proportion to the chance that "
-        "their groups have signal, by what is known of them and of their sources; at least one in ten.",
+        description="`fixed`: ask every prompt once in an epoch. `by_signal`: in proportion to the chance that its group "
+        "has signal, by what is known of it and its source; at least one in ten.",
     )
     max_prompt_tokens: Positive | None = Field(
         None,
-        description="Rows with a longer prompt, in tokens, are skipped and counted.",
+        description="Rows with a longer prompt, in tokens, are skipped.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
@@ -181,8 +204,8 @@ class DatasetSection(_RowsSection):
 
     def problems(self) -> Problems:
         yield from super().problems()
-        if not self.sources and self.path is None:
-            yield "`path`: required, unless `sources` are given"
+        if not self.sources and self.path is None and self.reasoning_gym is None:
+            yield "`path`: required, unless `reasoning_gym` or `sources` are given"
         for key in _RowsSection.model_fields if self.sources else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 yield f"`{key}` cannot be given beside `sources`; give it in each source that needs it"

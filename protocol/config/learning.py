@@ -30,8 +30,7 @@ class PipelineSection(Section):
     )
     gpu_handover_s: PositiveSeconds = Field(
         60.0,
-        description="`gpu: turns`: time for producers to finish requests at the trainer's turn. After twice as long "
-        "the run ends.",
+        description="`gpu: turns`: time for producers to finish requests; after twice as long the run ends.",
     )
     shard_base: ShardBase = Field(
         "auto",

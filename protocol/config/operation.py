@@ -153,7 +153,7 @@ class SwapSection(Section):
     )
     probe_tolerance: PositiveFloat | None = Field(
         None,
-        description="Largest root mean square of the engine's log-probs minus the trainer's, in nats: a check against other "
+        description="Largest root mean square of log-probs, engine minus trainer, in nats: a check against other "
         "base weights. Default: by `model.dtype`; none with `engine.quantization`.",
     )
     max_refused: Positive = Field(

@@ -52,6 +52,15 @@ class MathVerify(Section):
     time_s: Annotated[int, Field(ge=1)] = Field(5, description="Limit per completion; above it the reward is missing.")
 
 
+class ReasoningGym(Section):
+    """Score by reasoning-gym of the last `<answer>` or `\\boxed{}` of the text, 0 without one or where it raises. Needs the extra
+    `reasoning`."""
+
+    column: str = Field("entry", description="Dataset column with the item, as `dataset.reasoning_gym` writes it.")
+    tag: Annotated[str, Field(pattern=r"^[\w-]+$")] = Field("answer", description="Name of the tag around an answer.")
+    time_s: PositiveSeconds = Field(5.0, description="Limit per completion; above it the reward is 0.")
+
+
 class FormatRegex(Section):
     """1 if the text matches the pattern, else 0."""
 
@@ -186,6 +195,7 @@ SHIPPED: dict[str, type[Section]] = {
     "exact_match": ExactMatch,
     "numeric_match": NumericMatch,
     "math_verify": MathVerify,
+    "reasoning_gym": ReasoningGym,
     "format_regex": FormatRegex,
     "length_penalty": LengthPenalty,
     "reasoning_length": ReasoningLength,

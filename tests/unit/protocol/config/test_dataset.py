@@ -62,7 +62,7 @@ def test_what_is_printed_can_be_read_again() -> None:
 
 
 def test_refusals() -> None:
-    assert refusal() == "`path`: required, unless `sources` are given"
+    assert refusal() == "`path`: required, unless `reasoning_gym` or `sources` are given"
     assert (
         refusal(path="a", streaming=True) == "`streaming` needs `max_rows`, the number of rows to take from the stream"
     )
@@ -73,3 +73,16 @@ def test_refusals() -> None:
     assert refusal(sources=mixed) == "`sources`: give every one a weight, or none"
     assert refusal(sources=[{"path": "a", "weight": 0}]) == "Input should be greater than 0"
     assert refusal(path="a", filter="task") == "expected `module:function` or `path/to/file.py:function`"
+
+
+def test_refusals_of_reasoning_gym() -> None:
+    sums = {"reasoning_gym": "chain_sum", "size": 9}
+    assert DatasetSection(**sums).all_sources["dataset"].size == 9
+    assert "size" in refusal(reasoning_gym="chain_sum")
+    assert "greater" in refusal(**sums | {"size": 0})
+    assert "`path`" in refusal(**sums, path="a")
+    assert "`split`" in refusal(**sums, split="test")
+    assert "`size`" in refusal(path="a", size=3)
+    assert "`config`" in refusal(sources=[{"path": "a", "config": {"max_terms": 3}}])
+    assert "`reasoning_gym`" in refusal(sources=[{"weight": 1}])
+    assert "`reasoning_gym`" in refusal(**sums, sources=[sums])
