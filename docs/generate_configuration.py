@@ -219,9 +219,8 @@ def rows(
         yield row(f"`{prefix}{name}`", type_of(field), default_of(field), description)
         for argument in get_args(field.annotation) if get_origin(field.annotation) is list else ():
             if is_section(argument):
-                same = {
-                    key for key, other in argument.model_fields.items() if _same(other, model.model_fields.get(key))
-                }
+                above = getattr(argument.__base__, "model_fields", {}) | model.model_fields  # documented elsewhere
+                same = {key for key, other in argument.model_fields.items() if _same(other, above.get(key))}
                 yield from rows(argument, f"{prefix}{name}[].", known=same)
         section = section_of(field.annotation)
         if section is not None and section not in (

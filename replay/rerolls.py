@@ -29,14 +29,20 @@ class Grade(NamedTuple):
 @dataclass(frozen=True)
 class RerollRules:
     """The rules by which prompts return. One reward function judges alone, so that a reward for mere format, which every
-    completion gets, does not hide a failure."""
+    completion gets, does not hide a failure. If it scored nothing, the first of `others` judges that did: of several environments
+    each has its own rewards."""
 
     settings: RerollSection
     column: int = 0  # of that function
+    others: tuple[int, ...] = ()
 
     def grade(self, group: RolloutGroup) -> Grade:
-        rewards = group.rewards[:, self.column : self.column + 1]  # none where teachers alone teach
-        scored = rewards[~np.isnan(rewards)]
+        scored = np.zeros(0, np.float32)
+        for column in (self.column, *self.others):
+            rewards = group.rewards[:, column : column + 1]  # none where teachers alone teach
+            scored = rewards[~np.isnan(rewards)]
+            if len(scored):
+                break
         successes = int((scored > self.settings.fail_threshold).sum())
         if len(scored) == 0:
             return Grade("unscored", 0, 0)

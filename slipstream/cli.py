@@ -240,15 +240,18 @@ def environment() -> None:
 @click.option(
     "--from", "source", metavar="FILE.jsonl", help="rows of a NeMo Gym agent, in the form that its own tools take"
 )
-def write_rows(config: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None) -> None:
+@click.option("--environment", "name", metavar="NAME", default="", help="which of `environments`, if there are several")
+def write_rows(
+    config: str, overrides: list[str], to: Path, max_rows: int | None, source: str | None, name: str
+) -> None:
     """Write the environment's rows. The file appears whole or not at all."""
     import asyncio
 
     given = os.path.abspath(source) if source else ""  # what works below works in another folder
-    asyncio.run(_write_rows(config, overrides, to, max_rows, given))
+    asyncio.run(_write_rows(config, overrides, to, max_rows, given, name))
 
 
-async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str) -> None:
+async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int | None, source: str, name: str) -> None:
     from producer.environments.agent_program import rows
     from protocol.config.loader import load_config
     from protocol.config.places import working_in
@@ -256,9 +259,12 @@ async def _write_rows(file: str, overrides: list[str], to: Path, max_rows: int |
     from protocol.runtime.json_lines import encode_line
 
     config = load_config(file, overrides)
-    section = config.environment
+    if name not in config.by_environment and (name or config.environments):
+        known = ", ".join(config.by_environment) or "one without a name"
+        raise ConfigError(f"{file}: --environment {name!r} is not one of its environments: {known}")
+    section = config.by_environment.get(name, config.environment)
     if not section.is_played_outside:
-        raise ConfigError(f"{file}: environment.agent: rows are those of an agent program's environment; set it")
+        raise ConfigError(f"{file}: {section.key}.agent: rows are those of an agent program's environment; set it")
     number = 0
     try:
         with staged(to) as partial, partial.open("w", encoding="utf-8") as stream:

@@ -52,4 +52,9 @@ class RunInputs:
             raise DatasetError(
                 "dataset: with environment.agent=atropos there is none, environments have their own items"
             )
-        return PromptDataset(with_rows(self._config).dataset, self.model_folder, trust_remote_code=self._trusted)
+        return PromptDataset(
+            with_rows(self._config).dataset,
+            self.model_folder,
+            trust_remote_code=self._trusted,
+            environments=self._config.routes,
+        )

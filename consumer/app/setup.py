@@ -155,7 +155,10 @@ def _held_out(config: RunConfig, model_folder: Path, check: Callable[[], None]) 
         return None
     try:
         trusted = config.model.trust_remote_code
-        return PromptDataset(config.evaluation.dataset, model_folder, trust_remote_code=trusted, check=check)
+        return PromptDataset(
+            config.evaluation.dataset, model_folder, trust_remote_code=trusted, check=check,
+            environments=[name for name in config.routes if not config.posted_by(name)],
+        )  # fmt: skip
     except DatasetError as error:
         raise DatasetError(f"evaluation.{error}") from error
 

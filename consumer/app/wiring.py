@@ -242,7 +242,11 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         ledger,
         selector,
         journal,
-        RerollRules(reroll, config.reward_names.index(reroll.reward) if reroll.reward else 0),
+        RerollRules(
+            reroll,
+            config.reward_names.index(reroll.reward) if reroll.reward else 0,
+            tuple(range(len(config.reward_names))) if config.environments else (),
+        ),
         setup.rewards.mean_reward,
         FailureWatch(pipeline.max_failed_share),
         SignalWatch(config.guards.max_groups_without_signal),

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+
 from consumer.prompts.blocks import cut
 from consumer.prompts.filters import TokenLimit, UsableRows
 from consumer.prompts.rows import Prompt, RowReader, load_rows
 from protocol.config.data import DatasetSection
+from protocol.config.environments import COLUMN, SINGLE_TURN
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 
@@ -27,10 +30,11 @@ MOST_PROMPTS = 100_000_000
 class PromptDataset:
     """The prompts of a dataset, by id. `digest` is 64 hex digits that change with the rows, with what is skipped and with the
     files of the functions. The tokenizer of `model_folder`, of files of its own only with `trust_remote_code`, counts tokens of
-    prompts, and cuts documents.
+    prompts, and cuts documents. In a run with several environments rows name one of `environments`, and get its name as a column.
 
     Raises:
-        DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.
+        DatasetError: no such dataset or split, no rows, no prompt in the first row, a row names no environment that there is, or
+            the filter raised.
         ConfigError: a function that the section names cannot be imported.
     """
 
@@ -41,6 +45,7 @@ class PromptDataset:
         *,
         trust_remote_code: bool = False,
         check: Callable[[], None] = lambda: None,
+        environments: Sequence[str] = (),
     ) -> None:
         limit = TokenLimit(section, model_folder, trust_remote_code) if section.max_prompt_tokens else None
         self._sources = []
@@ -50,6 +55,7 @@ class PromptDataset:
                 assert model_folder is not None, "blocks need the folder of the model"
                 rows = cut(rows, source, key, model_folder, trust_remote_code=trust_remote_code)
             self._sources.append(UsableRows(RowReader(source, key, rows), limit, check))
+        self._routes = [Route(rows, environments) for rows in self._sources] if environments else []
         given = [rows.reader.source for rows in self._sources]
         parts = [f"{rows.digest} {source.weight}" for rows, source in zip(self._sources, given, strict=True)]
         self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -87,7 +93,18 @@ class PromptDataset:
     def __getitem__(self, prompt_id: int) -> Prompt:
         """Raise DatasetError if the row has no usable prompt."""
         source, row = self._mixture[prompt_id]
-        return self._sources[source][row]
+        prompt, columns = self._sources[source][row]
+        return prompt, columns | {COLUMN: self._routes[source].of(row)} if self._routes else columns
+
+    def environment_of(self, prompt_id: int) -> str:
+        """Return the name of a prompt's environment; empty in a run without several."""
+        source, row = self._mixture[prompt_id]
+        return self._routes[source].of(row) if self._routes else ""
+
+    @property
+    def environments(self) -> set[str]:
+        """The names of all environments that prompts have."""
+        return set[str]().union(*(route.names for route in self._routes))
 
     def source_of(self, prompt_id: int) -> int:
         """Return which of `dataset.sources` a prompt is from, counted from 0."""
@@ -97,6 +114,32 @@ class PromptDataset:
         """Row and dataset of a prompt, for messages."""
         source, row = self._mixture[prompt_id]
         return self._sources[source].place(row)
+
+
+class Route:
+    """The environments of a source's rows. Raises DatasetError if a row names one that is not in `known`, or another than its
+    source does."""
+
+    def __init__(self, rows: UsableRows, known: Sequence[str]) -> None:
+        key, given = rows.reader.key, rows.reader.source.environment
+        named = [given or SINGLE_TURN if value is None else value for value in rows.column(COLUMN)]
+        for row, name in enumerate(named):
+            if name not in known:
+                raise DatasetError(
+                    f"{key}: {rows.place(row)}: the column {COLUMN!r} is {name!r}, which is not one of {', '.join(known)}"
+                )
+            if given is not None and name != given:
+                raise DatasetError(
+                    f"{key}.environment is {given!r}, and the column {COLUMN!r} of {rows.place(row)} is {name!r}; remove one "
+                    "of them"
+                )
+        self.names = sorted(set(named))
+        numbers = {name: number for number, name in enumerate(self.names)}
+        self._numbers = np.array([numbers[name] for name in named], np.uint16)
+
+    def of(self, row: int) -> str:
+        """Return the name of a row's environment."""
+        return str(self.names[self._numbers[row]])
 
 
 class Placeholders:
@@ -123,6 +166,10 @@ class Placeholders:
         """Return none: placeholders have no sources."""
         return []
 
+    def environment_of(self, prompt_id: int) -> str:
+        """Return nothing: all are of environments of Atropos."""
+        return ""
+
     def place(self, prompt_id: int) -> str:
         """Return the group's name, for messages."""
         return f"group {prompt_id} of the environments of Atropos"
@@ -133,7 +180,14 @@ def open_prompts(config: RunConfig, model_folder: Path, check: Callable[[], None
     if config.environment.atropos:
         return Placeholders()
     trusted = config.model.trust_remote_code
-    prompts = PromptDataset(config.dataset, model_folder, trust_remote_code=trusted, check=check)
+    prompts = PromptDataset(
+        config.dataset, model_folder, trust_remote_code=trusted, check=check, environments=config.routes
+    )
+    unused = set(config.by_environment) - prompts.environments if config.environments else None
+    if unused:
+        raise DatasetError(
+            f"environments: no row names {', '.join(sorted(unused))}; give a source its `environment`, or remove it"
+        )
     for number, teacher in enumerate(config.teachers):
         prompts.check_columns(teacher.columns, f"teachers.{number}.prompt")
     return prompts

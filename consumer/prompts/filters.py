@@ -81,6 +81,16 @@ class UsableRows:
         made: Prompt = msgspec.msgpack.decode(row["row"], type=tuple[Any, dict[str, Any]])
         return made
 
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column, of all rows in order; None where a row has none, or cannot be used."""
+        if self.reader.transform is None:
+            values = self.reader.rows[name][:] if name in self.reader.rows.column_names else None
+            return [None if values is None else values[int(number)] for number in self._numbers]
+        assert self._judged is not None
+        rows = (self._judged[int(number)]["row"] for number in self._numbers)
+        decoder = msgspec.msgpack.Decoder(tuple[Any, dict[str, Any]])
+        return [decoder.decode(row)[1].get(name) if row else None for row in rows]
+
     def place(self, index: int) -> str:
         """Row and dataset, for messages."""
         return self.reader.place(int(self._numbers[index]))

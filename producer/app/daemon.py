@@ -90,8 +90,8 @@ async def _main_loop(parts: Producer) -> None:
         tasks.spawn(work)
     if parts.serving is not None and helpers.listener is not None:
         tasks.spawn(parts.serving.run(helpers.listener))
-    if helpers.program is not None:
-        tasks.spawn(helpers.program.run())
+    for program in helpers.programs.values():
+        tasks.spawn(program.run())
     if parts.gpu_turns is not None:
         tasks.spawn(parts.gpu_turns.run())
     parts.link.start()
@@ -113,8 +113,8 @@ async def _shutdown(parts: Producer) -> None:
     """Begin nothing more, deliver the groups that are finished, and return the leases that are not."""
     parts.base.watch.health.stopping("handing leases back")
     parts.generation.hand_back_all()
-    if parts.helpers.program is not None:
-        await parts.helpers.program.close()  # before the endpoint, which it uses
+    programs = parts.helpers.programs.values()
+    await asyncio.gather(*(program.close() for program in programs))  # before the endpoint, which they use
     await parts.base.tasks.cancel(_UNWIND_S)  # an engine that hangs must not keep the process
     parts.link.stop(_FLUSH_S)
     await asyncio.to_thread(parts.link.join, _FLUSH_S + 5)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from producer.app.gpu_turns import GpuTurns
+from producer.app.rollout_sources import build_agents, build_source
 from producer.app.timeline import Timeline, timeline_path
 from producer.app.watchdog import Supervision, Watchdog
 from producer.endpoint.agents import Agents
@@ -49,13 +50,11 @@ from producer.policies.registry import AdapterRegistry, SwapReport
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Failure
 from producer.rollouts.admission import Admission, EngineAccess
-from producer.rollouts.chat import ChatFormat
 from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation, RolloutSource
-from producer.rollouts.prompts import PromptFormat, load_tokenizer
-from producer.rollouts.several_turns import PlayedRollouts
-from producer.rollouts.single_turn import AgentRollouts, PlainRollouts
+from producer.rollouts.prompts import load_tokenizer
+from producer.rollouts.single_turn import PlainRollouts
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import ProducerKeys, process_name, producer_keys
 from protocol.config.functions import load_plugin
@@ -184,20 +183,23 @@ def build_sources(launch: Launch, stack: AsyncExitStack) -> PolicySources:
 
 @dataclass(frozen=True)
 class Helpers:
-    """Parts that work beside the engine. `agents` post their rewards; `program` is ours that plays for them."""
+    """Parts that work beside the engine. `agents` post their rewards; `programs` are ours that play for them. Environments have
+    their names, that of the section `environment` an empty one."""
 
     rewards: RewardPool
-    environments: EnvironmentPool | None
+    environments: dict[str, EnvironmentPool]
     listener: socket.socket | None
     client_keys: tuple[bytes, ...]
     agents: Agents | None
-    program: AgentProgram | None
+    programs: dict[str, AgentProgram]
     teachers: "TeacherPool | None"
 
     async def start(self) -> None:
-        for helper in (self.rewards, self.environments, self.program):
-            if helper is not None:
-                await helper.start()
+        await self.rewards.start()
+        for pool in self.environments.values():
+            await pool.start()
+        for program in self.programs.values():
+            await program.start()
 
 
 def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
@@ -206,19 +208,21 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     stack.push_async_callback(rewards.close)
     listener = stack.enter_context(listening(config.serve, base.launch.gpus))
     client_keys = read_keys(config.serve.api_key_file)
-    environments = EnvironmentPool(config.environment) if config.environment.factory else None
-    if environments is not None:
-        stack.push_async_callback(environments.close)
-    weights = dict(zip(config.reward_names, config.reward_weights, strict=True))
-    agents = Agents(config.posted_rewards, weights) if config.posted_rewards else None
-    program = None
-    if agents is not None and listener is not None and config.environment.is_played_outside:
-        key = client_keys[0].decode() if client_keys else ""
-        program = AgentProgram(config.environment, base_url(listener), key, agents.fail_taken)
-        stack.push_async_callback(program.close)
-        base.metrics.watch_agent_program(partial(getattr, program, "restarts"))
-        base.watch.health.check_ready("environment", partial(getattr, program, "problem"))
-    return Helpers(rewards, environments, listener, client_keys, agents, program, build_teachers(base, stack))
+    environments = {name: EnvironmentPool(each) for name, each in config.by_environment.items() if each.factory}
+    agents, programs = build_agents(config), dict[str, AgentProgram]()
+    for name, section in config.by_environment.items():
+        if section.is_played_outside and listener is not None and agents is not None:
+            key = client_keys[0].decode() if client_keys else ""
+            gone = partial(agents.fail_taken, environment=name)
+            programs[name] = AgentProgram(section, base_url(listener), key, gone, name)
+    parts: dict[str, EnvironmentPool | AgentProgram] = {**environments, **programs}
+    for name, part in parts.items():
+        stack.push_async_callback(part.close)
+        base.watch.health.check_ready(config.by_environment[name].key, part.problem)
+    if programs:
+        base.metrics.watch_agent_program(lambda: sum(program.restarts for program in programs.values()))
+    teachers = build_teachers(base, stack)
+    return Helpers(rewards, environments, listener, client_keys, agents, programs, teachers)
 
 
 def build_teachers(base: Base, stack: AsyncExitStack) -> "TeacherPool | None":
@@ -351,7 +355,11 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     in_flight = InFlight(engine, registry, counters, config.on_swap, gate=gate)
     access = EngineAccess(registry, admission, in_flight)
     outside = build_outside(base, can.facts.max_model_len)
-    source = build_source(base, helpers, engine, tokenizer, access, outside)
+    source: RolloutSource
+    if outside is not None:
+        source = outside.rollouts(access, config.reward_names)
+    else:
+        source = build_source(config, helpers.environments, helpers.agents, engine, tokenizer, access, counters)
     if helpers.teachers is not None and isinstance(source, PlainRollouts):
         helpers.teachers.use_engine(source.prompts, in_flight.score)
     builder = GroupBuilder(
@@ -458,39 +466,3 @@ def build_outside(base: Base, max_model_len: int) -> EndpointPlugin | None:
     build = load_plugin("slipstream.environments", environment.agent or "", "environment.agent")
     plugin: EndpointPlugin = build(base.config, max_model_len, lambda: base.counters.policy_version)
     return plugin
-
-
-def build_source(
-    base: Base,
-    helpers: Helpers,
-    engine: Engine,
-    tokenizer: Any,
-    access: EngineAccess,
-    outside: EndpointPlugin | None,
-) -> RolloutSource:
-    config, max_model_len = base.config, engine.capabilities.facts.max_model_len
-    if outside is not None:
-        source: RolloutSource = outside.rollouts(access, config.reward_names)
-        return source
-    if helpers.environments is not None:
-        chat = build_chat(base, helpers.environments, engine, tokenizer)
-        own = set(config.reward_names) - set(config.rewards.names)
-        return PlayedRollouts(access, config.environment, helpers.environments, chat, base.counters, tuple(own))
-    placeholders = engine.capabilities.placeholders
-    prompts = PromptFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, placeholders=placeholders)
-    if helpers.agents is not None:
-        return AgentRollouts(helpers.agents, access, prompts)
-    return PlainRollouts(access, prompts)
-
-
-def build_chat(base: Base, environments: EnvironmentPool, engine: Engine, tokenizer: Any) -> ChatFormat:
-    """Return the chat format; the pool must have started. Raises ConfigError if tools do not fit the chat template or the
-    engine's parser."""
-    config, tools, parser = base.config, environments.tools, None
-    if tools:
-        assert config.environment.tool_parser is not None
-        parser = engine.tool_parser(config.environment.tool_parser, tokenizer, tools)
-    max_model_len = engine.capabilities.facts.max_model_len
-    chat = ChatFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, tools, parser)
-    chat.check()
-    return chat

@@ -95,7 +95,13 @@ class Task:
     episodes: list[AgentEpisode]
     ends_at: float
     done: "asyncio.Future[None]"
+    environment: str
+    weights: Mapping[str, float]  # of the rewards that are posted, by name
     taken_at: float | None = None
+
+    @property
+    def missing(self) -> list[float]:
+        return [math.nan] * len(self.weights)
 
     def fail(self, reason: str) -> None:
         if not self.done.done():
@@ -104,38 +110,46 @@ class Task:
 
 
 class Agents:
-    """The tasks of outside agents. Agents post `reward_names` for each episode; spans count with `weights`. Until `read_with` is
-    called, spans in characters are refused."""
+    """The tasks of outside agents. Agents post `reward_names` for each episode, or those that `environments` has for its
+    environment; spans count with their weights. Until `read_with` is called, spans in characters are refused."""
 
-    def __init__(self, reward_names: tuple[str, ...], weights: Mapping[str, float] | None = None) -> None:
-        self.reward_names = reward_names
-        self._weights = weights or {}
+    def __init__(
+        self,
+        reward_names: tuple[str, ...] = (),
+        weights: Mapping[str, float] | None = None,
+        environments: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        alone = {"": {name: (weights or {}).get(name, 1.0) for name in reward_names}}
+        self._posted = environments or alone
         self._decode: Callable[[list[int]], str] | None = None
-        self._waiting: deque[Task] = deque()
+        self._waiting: dict[str, deque[Task]] = {name: deque() for name in self._posted}
         self._offered = asyncio.Event()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
-        self._missing = [math.nan] * len(reward_names)
         self.rewarded = self.unrewarded = self.failed = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def read_with(self, tokenizer: Any) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)  # as completions are decoded
 
     # The lease's side
 
-    async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
+    async def fulfil(
+        self, lease: Lease, waited_s: float = 0.0, environment: str = ""
+    ) -> tuple[list[Episode], NDArray[np.float32], float]:
         """Return the episodes of this lease once agents have generated and scored them, the posted rewards (float32, (episodes,
         names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure if no agent took the task
         (`returned`), or an episode has no completion. `waited_s` of the lease's time are over."""
         names = [f"{lease.lease_id}.{number}" for number in range(lease.sampling.num_generations)]
         episodes = [AgentEpisode(0, [], id=name, floor=lease.policy_floor) for name in names]
         limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
-        task = Task(lease, episodes, time.monotonic() + limit_s, asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        task = Task(lease, episodes, time.monotonic() + limit_s, done, environment, self._posted[environment])
         self._episodes |= {episode.id: (task, episode) for episode in episodes}
-        self._waiting.append(task)
+        waiting = self._waiting[environment]
+        waiting.append(task)
         self._offered.set()
         try:
             async with asyncio.timeout(limit_s):
@@ -143,12 +157,12 @@ class Agents:
         except TimeoutError:
             self._check_left(task, limit_s)
         finally:
-            if task in self._waiting:
-                self._waiting.remove(task)
+            if task in waiting:
+                waiting.remove(task)
             for name in names:
                 del self._episodes[name]
         for episode in episodes:  # later samples are no part of the group
-            episode.rewards = episode.rewards or self._missing
+            episode.rewards = episode.rewards or task.missing
         rewards = np.array([episode.rewards for episode in episodes], np.float32)
         if any(episode.spans for episode in episodes):
             await asyncio.to_thread(self._place_spans, episodes)
@@ -169,23 +183,30 @@ class Agents:
 
     # The agent's side
 
-    async def take(self, wait_s: float) -> dict[str, Any] | None:
-        """Give a task to an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
+    async def take(self, wait_s: float, environment: str | None = None) -> dict[str, Any] | None:
+        """Give a task of an environment to an agent, in the fields of docs/serving.md; None if there is none within `wait_s`.
+        Raises RefusedError if agents play no such environment, or several and none is named."""
+        if environment is None and len(self._waiting) == 1:
+            (environment,) = self._waiting
+        if environment is None or environment not in self._waiting:
+            known = ", ".join(filter(None, self._waiting)) or "a run without `environments`, where none is named"
+            raise malformed(f"`environment` is {environment!r}, and agents play {known}", "environment")
+        waiting = self._waiting[environment]
         try:
             async with asyncio.timeout(wait_s):
-                while not self._waiting:
+                while not waiting:
                     self._offered.clear()
                     await self._offered.wait()
         except TimeoutError:
             return None
-        task = self._waiting.popleft()
+        task = waiting.popleft()
         lease, task.taken_at = task.lease, time.monotonic()
         return {
             "id": lease.lease_id,
             "prompt": lease.prompt,
             "columns": lease.columns,
             "episodes": [episode.id for episode in task.episodes],
-            "rewards": list(self.reward_names),
+            "rewards": list(task.weights),
             "max_tokens": lease.sampling.max_completion_length,
             "expires_in_s": round(max(0.0, task.ends_at - time.monotonic()), 1),
         }
@@ -215,19 +236,20 @@ class Agents:
         """End an episode. The same rewards a second time change nothing. Raises RefusedError if there is no such episode, it has
         no samples, or these are not its rewards."""
         task, episode = self.find(episode_id)
-        if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
+        names = task.weights
+        if rewards.keys() != names.keys() or not all(map(_is_reward, rewards.values())):
             expected = "a finite number, null, or an object with rewards of parts"
-            raise malformed(f"expected {expected} for each of {', '.join(self.reward_names)}")
+            raise malformed(f"expected {expected} for each of {', '.join(names)}")
         if episode.rewards is not None:
             if rewards != episode.posted:
                 raise malformed("this episode has other rewards already", "episode", 409)
         elif not episode.records:
             raise malformed("nothing was sampled for this episode", "episode", 409)
         else:
-            read = {name: self._read(name, rewards[name], episode) for name in self.reward_names}
+            read = {name: self._read(name, rewards[name], episode) for name in names}
             episode.rewards, episode.posted = [each.worth for each in read.values()], rewards
             for name, each in read.items():
-                if weight := self._weights.get(name, 1.0):
+                if weight := names[name]:
                     episode.spans += [(weight, each.spans)] if each.spans else []
                     for record, end, reward in each.turns:
                         record.reward(end, weight * reward)
@@ -269,14 +291,16 @@ class Agents:
         if not episode.failure:
             self._unrewarded(episode_id)
             self.failed += 1
-            episode.failure, episode.rewards = reason, self._missing
+            episode.failure, episode.rewards = reason, task.missing
             if not episode.records:
                 task.fail(f"an episode failed before anything was sampled for it: {reason}")
         return self._ended(task, episode_id)
 
-    def fail_taken(self, reason: str) -> None:
-        """Fail every task that was taken, because the agent has ended."""
-        for task in dict.fromkeys(task for task, _ in self._episodes.values() if task.taken_at is not None):
+    def fail_taken(self, reason: str, environment: str = "") -> None:
+        """Fail every task of the environment that was taken, because its agent has ended."""
+        for task in dict.fromkeys(task for task, _ in self._episodes.values()):
+            if task.taken_at is None or task.environment != environment:
+                continue
             self.failed += sum(episode.rewards is None for episode in task.episodes)
             task.fail(reason)
 
@@ -341,6 +365,7 @@ def _wanted(sampling: Sampling) -> dict[str, float]:
 
 class _Wish(msgspec.Struct, forbid_unknown_fields=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+    environment: str | None = None
 
 
 class _Failure(msgspec.Struct, forbid_unknown_fields=True):
@@ -352,8 +377,8 @@ def agent_routes(agents: Agents) -> list[Route]:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def take(request: Request) -> Response:
-        wish = decode_body(await request.body(), _Wish, "`wait_s` from 0 to 60 and nothing else")
-        task = await agents.take(wish.wait_s)
+        wish = decode_body(await request.body(), _Wish, "`wait_s` from 0 to 60, `environment` and nothing else")
+        task = await agents.take(wish.wait_s, wish.environment)
         return Response(status_code=204) if task is None else answered(task)
 
     async def reward(request: Request) -> Response:

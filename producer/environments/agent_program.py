@@ -39,10 +39,10 @@ _RUN = "import sys; sys.path[0] = sys.argv[2]; from producer.environments import
 async def _start(section: EnvironmentSection, work: dict[str, Any]) -> ChildProcess:
     """Start a program that plays or sends rows, and wait until it has loaded its environment. Raise ConfigError with the reason
     if it cannot."""
-    place, options = f"environment.agent: {section.agent}", section.options | section.agent_options.model_dump()
+    place, options = f"{section.key}.agent: {section.agent}", section.options | section.agent_options.model_dump()
     settings = section.model_dump(include={"episode_timeout_s", "max_concurrent"}) | options | work
     command = [_found(options.get("python") or sys.executable), "-c", _RUN]
-    arguments = [str(_ROOT), *plugin_place(ENVIRONMENT_PLUGINS, str(section.agent), "environment.agent")]
+    arguments = [str(_ROOT), *plugin_place(ENVIRONMENT_PLUGINS, str(section.agent), f"{section.key}.agent")]
     try:
         program = ChildProcess(
             command, *arguments, throttle=Throttle(logger), source=place, environment=environment_of(section.gpu),
@@ -82,19 +82,28 @@ async def _terminate(program: ChildProcess) -> str:
 
 
 class AgentProgram:
-    """Keeps one agent program playing at the endpoint `base_url`, with `key` if there is one. When a program has ended,
-    `agent_gone` is called with the reason."""
+    """Keeps one agent program playing the tasks of `environment` at the endpoint `base_url`, with `key` if there is one. When a
+    program has ended, `agent_gone` is called with the reason."""
 
     def __init__(
-        self, section: EnvironmentSection, base_url: str, key: str, agent_gone: Callable[[str], None] = lambda _: None
+        self,
+        section: EnvironmentSection,
+        base_url: str,
+        key: str,
+        agent_gone: Callable[[str], None] = lambda _: None,
+        environment: str = "",
     ) -> None:
         self._section = section
-        self._where = {"base_url": base_url, "key": key}
+        self._where = {"base_url": base_url, "key": key, "environment": environment}
         self._agent_gone = agent_gone
         self._program: ChildProcess | None = None
         self._closed = False
         self.restarts = 0
-        self.problem: str | None = None
+        self._problem: str | None = None
+
+    def problem(self) -> str | None:
+        """Return why no episode can be played now."""
+        return self._problem
 
     async def start(self) -> None:
         """Start the program and wait until it has loaded its environment. Raise ConfigError if it cannot."""
@@ -105,26 +114,26 @@ class AgentProgram:
         pause_s = _FIRST_PAUSE_S
         while True:
             if self._program is not None:
-                began, self.problem = time.monotonic(), None
+                began, self._problem = time.monotonic(), None
                 await self._program.send(self._where)
                 with contextlib.suppress(ChildEndedError):  # it sends nothing while it plays
                     await self._program.receive(dict[str, Any])
                 how = await _terminate(self._program)
                 if self._closed:
                     return
-                self.problem = f"the agent program of the environment ended ({how})"
+                self._problem = f"the agent program of {self._section.key} ended ({how})"
                 self._program = None
-                self._agent_gone(self.problem)
+                self._agent_gone(self._problem)
                 if time.monotonic() - began > _LONGEST_PAUSE_S:
                     pause_s = _FIRST_PAUSE_S
-            logger.warning("%s; starting another in %g s", self.problem, pause_s)
+            logger.warning("%s; starting another in %g s", self._problem, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self.restarts += 1
             try:
                 await self.start()
             except ConfigError as error:
-                self.problem = str(error)
+                self._problem = str(error)
 
     async def close(self) -> None:
         self._closed = True
@@ -137,7 +146,7 @@ async def rows(section: EnvironmentSection, max_rows: int | None, source: str) -
     if the program cannot send them."""
     program = await _start(section, {"kind": "rows", "max_rows": max_rows, "source": source})
     try:
-        while "end" not in (message := await _receive(program, f"environment.agent: {section.agent}")):
+        while "end" not in (message := await _receive(program, f"{section.key}.agent: {section.agent}")):
             yield message
     finally:
         await _terminate(program)

@@ -25,6 +25,7 @@ from protocol.runtime.logs import Throttle
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
+_HOPELESS = 8  # episodes in a row that failed
 _METHODS = {"reward": "get_reward", "turn_reward": "get_turn_reward"}
 
 
@@ -37,6 +38,7 @@ class EnvironmentSession:
     """An environment for one episode. Its methods raise EnvironmentFailedError if the environment raises, hangs or has died."""
 
     process: ChildProcess
+    key: str  # of its section
     call_timeout_s: float
     start_timeout_s: float  # that the first call has in addition
     is_usable: bool = True
@@ -78,7 +80,7 @@ class EnvironmentSession:
                 answer = await self.process.ask(call, Answer)
         except TimeoutError:
             raise EnvironmentFailedError(
-                f"{what} did not return within environment.call_timeout_s={self.call_timeout_s:g} seconds and its process was "
+                f"{what} did not return within {self.key}.call_timeout_s={self.call_timeout_s:g} seconds and its process was "
                 "killed"
             ) from None
         except ChildEndedError as error:
@@ -90,7 +92,7 @@ class EnvironmentSession:
 
 
 class EnvironmentPool:
-    """Keeps the processes of `environment.factory`. After the start `tools` has the JSON schemas of the tools, `rewards_turns`
+    """Keeps the processes of the factory of `section`. After the start `tools` has the JSON schemas of the tools, `rewards_turns`
     tells whether turns have rewards of their own, and `replies` whether turns without calls are answered."""
 
     def __init__(self, section: EnvironmentSection) -> None:
@@ -102,8 +104,16 @@ class EnvironmentPool:
         self._slots = asyncio.Semaphore(section.max_concurrent)
         self._idle: list[ChildProcess] = []
         self._children = ChildProcesses(Throttle(logger))
+        self._failures = 0  # of episodes, since one succeeded
+        self._last_failure = ""
         self.tools: list[dict[str, Any]] = []
         self.rewards_turns = self.replies = False
+
+    def problem(self) -> str | None:
+        """Return why no episode can be played now, as far as the last ones tell."""
+        if self._failures < _HOPELESS:
+            return None
+        return f"the last {self._failures} episodes of {self._section.key} failed: {self._last_failure}"
 
     async def start(self) -> None:
         """Start the first environment and ask it for its tools. Raise ConfigError if it cannot be imported or made, its tools
@@ -112,15 +122,16 @@ class EnvironmentPool:
             async with self.session() as environment:
                 self.tools, has_reward, self.rewards_turns, self.replies = await environment.describe()
         except EnvironmentFailedError as error:
-            raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
+            raise ConfigError(f"{self._section.key}.factory: {self._factory}: {error}") from error
         if has_reward != (self._section.reward_weight is not None):
             problem = "has no get_reward; remove the weight, or add the method"
             if has_reward:
                 problem = "has get_reward; set its weight, e.g. 1.0"
-            raise ConfigError(f"environment.reward_weight: {self._factory} {problem}")
+            raise ConfigError(f"{self._section.key}.reward_weight: {self._factory} {problem}")
         if self.tools and self._section.tool_parser is None:
             raise ConfigError(
-                f"environment.tool_parser: {self._factory} has tools; name vLLM's parser for the calls of this model, e.g. hermes"
+                f"{self._section.key}.tool_parser: {self._factory} has tools; name vLLM's parser for the calls of this model, "
+                "e.g. hermes"
             )
 
     async def close(self) -> None:
@@ -132,9 +143,14 @@ class EnvironmentPool:
         can be started."""
         async with self._slots:
             process, start_timeout_s = (self._idle.pop(), 0.0) if self._idle else (self._start(), _START_TIMEOUT_S)
-            session = EnvironmentSession(process, self._section.call_timeout_s, start_timeout_s)
+            session = EnvironmentSession(process, self._section.key, self._section.call_timeout_s, start_timeout_s)
             try:
                 yield session
+                self._failures = 0
+            except (EnvironmentFailedError, TimeoutError) as error:
+                self._failures += 1
+                self._last_failure = str(error) or "it took too long"
+                raise
             finally:
                 if session.is_usable:
                     self._idle.append(process)

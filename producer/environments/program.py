@@ -8,7 +8,7 @@ with status 0.
     from the producer                                    to the producer, frames of JSON (`protocol.runtime.worker_channel`)
     {"kind": "play" or "rows", ...}            ->
                                                <-        {"ready": true}, or {"problem": "..."}
-    {"base_url": ..., "key": ...}              ->        nothing; or with "rows": a frame per row, then {"end": true}
+    {"base_url", "key", "environment"}            ->        nothing; or with "rows": a frame per row, then {"end": true}
 """
 
 import asyncio
@@ -98,7 +98,7 @@ async def _play(environment: Environment, settings: dict[str, Any]) -> None:
     current, base_url, key = asyncio.current_task(), settings["base_url"], settings["key"]
     assert current is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
-    endpoint = PolicyEndpoint(base_url, key, settings["max_concurrent"] + 1)
+    endpoint = PolicyEndpoint(base_url, key, settings["max_concurrent"] + 1, settings["environment"])
     async with environment.playing(base_url, key):
         slots = asyncio.Semaphore(settings["max_concurrent"])
         await TaskLoop(endpoint, environment, slots, settings["episode_timeout_s"]).run()

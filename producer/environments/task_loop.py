@@ -99,15 +99,17 @@ class HttpClient:
 
 
 class PolicyEndpoint:
-    """The endpoint at `base_url`, which ends in `/v1`, for `num_threads` requests at once. One of them waits for tasks."""
+    """The endpoint at `base_url`, which ends in `/v1`, for `num_threads` requests at once. One of them waits for tasks, of
+    `environment` if the run has several."""
 
-    def __init__(self, base_url: str, key: str, num_threads: int) -> None:
+    def __init__(self, base_url: str, key: str, num_threads: int, environment: str = "") -> None:
         self._base_url = base_url
+        self._wish = {"wait_s": _WAIT_S} | ({"environment": environment} if environment else {})
         self._http = HttpClient(num_threads, {"authorization": f"Bearer {key}"} if key else {})
 
     async def take(self) -> dict[str, Any] | None:
         """Return a task, or None if there is none now."""
-        return await self._ask("", {"wait_s": _WAIT_S}, _WAIT_S + _TIMEOUT_S)
+        return await self._ask("", self._wish, _WAIT_S + _TIMEOUT_S)
 
     async def reward(self, episode: str, rewards: Mapping[str, Any]) -> None:
         """End an episode. A reward that is neither a finite number nor rewards of spans is missing."""

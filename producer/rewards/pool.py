@@ -26,6 +26,7 @@ from producer.rewards.steps import reduced
 from producer.rewards.thinking import Thinking, view, with_hidden_rows
 from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
+from protocol.config.environments import environment_of
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.runtime.logs import Throttle
 from protocol.wire.messages import MissingReward
@@ -108,21 +109,27 @@ class RewardPool:
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
     ) -> "Scored":
-        """Score a group. Its completions are texts, or lists of messages if the prompt is one. Raise LeaseFailure, with the
-        functions that failed, if nothing was scored."""
-        started, functions = time.monotonic(), self._section.functions
+        """Score a group with the functions for its environment. Its completions are texts, or lists of messages if the prompt is
+        one. Raise LeaseFailure, with the functions that failed, if nothing was scored."""
+        started, functions, environment = time.monotonic(), self._section.functions, environment_of(columns)
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None
         if self._section.reads_thinking:
             assert self._thinking is not None, "call read_with first"
             counts = self._section.counts_reasoning
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
-        views = [view(self._section, function, job, reasoning) for function in functions]
+        nothing = (Job(prompt, [], [], {}), dict[int, float]())
+        views = [
+            view(self._section, function, job, reasoning) if function.scores(environment) else nothing
+            for function in functions
+        ]
         answers = await self._ask_all([seen for seen, _ in views])
         rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
         excluded, problems, failed = set[int](), list[str](), RewardFailures()
         spans: list[list[tuple[int, float]]] = [[] for _ in completions]
         for column, (function, (seen, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
+            if not function.scores(environment):
+                continue
             answer = await asyncio.to_thread(self._in_tokens, answer, seen) if answer.spans else answer
             scores = with_hidden_rows(answer, hidden)
             unseen = {row for row, reward in hidden.items() if math.isnan(reward)}

@@ -31,6 +31,7 @@ class ChatFormat(PromptFormat):
 
     tools: list[dict[str, Any]]
     parser: ToolParser | None
+    key: str = "environment"  # of its section
 
     def check(self) -> None:
         """Raise ConfigError if the template has no place for tools or their results."""
@@ -46,7 +47,7 @@ class ChatFormat(PromptFormat):
             fits, problem = False, f"refuses a conversation with tools: {type(error).__name__}: {error}"
         if not fits:
             raise ConfigError(
-                f"environment.factory: it has tools, and the chat template of model.path {problem}; take a model whose template "
+                f"{self.key}.factory: it has tools, and the chat template of model.path {problem}; take a model whose template "
                 "renders `tools`, `tool_calls` and messages of role `tool`"
             )
 

@@ -77,7 +77,9 @@ class PlayedRollouts:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                episode.failure = f"an episode was not over within environment.episode_timeout_s={limit_s:g} seconds"
+                episode.failure = (
+                    f"an episode was not over within {self.section.key}.episode_timeout_s={limit_s:g} seconds"
+                )
             except EnvironmentFailedError as error:
                 episode.failure = str(error)
             ended = (record.cut(len(record.token_ids)) for record in episode.records)

@@ -42,20 +42,19 @@ class PlainRollouts:
 
 @dataclass
 class AgentRollouts:
-    """A `RolloutSource`, for a run with posted rewards."""
+    """A `RolloutSource`, for rows that agents answer. `reward_names` are those that they post."""
 
     agents: Agents
     access: EngineAccess
     prompts: PromptFormat
-
-    def __post_init__(self) -> None:
-        self.reward_names = self.agents.reward_names
+    reward_names: tuple[str, ...]
+    environment: str = ""
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
         began = time.monotonic()
         await self.access.wait_for(lease.policy_floor)
         progress.enter("with agents", "generation_failed")
-        episodes, posted, generation_s = await self.agents.fulfil(lease, time.monotonic() - began)
+        episodes, posted, generation_s = await self.agents.fulfil(lease, time.monotonic() - began, self.environment)
         token_ids = [episode.token_ids for episode in episodes]
         texts = await self.prompts.in_thread(self.prompts.decode, lease.prompt, token_ids)
         return Rollouts(episodes, generation_s, texts, posted)

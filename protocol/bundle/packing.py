@@ -29,6 +29,7 @@ SHARED: dict[str, tuple[str, ...] | None] = {
     "dataset": ("chat_template_kwargs",),
     "rewards": ALL,
     "environment": ALL,
+    "environments": ALL,
     "sampling": ALL,
     "pipeline": ("groups_per_step", "max_staleness", "stall_timeout_s", "gpu_handover_s"),
     "swap": ALL,
@@ -116,8 +117,8 @@ def _selected(given: dict[str, Any]) -> dict[str, Any]:
 
 def _secrets(values: dict[str, Any]) -> Iterator[str]:
     """Beside those that no key of ours can hold, because it names a file or an environment variable instead."""
-    options = values.get("environment", {}).get("options", {})
-    free = {"engine": values.get("engine", {}), "environment.options": options}
+    free = {"engine": values.get("engine", {})}
+    free |= {f"{place}.options": section.get("options", {}) for place, section in _environments(values)}
     for number, one in enumerate(_functions(values)):
         if one.get("function"):
             free[f"rewards.functions.{number}.options"] = one.get("options", {})
@@ -168,9 +169,10 @@ def _keep_places(shared: SharedConfig) -> None:
                 shared.keep(section, "model", f"rewards.functions.{number}{place}.model")
         if "/" in options.get("python", ""):
             shared.keep(options, "python", f"rewards.functions.{number}.options.python")
-    options = values.get("environment", {}).get("options", {})
-    if "/" in (options.get("python") or ""):
-        shared.keep(options, "python", "environment.options.python")
+    environments = {f"{place}.options": section.get("options", {}) for place, section in _environments(values)}
+    for place, options in environments.items():
+        if "/" in (options.get("python") or ""):
+            shared.keep(options, "python", f"{place}.python")
     if serve.get("api_key_file"):
         shared.keep(serve, "api_key_file", "serve.api_key_file")
     server = values.get("engine_server") or {}
@@ -185,8 +187,8 @@ def _keep_places(shared: SharedConfig) -> None:
             shared.keep(section, key, f"{name}.{key}")
     for place, section in (
         ("engine", values.get("engine", {})),
-        ("environment.options.arguments", options.get("arguments", {})),
-        ("environment.options", options),
+        *((f"{place}.arguments", options.get("arguments", {})) for place, options in environments.items()),
+        *environments.items(),
     ):
         for key in [key for key, value in section.items() if _names_a_place(value)]:
             shared.keep(section, key, f"{place}.{key}")
@@ -207,9 +209,15 @@ def _name_functions(values: dict[str, Any], sources: RunSources) -> None:
     for number, function in enumerate(_functions(values)):
         if function.get("function"):
             function["function"] = sources.add_code(function["function"], REWARD_PLUGINS, f"rewards.functions.{number}")
-    environment = values.get("environment", {})
-    if environment.get("factory"):
-        environment["factory"] = sources.add_code(environment["factory"], ENVIRONMENT_PLUGINS, "environment.factory")
+    for place, section in _environments(values):
+        if section.get("factory"):
+            section["factory"] = sources.add_code(section["factory"], ENVIRONMENT_PLUGINS, f"{place}.factory")
+
+
+def _environments(values: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the environments with their places, as `--set` names them."""
+    several = [(f"environments.{number}", each) for number, each in enumerate(values.get("environments", []))]
+    return [("environment", values.get("environment", {})), *several]
 
 
 def _functions(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -234,7 +242,8 @@ def pack(config: RunConfig, folder: Path) -> bytes:
 def gather(config: RunConfig, sources: RunSources) -> SharedConfig:
     """Add the files that producers need to `sources`. Raises BundleError as `pack` does."""
     shared = share(config, sources)
-    _add_agent(config.environment, sources)
+    for section in config.by_environment.values():
+        _add_agent(section, sources)
     return shared
 
 
@@ -242,7 +251,7 @@ def _add_agent(section: EnvironmentSection, sources: RunSources) -> None:
     """Add the module that the agent imports, if the folder has it. Its imports are for the Python that plays it."""
     if section.agent is None:
         return
-    sources.add_plugin(ENVIRONMENT_PLUGINS, section.agent, "environment.agent")
+    sources.add_plugin(ENVIRONMENT_PLUGINS, section.agent, f"{section.key}.agent")
     ours = dict(sources.installed)
     if section.agent_options.module:
         sources.add_module(section.agent_options.module)

@@ -62,6 +62,8 @@ _KEYS: dict[str, Callable[[str, Path], str]] = {
     "environment": _code,
     "environment.factory": _code,
     "environment.options.python": _program,
+    "environments.*.factory": _code,
+    "environments.*.options.python": _program,
     **{f"{dataset}.path": _rows for dataset in _DATASETS},
     **{f"{dataset}.{key}": _code for dataset in _DATASETS for key in ("filter", "transform")},
 }

@@ -58,6 +58,9 @@ class RewardFunction(Section):
     strip_thinking: bool | None = Field(
         None, description="Hide the reasoning of completions from it. Default: `rewards.thinking.strip`."
     )
+    environments: list[str] | None = Field(
+        None, description="Score only rows of these `environments`; `single_turn`: rows without one. Default: all rows."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +119,10 @@ class RewardFunction(Section):
     @property
     def counts_reasoning(self) -> bool:
         return self._schema is ReasoningLength
+
+    def scores(self, environment: str) -> bool:
+        """Tell whether it scores rows of this environment."""
+        return self.environments is None or environment in self.environments
 
     @property
     def attempts(self) -> int:
@@ -340,6 +347,11 @@ class EnvironmentSection(Section):
             if getattr(self, key) != type(self).model_fields[key].default:
                 hint = "; set serve.tool_call_parser" if key == "tool_parser" else ""
                 yield f"{key} is for a factory, and {self.agent} decides that itself{hint}; remove it"
+
+    @property
+    def key(self) -> str:
+        """The section's name, for messages."""
+        return "environment"
 
     @property
     def is_given(self) -> bool:

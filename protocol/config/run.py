@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from protocol.config import trainer_keys
 from protocol.config.data import WEIGHTED_SUM, DatasetSection, EvaluationSection, ModelSection, SamplingSection
 from protocol.config.distillation import DistillationSection, TeacherSection
+from protocol.config.environments import SINGLE_TURN, NamedEnvironment, environment_problems
 from protocol.config.learning import (
     AdvantageSection,
     CorrectionSection,
@@ -37,7 +38,7 @@ from protocol.config.operation import (
     TransportSection,
     next_endpoint,
 )
-from protocol.config.rewards import ATROPOS_ITEMS, REWARD_NAME, EnvironmentSection, RewardsSection, with_atropos
+from protocol.config.rewards import REWARD_NAME, EnvironmentSection, RewardsSection, with_atropos
 from protocol.config.section import Count, Problems, Section
 
 
@@ -54,6 +55,9 @@ class RunConfig(Section):
     dataset: DatasetSection
     rewards: RewardsSection = RewardsSection()
     environment: EnvironmentSection = EnvironmentSection()
+    environments: list[NamedEnvironment] = Field(
+        [], description="Several environments in one run, with the keys of `environment`. See docs/environments.md."
+    )
     sampling: SamplingSection = SamplingSection()
     pipeline: PipelineSection = PipelineSection()
     replay: ReplaySection = ReplaySection()
@@ -117,22 +121,49 @@ class RunConfig(Section):
     # What follows from the above, and therefore cannot be set.
 
     @property
+    def by_environment(self) -> dict[str, EnvironmentSection]:
+        """The environments by the names that rows have for them; that of the section `environment` is empty."""
+        alone = {"": self.environment} if self.environment.is_given else {}
+        return {each.name: each for each in self.environments} or alone
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """The names that the column `environment` of a row may have; none in a run without `environments`."""
+        return (SINGLE_TURN, *self.by_environment) if self.environments else ()
+
+    @property
+    def own_rewards(self) -> dict[str, float]:
+        """The weights of the environments' own rewards, by the names of their columns."""
+        sections = self.by_environment.items()
+        return {name or REWARD_NAME: weight for name, each in sections if (weight := each.own_weight) is not None}
+
+    @property
     def reward_names(self) -> tuple[str, ...]:
-        """The columns of every reward array: the functions in order, then the environment's own."""
-        return self.rewards.names + ((REWARD_NAME,) if self.environment.own_weight is not None else ())
+        """The columns of every reward array: the functions in order, then the environments' own."""
+        return self.rewards.names + tuple(self.own_rewards)
 
     @property
     def computed_rewards(self) -> RewardsSection:
         return self.rewards.computed(self.model.path, self.model.revision)
 
+    def posted_by(self, environment: str = "") -> dict[str, str]:
+        """The rewards that agents post for rows of an environment, and the names of their columns; none if no agent plays it."""
+        section = self.by_environment.get(environment, self.environment)
+        if section.factory is not None or environment == SINGLE_TURN:
+            return {}
+        functions = [each for each in self.rewards.functions if each.posted is not None and each.scores(environment)]
+        own = {REWARD_NAME: environment or REWARD_NAME} if section.is_played_outside else {}
+        return {each.name: each.name for each in functions} | own
+
     @property
     def posted_rewards(self) -> tuple[str, ...]:
-        return self.rewards.posted + ((REWARD_NAME,) if self.environment.is_played_outside else ())
+        """The columns of all rewards that agents post."""
+        posted = [name for each in self.routes or ("",) for name in self.posted_by(each).values()]
+        return tuple(name for name in self.reward_names if name in {*posted, *self.rewards.posted})
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
-        own = self.environment.own_weight
-        return tuple(function.weight for function in self.rewards.functions) + (() if own is None else (own,))
+        return (*(function.weight for function in self.rewards.functions), *self.own_rewards.values())
 
     @property
     def weights(self) -> Literal["adapter", "merged", "full"]:
@@ -223,9 +254,7 @@ def _problems(config: RunConfig) -> Problems:
     yield from _of_rewards(config)
     yield from _of_teachers(config)
     yield from _of_answers(config)
-    yield from _of_agents(config)
-    if config.environment.atropos:
-        yield from _of_atropos(config)
+    yield from environment_problems(config)
     yield from _of_evaluation(config)
     if config.engine_server is not None:
         yield from _of_engine_server(config)
@@ -257,7 +286,7 @@ def _of_rewards(config: RunConfig) -> Problems:
         )
     if own.reward_weight is not None and not own.is_given:
         yield "environment.reward_weight: there is no environment.factory"
-    if REWARD_NAME in config.rewards.names and own.own_weight is not None:
+    if REWARD_NAME in config.rewards.names and REWARD_NAME in config.own_rewards:
         yield f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called"
     if (
         config.weights == "adapter"
@@ -285,7 +314,7 @@ def _of_teachers(config: RunConfig) -> Problems:
             "accept_biased_ratios"
         )
     own = [number for number, teacher in enumerate(config.teachers) if teacher.prompt is not None]
-    if own and (config.environment.is_given or config.posted_rewards):
+    if own and (config.by_environment or config.posted_rewards):
         yield (
             f"teachers.{own[0]}.prompt: it stands in place of the row's prompt, and environments and agents make their own; "
             "remove it, or give a url"
@@ -307,7 +336,7 @@ def _of_answers(config: RunConfig) -> Problems:
     """Yield the settings that leave `loss` without what it takes from rows."""
     if config.loss.weights_column is not None and config.environment.atropos:
         yield "loss.weights_column: items of Atropos' environments have no rows with columns; remove the key"
-    if config.loss.ce_coef and config.environment.is_given:
+    if config.loss.ce_coef and config.by_environment:
         yield (
             "loss.ce_coef: in an environment an answer is a whole episode, which a column does not have; remove one of them"
         )
@@ -378,7 +407,7 @@ def _of_stops(config: RunConfig) -> Problems:
     given = [
         name for name in ("stop", "stop_token_ids", "ignore_eos", "regex", "json_schema") if getattr(sampling, name)
     ]
-    if given and config.environment.factory is not None:
+    if given and any(each.factory is not None for each in config.by_environment.values()):
         yield f"sampling.{given[0]}: in an environment the chat template ends a turn; remove it"
     lasting = [name for name in ("stop", "regex", "json_schema") if getattr(sampling, name)]
     if lasting and config.weights == "adapter" and config.on_swap == "continue":
@@ -395,43 +424,6 @@ def _of_stops(config: RunConfig) -> Problems:
             "sampling.ignore_eos: nothing ends a completion before max_completion_length, and "
             "trainer.mask_truncated_completions would mask all of them; give sampling.stop or stop_token_ids, or remove one"
         )
-
-
-def _of_agents(config: RunConfig) -> Problems:
-    posted = ", ".join(config.posted_rewards)
-    if config.environment.is_played_outside and not config.serve.enabled:
-        yield "environment: its episodes are played through the endpoint, which is off; set serve.enabled=true"
-    if posted and not config.serve.enabled:
-        yield f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
-    if posted and config.environment.factory is not None:
-        yield f"environment: agents that post {posted} have their own; remove the section, or that reward"
-    if config.environment.agent_options.needs_port and config.serve.port == 0:
-        yield (
-            f"environment.agent: the model server of {config.environment.agent} has to know the endpoint; set serve.port, "
-            "and its base URL to http://HOST:PORT/v1"
-        )
-    if posted and config.evaluation is not None:
-        yield f"evaluation: completions that producers generate get no posted {posted}; remove the section"
-
-
-def _of_atropos(config: RunConfig) -> Problems:
-    if not config.serve.enabled:
-        yield "serve.enabled: environments of Atropos generate through the endpoint, which is off; set it"
-    if config.rewards.functions:
-        yield "rewards.functions: environments of Atropos score their groups; remove them"
-    rows = {"path": ATROPOS_ITEMS, "chat_template_kwargs": config.dataset.chat_template_kwargs}
-    if config.dataset != DatasetSection.model_validate(rows):
-        yield "dataset: environments of Atropos have their own items; remove the section, but for chat_template_kwargs"
-    if config.evaluation is not None:
-        yield (
-            "evaluation: completions that producers generate would have no score; remove the section, environments of Atropos "
-            "evaluate by themselves"
-        )
-    if config.reroll.max_attempts or config.reroll.solved_cooldown_epochs:
-        yield "reroll: environments of Atropos choose their items; remove the section"
-    steps = config.trainer.get("max_steps")
-    if not isinstance(steps, int) or steps < 1:
-        yield "trainer.max_steps: needed, because without a dataset there are no epochs"
 
 
 def _of_evaluation(config: RunConfig) -> Problems:

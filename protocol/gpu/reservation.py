@@ -245,7 +245,8 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: GpuRegistry) -> G
 def _other_users(config: RunConfig) -> Iterator[tuple[str, int | None]]:
     """Yield the other parts to which the configuration gives a GPU, and its number, counted as for --gpu."""
     yield "rewards.gpu: each reward worker", config.rewards.gpu
-    yield "environment.gpu: the environment", config.environment.gpu
+    for section in config.by_environment.values():
+        yield f"{section.key}.gpu: the environment", section.gpu
     for function in config.rewards.functions:
         yield f"rewards.functions: {function.name}", getattr(function.settings, "gpu", None)
 

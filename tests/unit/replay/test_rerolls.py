@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.rerolls import Grade, RerollShare
+from replay.rerolls import Grade, RerollRules, RerollShare
 from tests.unit.replay.builders import buffer, cut, delivery, group_message, lease, offer, reroll_rules, resumed
 
 NAN = math.nan
@@ -40,6 +40,13 @@ def test_a_constant_format_reward_does_not_hide_a_failure() -> None:
     nobody = scored((0.2, 0.0), (0.2, 0.0), (0.2, 0.0))
     assert reroll_rules(column=1).grade(nobody) == Grade("failed", 3, 0)
     assert reroll_rules(column=0).grade(nobody) == Grade("mixed", 3, 3)
+
+
+def test_a_row_of_another_environment_is_judged_by_the_first_reward_that_it_has() -> None:
+    rules = RerollRules(reroll_rules().settings, 1, (0, 1, 2))
+    assert rules.grade(scored((NAN, NAN, 1.0), (NAN, NAN, 1.0))) == Grade("solved", 2, 2)
+    assert rules.grade(scored((1.0, 0.0, NAN), (1.0, 0.0, NAN))) == Grade("failed", 2, 0)
+    assert rules.grade(scored((NAN, NAN, NAN))) == Grade("unscored", 0, 0)
 
 
 @pytest.mark.parametrize(

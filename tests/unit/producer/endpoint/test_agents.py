@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -303,3 +304,45 @@ async def test_an_agent_that_is_cancelled_anywhere_leaves_its_task_to_another():
         one.cancel()
     assert await asyncio.gather(*leases, return_exceptions=True)
     assert (agents.num_waiting, agents._episodes) == (0, {})
+
+
+@asynchronous
+async def test_an_agent_gets_tasks_of_its_environment_alone_and_posts_what_that_asks_for():
+    agents = Agents(environments={"maze": {"environment": 0.5}, "shop": {"solved": 1.0, "environment": 1.0}})
+    works = [task(columns={"environment": name}) for name in ("maze", "shop")]
+    works[1] = msgspec.structs.replace(works[1], lease_id="lease-8")
+    fulfilling = [asyncio.create_task(agents.fulfil(work, environment=work.columns["environment"])) for work in works]
+    with pytest.raises(RefusedError, match="agents play maze, shop"):
+        await agents.take(0.0)
+    with pytest.raises(RefusedError, match="'mze'"):
+        await agents.take(0.0, "mze")
+    taken = await agents.take(1.0, "shop")
+    assert taken is not None
+    assert (taken["id"], taken["rewards"]) == ("lease-8", ["solved", "environment"])
+    assert await agents.take(0.0, "shop") is None
+    assert agents.num_waiting == 1
+    agents.prepare("lease-8.0", CALL)[0].note(sampled([1], [2]))
+    with pytest.raises(RefusedError, match="solved, environment"):
+        agents.reward("lease-8.0", {"environment": 1.0})
+    agents.reward("lease-8.0", {"solved": 1.0, "environment": 2.0})
+    agents.fail_taken("its agent has ended", "maze")
+    assert not any(each.done() for each in fulfilling)
+    agents.prepare("lease-8.1", CALL)[0].note(sampled([1], [2]))
+    agents.reward("lease-8.1", {"solved": None, "environment": 0.0})
+    _, rewards, _ = await fulfilling[1]
+    np.testing.assert_array_equal(rewards, [[1.0, 2.0], [np.nan, 0.0]])
+    fulfilling[0].cancel()
+
+
+@asynchronous
+async def test_one_environment_that_agents_play_need_not_be_named():
+    agents = Agents(environments={"maze": {"environment": 1.0}})
+    fulfilling = asyncio.create_task(agents.fulfil(task(), environment="maze"))
+    taken = await agents.take(1.0)
+    assert taken is not None
+    assert taken["id"] == "lease-7"
+    agents.fail_taken("its agent has ended", "maze")
+    with pytest.raises(LeaseFailure, match="has ended"):
+        await fulfilling
+    with pytest.raises(RefusedError, match="without `environments`"):
+        await Agents(("solved",)).take(0.0, "maze")

@@ -308,3 +308,28 @@ def test_what_cannot_be_imported_is_refused_at_the_start(tmp_path, text, said):
     (tmp_path / "wrong.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"rewards\.functions(.|\n)*{said}"):
         score(section(f"{tmp_path}/wrong.py:reward"))
+
+
+def test_a_function_scores_rows_of_its_environments_alone(rewards_of):
+    """`exits` would cost its worker; a row that no function scores is no failure."""
+    limited = [{"environments": names} for names in (["shop"], ["maze"], None)]
+    functions = [each.model_copy(update=limit) for each, limit in zip(
+        rewards_of("length", "exits", "asynchronous").functions, limited, strict=True
+    )]  # fmt: skip
+    seen = Seen()
+
+    async def use(pool: RewardPool) -> list[Any]:
+        rows = [{"environment": "shop"}, {}]
+        return [await pool.score("1+1=", COMPLETIONS, IDS, columns) for columns in rows]
+
+    shop, single = with_pool(rewards_of().model_copy(update={"functions": functions}), use, seen)
+    np.testing.assert_array_equal(shop.rewards, [[1, np.nan, 0.5], [1, np.nan, 0.5], [3, np.nan, 0.5]])
+    np.testing.assert_array_equal(single.rewards, [[np.nan, np.nan, 0.5]] * 3)
+    assert (shop.failures.entries(), single.failures.entries(), seen.failures) == ((), (), [])
+    assert sorted(seen.calls) == ["asynchronous", "asynchronous", "length"]
+
+    async def use_alone(pool: RewardPool) -> Any:
+        return await pool.score("1+1=", COMPLETIONS, IDS, {})
+
+    alone = with_pool(rewards_of().model_copy(update={"functions": functions[:1]}), use_alone)
+    assert np.isnan(alone.rewards).all()

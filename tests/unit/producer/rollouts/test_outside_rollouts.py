@@ -37,7 +37,7 @@ class Outside:
     def __init__(self) -> None:
         self.asked: list[object] = []
 
-    async def fulfil(self, asked, waited_s=None):
+    async def fulfil(self, asked, waited_s=None, environment=""):
         self.asked.append(asked)
         return POSTED if waited_s is None else (POSTED.episodes, POSTED.own_rewards, POSTED.generation_s)
 
@@ -48,7 +48,9 @@ async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_i
     outside, policies = Outside(), Policies()
     gate = EngineAccess(policies, None, SimpleNamespace(gate=EngineGate()))  # type: ignore[arg-type]
     source = (
-        AgentRollouts(outside, gate, Prompts()) if kind == "agents" else AtroposRollouts(outside, gate, ("solved",))  # type: ignore[arg-type]
+        AgentRollouts(outside, gate, Prompts(), ("solved",))  # type: ignore[arg-type]
+        if kind == "agents"
+        else AtroposRollouts(outside, gate, ("solved",))  # type: ignore[arg-type]
     )
     assert source.reward_names == ("solved",)
     work = lease(7, sampling=SAMPLING, policy_floor=1)

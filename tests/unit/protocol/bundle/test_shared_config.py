@@ -277,7 +277,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "model": set(),
         "dataset": {
             *("path", "subset", "revision", "split", "streaming", "max_rows", "filter", "transform"),
-            *("prompt_column", "answer_column", "blocks"),
+            *("prompt_column", "answer_column", "blocks", "environment"),
             *("reasoning_gym", "size", "seed", "config", "difficulty", "template"),
             *("sources", "shuffle", "sampling", "max_prompt_tokens"),
         },

@@ -1,0 +1,78 @@
+"""Builds what answers leases: single turns, environments, agents, and all of them in a run with several environments.
+
+Guarantee: every name that a row may have for its environment has its source, with the pool, the tools and the rewards of that
+environment alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from producer.endpoint.agents import Agents
+from producer.engine_contract import Engine
+from producer.environments.pool import EnvironmentPool
+from producer.metrics import Counters
+from producer.rollouts.admission import EngineAccess
+from producer.rollouts.chat import ChatFormat
+from producer.rollouts.leases import RolloutSource
+from producer.rollouts.prompts import PromptFormat
+from producer.rollouts.routed import RoutedRollouts
+from producer.rollouts.several_turns import PlayedRollouts
+from producer.rollouts.single_turn import AgentRollouts, PlainRollouts
+from protocol.config.rewards import REWARD_NAME, EnvironmentSection
+from protocol.config.run import RunConfig
+
+
+def build_agents(config: RunConfig) -> Agents | None:
+    """Build the table of tasks for agents; None if no reward is posted."""
+    weights = dict(zip(config.reward_names, config.reward_weights, strict=True))
+    posted = {
+        name: {reward: weights[column] for reward, column in config.posted_by(name).items()}
+        for name in config.routes or ("",)
+    }
+    posted = {name: rewards for name, rewards in posted.items() if rewards}
+    return Agents(environments=posted) if posted else None
+
+
+def build_source(
+    config: RunConfig,
+    pools: Mapping[str, EnvironmentPool],
+    agents: Agents | None,
+    engine: Engine,
+    tokenizer: Any,
+    access: EngineAccess,
+    counters: Counters,
+) -> RolloutSource:
+    """Build the source of a run's rollouts; the pools must have started. Raises as `build_chat`."""
+    max_model_len, placeholders = engine.capabilities.facts.max_model_len, engine.capabilities.placeholders
+    prompts = PromptFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, placeholders=placeholders)
+    sources: dict[str, RolloutSource] = {}
+    for name in config.routes or ("",):
+        if name in pools:
+            section = config.by_environment[name]
+            chat = build_chat(config, section, pools[name], engine, tokenizer)
+            own = () if section.own_weight is None else (name or REWARD_NAME,)
+            sources[name] = PlayedRollouts(access, section, pools[name], chat, counters, own)
+        elif posted := tuple(config.posted_by(name).values()):
+            assert agents is not None
+            sources[name] = AgentRollouts(agents, access, prompts, posted, name)
+        else:
+            sources[name] = PlainRollouts(access, prompts)
+    if not config.routes:
+        return sources[""]
+    included = {column for each in sources.values() for column in each.reward_names}
+    return RoutedRollouts(sources, tuple(name for name in config.reward_names if name in included))
+
+
+def build_chat(
+    config: RunConfig, section: EnvironmentSection, pool: EnvironmentPool, engine: Engine, tokenizer: Any
+) -> ChatFormat:
+    """Return the chat format; the pool must have started. Raises ConfigError if tools do not fit the chat template or the
+    engine's parser."""
+    tools, parser = pool.tools, None
+    if tools:
+        assert section.tool_parser is not None
+        parser = engine.tool_parser(section.tool_parser, tokenizer, tools)
+    max_model_len = engine.capabilities.facts.max_model_len
+    chat = ChatFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, tools, parser, section.key)
+    chat.check()
+    return chat
