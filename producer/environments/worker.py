@@ -1,8 +1,8 @@
 """The process of one environment, which is made once and reset for every episode, as TRL does.
 
 Guarantee: unless the environment blocks or kills the process, its result is returned as a value or as a reason. Only its public
-methods can be called as tools. `producer.environments.pool` runs it as
-`python -m producer.environments.worker FD FACTORY OPTIONS`.
+methods can be called as tools, or, if it has `get_tools` and `call_tool`, those that it lists. `producer.environments.pool` runs
+it as `python -m producer.environments.worker FD FACTORY OPTIONS`.
 """
 
 import asyncio
@@ -59,22 +59,22 @@ class Environment:
             for name in sorted(self._names)
             if name not in _NOT_TOOLS and not name.startswith("_")
         }
+        self._lists_tools = {"get_tools", "call_tool"} <= self._names
 
     def answer(self, call: Call) -> Answer:
         try:
             answer, done = self._answered(call), getattr(self._instance, "done", False)
             return msgspec.structs.replace(answer, done=not callable(done) and bool(done))  # a tool may have that name
+        except ConfigError as error:
+            return Answer(problem=f"found a problem: {error}")
         except Exception:
             return Answer(problem=raised())
 
     def _answered(self, call: Call) -> Answer:
         match call.kind:
             case "describe":
-                from transformers.utils import get_json_schema  # takes seconds, and only the first process is asked
-
-                schemas = [get_json_schema(tool) for tool in self._tools.values()]
                 methods = ("get_reward", "get_turn_reward", "reply")
-                return Answer([schemas, *(method in self._names for method in methods)])
+                return Answer([self._schemas(), *(method in self._names for method in methods)])
             case "reset":
                 return Answer(_observation(self._run(self._instance.reset, call.arguments)))
             case "reply":
@@ -86,12 +86,22 @@ class Environment:
             case "tool":
                 return self._tool(call)
 
+    def _schemas(self) -> list[dict[str, Any]]:
+        if self._lists_tools:
+            return self._run(self._instance.get_tools, {})  # type: ignore[no-any-return]
+        from transformers.utils import get_json_schema  # takes seconds, and only the first process is asked
+
+        return [get_json_schema(tool) for tool in self._tools.values()]
+
     def _tool(self, call: Call) -> Answer:
         """Return the content of the tool's message. If the tool raises, it is TRL's text for that, which the model sees."""
         try:
-            if call.name not in self._tools:
+            if self._lists_tools:
+                result = self._run(self._instance.call_tool, {"name": call.name, "arguments": call.arguments})
+            elif call.name not in self._tools:
                 raise ValueError(f"Tool {call.name} not found.")
-            result = self._run(self._tools[call.name], call.arguments)
+            else:
+                result = self._run(self._tools[call.name], call.arguments)
         except Exception as error:
             return Answer(str({"error": str(error)}), raised=True)
         return Answer(result if isinstance(result, list) else str(result))
