@@ -28,6 +28,7 @@ from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import FailureWatch, Held, LeaseRecord, PromptTask, failure_class
 from replay.rerolls import RerollRules, attempt_counts
 from replay.rewards import SignalWatch
+from replay.shares import EnvironmentShares
 from replay.signal_chances import GradedGroup
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class RolloutBuffer:
     mean_reward: Callable[[RolloutGroup], float]  # for the journal to show; NaN if nothing is scored
     failures: FailureWatch
     signals: SignalWatch
+    shares: EnvironmentShares | None = None  # of a run with several environments
     totals: Counter[str] = field(default_factory=Counter)  # of everything that happened
     changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     newest_version: int = field(default=-1, init=False)
@@ -80,15 +82,20 @@ class RolloutBuffer:
 
     @_locked
     def lease(
-        self, producer: str, *, now: float, timeout_s: float, serves: int | None = None
+        self, producer: str, *, now: float, timeout_s: float, serves: int | None = None, capacity: int = 0
     ) -> LeaseRecord[Key] | None:
         """Lease the next prompt to `producer`, which comes to no policy newer than `serves` (None: to any); return None while the
-        staleness budget is spent."""
+        staleness budget is spent, or the environments that have places wait for one that has none. All producers take `capacity`
+        leases."""
         floor = self._next_floor()
         if floor > self._version:
             return None
         version = self._version if serves is None else min(serves, self._version)
-        record = self.ledger.lease(producer, version=version, policy_floor=floor, now=now, deadline=now + timeout_s)
+        full = self.shares.full(self.ledger.leases.in_lane, capacity) if self.shares else frozenset[str]()
+        deadline = now + timeout_s
+        record = self.ledger.lease(producer, version=version, policy_floor=floor, now=now, deadline=deadline, full=full)
+        if record is None:
+            return None
         self.totals["leased"] += 1
         self.totals["skipped"] = self.ledger.order.num_skipped
         self.totals["rerolls_leased"] += record.task.key.reroll > 0

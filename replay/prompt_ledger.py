@@ -19,7 +19,7 @@ except for the prompts in cooldown.
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from replay.prompt_table import (
     Waiting,
 )
 from replay.rerolls import RerollShare
+from replay.shares import MOST_PUT_OFF
 
 _ROUNDS = 8
 _WORD = 2**64 - 1
@@ -190,10 +191,12 @@ class PromptLedger:
         session: str,
         rerolls: RerollSection,
         draws: PromptDraws | None = None,
+        environment_of: Callable[[int], str] = lambda prompt_id: "",
     ) -> None:
         self.order = EpochOrder(num_prompts, seed, shuffle=shuffle, draws=draws)
         self.draws = draws
-        self.leases: PromptTable[Key] = PromptTable(budgets)
+        self._environment_of = environment_of
+        self.leases: PromptTable[Key] = PromptTable(budgets, lambda key: environment_of(key.prompt_id))
         self._session = session
         self._max_deferred = rerolls.max_pending
         self._share = RerollShare(rerolls.max_share)
@@ -206,10 +209,22 @@ class PromptLedger:
 
     # Leases
 
-    def lease(self, producer: str, *, version: int, policy_floor: int, now: float, deadline: float) -> LeaseRecord[Key]:
+    def lease(
+        self,
+        producer: str,
+        *,
+        version: int,
+        policy_floor: int,
+        now: float,
+        deadline: float,
+        full: Collection[str] = (),
+    ) -> LeaseRecord[Key] | None:
         """Lease the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return, else
-        the next first attempt. `version` is the newest policy that it may serve, `policy_floor` the oldest that may answer."""
-        task = self.leases.next_waiting(now, version) or self._next_task(version)
+        the next first attempt. `version` is the newest policy that it may serve, `policy_floor` the oldest that may answer.
+        Prompts of environments that are `full` are put off; None if too many of them wait."""
+        task = self.leases.next_waiting(now, version, full) or self._next_task(version, full)
+        if task is None:
+            return None
         task = replace(task, attempt=task.attempt + 1)
         lease_id = str(LeaseId(task.key, task.attempt, self._session))
         return self.leases.lease(LeaseRecord(lease_id, task, producer, max(policy_floor, task.min_version), deadline))
@@ -338,13 +353,25 @@ class PromptLedger:
         before = key._replace(reroll=key.reroll - 1)
         return self.leases.status(before) is not None or self.order.is_ahead(before)
 
-    def _next_task(self, version: int) -> PromptTask[Key]:
+    def _next_task(self, version: int, full: Collection[str]) -> PromptTask[Key] | None:
         due = self.leases.next_deferred(version) if self._share.allows_one else None
-        self._share.count_lease(due is not None)
-        if due is None:
-            return self._next_first_attempt()
-        self._withdraw(due.key)
-        return due
+        if due is not None and self._environment_of(due.key.prompt_id) in full:
+            due = None
+        task = self._next_with_place(full) if due is None else due
+        if task is not None:
+            self._share.count_lease(due is not None)
+        if due is not None:
+            self._withdraw(due.key)
+        return task
+
+    def _next_with_place(self, full: Collection[str]) -> PromptTask[Key] | None:
+        """The next first attempt of an environment that is not full; those before it wait."""
+        while all(self.leases.num_waiting(name) < MOST_PUT_OFF for name in full):
+            task = self._next_first_attempt()
+            if self._environment_of(task.key.prompt_id) not in full:
+                return task
+            self.leases.put(task, Waiting())
+        return None
 
     def _next_first_attempt(self, wanted: Key | None = None) -> PromptTask[Key]:
         """The prompt does not return as well."""

@@ -17,8 +17,8 @@ that wait or are deferred.
 import heapq
 import itertools
 import math
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -142,10 +142,11 @@ class _Place(NamedTuple):
 
 
 class DueQueue(Generic[K]):
-    """A queue that gives the first key whose time has come and whose version is published."""
+    """A queue that gives the first key whose time has come and whose version is published. Queues with the same `numbers` tell
+    by `number` who came first."""
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
+        self._numbers = numbers or itertools.count()
         self._places: dict[K, _Place] = {}
         # Heaps. Each key is in one of them with its number; entries with other numbers are of keys that left.
         self._later: list[tuple[float, int, K]] = []  # by time
@@ -163,6 +164,12 @@ class DueQueue(Generic[K]):
 
     def remove(self, key: K) -> None:
         del self._places[key]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def number(self, key: K) -> int:
+        return self._places[key].number
 
     def first(self, now: float, version: int) -> K | None:
         """The first key that is due at `now`, when `version` is the newest; None if none is. It stays in the queue."""
@@ -192,15 +199,26 @@ class DueQueue(Generic[K]):
 
 
 class PromptTable(Generic[K]):
-    """Prompts with their statuses and leases. Times are of the caller's clock, in seconds."""
+    """Prompts with their statuses and leases. Times are of the caller's clock, in seconds. Prompts wait in lanes, as `lane_of`
+    tells.
 
-    def __init__(self, budgets: Mapping[FailureClass, RetryBudget]) -> None:
+    Attributes:
+        in_lane: the leases of each lane.
+    """
+
+    def __init__(
+        self, budgets: Mapping[FailureClass, RetryBudget], lane_of: Callable[[K], str] = lambda key: ""
+    ) -> None:
         self._budgets = budgets
+        self._lane_of = lane_of
+        self.in_lane: Counter[str] = Counter()
         self._prompts: dict[K, tuple[PromptTask[K], Status]] = {}
         self._order: dict[type[Status], OrderedDict[K, None]] = {
             kind: OrderedDict() for kind in (Waiting, Leased, Held, Deferred)
         }
-        self._queues: dict[type[Status], DueQueue[K]] = {Waiting: DueQueue(), Deferred: DueQueue()}
+        numbers = itertools.count()
+        self._waiting: defaultdict[str, DueQueue[K]] = defaultdict(lambda: DueQueue(numbers))
+        self._deferred: DueQueue[K] = DueQueue()
         self._leases: dict[str, LeaseRecord[K]] = {}
         self._by_producer: defaultdict[str, dict[str, LeaseRecord[K]]] = defaultdict(dict)
         self._by_key: defaultdict[K, dict[str, LeaseRecord[K]]] = defaultdict(dict)
@@ -236,16 +254,18 @@ class PromptTable(Generic[K]):
         self._prompts[task.key] = (task, status)
         self._order[type(status)][task.key] = None
         if isinstance(status, Waiting):
-            self._queues[Waiting].add(task.key, status.not_before, task.min_version)
+            self._waiting[self._lane_of(task.key)].add(task.key, status.not_before, task.min_version)
         elif isinstance(status, Deferred):
-            self._queues[Deferred].add(task.key, -math.inf, task.min_version)
+            self._deferred.add(task.key, -math.inf, task.min_version)
 
     def remove(self, key: K) -> Status:
         """The prompt leaves the table. A lease that is still out stays one until it ends."""
         _, status = self._prompts.pop(key)
         del self._order[type(status)][key]
-        if type(status) in self._queues:
-            self._queues[type(status)].remove(key)
+        if isinstance(status, Waiting):
+            self._waiting[self._lane_of(key)].remove(key)
+        elif isinstance(status, Deferred):
+            self._deferred.remove(key)
         return status
 
     # Leases
@@ -254,14 +274,18 @@ class PromptTable(Generic[K]):
     def num_leases(self) -> int:
         return len(self._leases)
 
-    def next_waiting(self, now: float, version: int) -> PromptTask[K] | None:
-        """The prompt to lease next, if one is due; `version` is the newest policy."""
-        key = self._queues[Waiting].first(now, version)
-        return None if key is None else self.task(key)
+    def next_waiting(self, now: float, version: int, without: Collection[str] = ()) -> PromptTask[K] | None:
+        """The prompt to lease next, if one is due in a lane that is not in `without`; `version` is the newest policy."""
+        lanes = [queue for lane, queue in self._waiting.items() if lane not in without]
+        due = [(queue.number(key), key) for queue in lanes if (key := queue.first(now, version)) is not None]
+        return self.task(min(due)[1]) if due else None
+
+    def num_waiting(self, lane: str) -> int:
+        return len(self._waiting[lane])
 
     def next_deferred(self, version: int) -> PromptTask[K] | None:
         """The prompt that was deferred before all others that may return; `version` is the newest policy."""
-        key = self._queues[Deferred].first(0.0, version)
+        key = self._deferred.first(0.0, version)
         return None if key is None else self.task(key)
 
     def lease(self, record: LeaseRecord[K]) -> LeaseRecord[K]:
@@ -272,6 +296,7 @@ class PromptTable(Generic[K]):
     def end_lease(self, lease_id: str) -> LeaseRecord[K] | None:
         record = self._leases.pop(lease_id, None)
         if record is not None:
+            self.in_lane[self._lane_of(record.task.key)] -= 1
             _forget(self._by_producer, record.producer, lease_id)
             _forget(self._by_key, record.task.key, lease_id)
         return record
@@ -325,6 +350,7 @@ class PromptTable(Generic[K]):
     def _add(self, record: LeaseRecord[K]) -> None:
         self.end_lease(record.lease_id)
         self._leases[record.lease_id] = record
+        self.in_lane[self._lane_of(record.task.key)] += 1
         self._by_producer[record.producer][record.lease_id] = record
         self._by_key[record.task.key][record.lease_id] = record
         if record.deadline < math.inf:

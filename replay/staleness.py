@@ -30,6 +30,13 @@ class StalenessBudget:
         """The oldest version whose groups may be trained at `step`."""
         return self.version_at(step) - self.max_staleness
 
+    @property
+    def most_pending(self) -> int:
+        """The number of groups that may be outstanding or ready while the version of the next step is the newest: with m the
+        largest number of batches ahead with floor(m I / K) <= max_staleness, (m + 1) B."""
+        ahead = ((self.max_staleness + 1) * self.sync_interval - 1) // self.num_iterations
+        return (ahead + 1) * self.groups_per_step
+
     def floor(self, pending: int, next_step: int, places: int | None = None) -> int:
         """The oldest version that may generate one more group beside those `pending`: outstanding or ready. The next batch will
         be trained at `next_step` and may need B of them, so as many are always let out. Every batch after it takes at least

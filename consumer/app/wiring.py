@@ -32,6 +32,7 @@ from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
 from consumer.link.refusals import RefusalWatch
+from consumer.prompts.dataset import PromptDataset
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
@@ -60,6 +61,7 @@ from replay.prompt_table import FailureClass, FailureWatch, RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import RerollRules
 from replay.rewards import SignalWatch
+from replay.shares import EnvironmentShares
 from replay.signal_chances import SignalChances
 
 logger = logging.getLogger(__name__)
@@ -229,7 +231,11 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         session=session,
         rerolls=reroll,
         draws=draws,
+        environment_of=setup.prompts.environment_of,
     )
+    shares = None
+    if config.environments and isinstance(setup.prompts, PromptDataset):
+        shares = EnvironmentShares(setup.prompts.environment_parts(), setup.budget)
     selector = BatchSelector(
         setup.budget,
         journal,
@@ -250,6 +256,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         setup.rewards.mean_reward,
         FailureWatch(pipeline.max_failed_share),
         SignalWatch(config.guards.max_groups_without_signal),
+        shares,
     )
 
 

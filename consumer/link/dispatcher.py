@@ -62,6 +62,7 @@ class LeaseDispatcher:
     evaluations: Evaluations | None = None
     _queue: RoomQueue = field(init=False)
     _refill_at: float = -math.inf
+    _capacity: int = 0  # of all producers
     _look_at_disk_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class LeaseDispatcher:
             if now >= self._refill_at:
                 self._refill_at = now + _REFILL_EVERY_S
                 self._queue.refill(producers.items())
+                self._capacity = sum(session.capacity for session in producers.values())
             lost += give_leases(self.channel, self._queue, partial(self._give, now), self.clock)
         if self.evaluations is not None:
             lost += self.evaluations.tick(producers.items(), now)
@@ -93,7 +95,9 @@ class LeaseDispatcher:
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         serves = session.heartbeat.policy_version if session.heartbeat.num_refused else None
-        record = self.buffer.lease(session.name, now=now, timeout_s=self.timeout_s, serves=serves)
+        record = self.buffer.lease(
+            session.name, now=now, timeout_s=self.timeout_s, serves=serves, capacity=self._capacity
+        )
         if record is None:
             return None
         lease_id, work = record.lease_id, record.task

@@ -101,6 +101,14 @@ class PromptDataset:
         source, row = self._mixture[prompt_id]
         return self._routes[source].of(row) if self._routes else ""
 
+    def environment_parts(self) -> dict[str, float]:
+        """Return the part of an epoch's prompts that each environment has, by name."""
+        parts: dict[str, float] = {}
+        for route, count in zip(self._routes, self._mixture.counts, strict=True):
+            for name, part in route.parts().items():
+                parts[name] = parts.get(name, 0.0) + part * count / len(self)
+        return parts
+
     @property
     def environments(self) -> set[str]:
         """The names of all environments that prompts have."""
@@ -136,6 +144,11 @@ class Route:
         self.names = sorted(set(named))
         numbers = {name: number for number, name in enumerate(self.names)}
         self._numbers = np.array([numbers[name] for name in named], np.uint16)
+
+    def parts(self) -> dict[str, float]:
+        """Return the part of the rows that each environment has."""
+        counts = np.bincount(self._numbers, minlength=len(self.names)) / len(self._numbers)
+        return dict(zip(self.names, counts.tolist(), strict=True))
 
     def of(self, row: int) -> str:
         """Return the name of a row's environment."""

@@ -9,7 +9,9 @@ HELD = Held("mixed", 0)
 
 
 def lease(book: PromptLedger, producer: str = "p", *, now: float = 0.0, deadline: float = FAR) -> LeaseRecord:
-    return book.lease(producer, version=0, policy_floor=0, now=now, deadline=deadline)
+    record = book.lease(producer, version=0, policy_floor=0, now=now, deadline=deadline)
+    assert record is not None
+    return record
 
 
 def prompts_of(book: PromptLedger, count: int, now: float = 0.0) -> list[int]:

@@ -100,7 +100,7 @@ def test_entries_of_prompts_that_left_are_forgotten() -> None:
         for status in (Waiting(1e9), Deferred()):
             table.put(PromptTask(number, 1), status)
             table.remove(number)
-    for queue in table._queues.values():
+    for queue in (*table._waiting.values(), table._deferred):
         assert len(queue._later) + len(queue._unpublished) + len(queue._due) <= 257
 
 

@@ -21,7 +21,9 @@ def book_of(num_prompts: int = 4, **changes: Any) -> PromptLedger:
 
 
 def lease(book: PromptLedger, version: int = 0, policy_floor: int = 0) -> LeaseRecord:
-    return book.lease("p", version=version, policy_floor=policy_floor, now=0.0, deadline=FAR)
+    record = book.lease("p", version=version, policy_floor=policy_floor, now=0.0, deadline=FAR)
+    assert record is not None
+    return record
 
 
 def settle(book: PromptLedger, record: LeaseRecord) -> Key:
