@@ -3,6 +3,7 @@
 Guarantee: options that TRL would only notice in the middle of a step, or never, are refused when the trainer starts.
 """
 
+import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,13 @@ from protocol.wire.model_folder import VisionLanguage
 logger = logging.getLogger(__name__)
 
 _OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")
+_LIBRARIES = {
+    "galore_": ("galore_torch", "galore-torch"),
+    "apollo_": ("apollo_torch", "apollo-torch"),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    "stable_adamw": ("optimi", "torch-optimi"),
+}
+"""The module and the package that optimizers need, by the beginning of their names."""
 CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
@@ -213,7 +221,7 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
         name: of `trainer.optim`.
 
     Raises:
-        ConfigError: it is one of bitsandbytes, which is not installed, or pages its state where there is no GPU.
+        ConfigError: its library is not installed, or it pages its state where there is no GPU.
     """
     if name.startswith("paged_") and not on_gpu:
         raise ConfigError(
@@ -222,6 +230,9 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
         )
     if name.startswith("paged_") or "bnb" in name or name in _OF_BITSANDBYTES:
         need_bitsandbytes(f"trainer.optim: {name}")
+    for kind, (module, package) in _LIBRARIES.items():
+        if name.startswith(kind) and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"trainer.optim: {name} needs {package}: pip install {package}; or use adamw_torch")
 
 
 def need_bitsandbytes(what: str) -> None:

@@ -51,7 +51,8 @@ class RecomputedLayers:
             base.disable_input_require_grads()  # which only reentrant checkpoints need
         self._device, self._ranks, self._together = options.device, ranks, is_sharded(base)
         num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        self._of_optimizer = num_trained * (4 + optimizer_bytes(str(getattr(options.optim, "value", options.optim))))
+        optimizer = str(getattr(options.optim, "value", options.optim))
+        self._of_optimizer = num_trained * (4 + optimizer_bytes(optimizer, options.optim_args))
         self._num_recomputed = 0  # in the last pass with a gradient
         self._is_measured = self._all = False
         self._room = self._kept = self._input = 0.0  # bytes for a pass; of a layer and of its input, for each place

@@ -214,6 +214,18 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
             *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
         ),
         _IN_BACKWARD,
+    )
+    | dict.fromkeys(
+        ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+        "it trains other weights than those that it would have sampled with, and the former are published; use adamw_torch",
+    )
+    | dict.fromkeys(
+        ("adamw_torch_8bit", "adamw_torch_4bit"),
+        "no run with it was seen to go on from a checkpoint bit for bit; use adamw_8bit",
+    )
+    | dict.fromkeys(
+        ("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"),
+        "its library is for other devices, or for an older torch; use adamw_torch_fused",
     ),
 }
 """Values that TRL knows and that do here what they do not say."""

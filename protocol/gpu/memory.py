@@ -29,6 +29,8 @@ _MARGIN = 1.15  # of a pass: what fragmentation and kernels take beside its tens
 _KERNELS = 3 * GIB // 2  # of vLLM: CUDA graphs, sampler, the largest prefill
 _PROMPT_TOKENS = 1024  # of the longest prompt, where nothing says it
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # of vLLM
+_NUMBERS = {"adafactor": 0, "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "grokadamw": 3}
+"""The numbers that kinds of optimizers keep of a parameter. Those of Adafactor are of rows and columns."""
 _QUANTIZED_AT_LEAST = 0.5  # bytes per weight of the smallest of vLLM's formats
 
 
@@ -88,13 +90,16 @@ def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
     recomputes = bool(config.trainer.get("gradient_checkpointing", True))
     drops = bool(config.lora_section.get("lora_dropout"))
     trained = _num_trained(config, model)
-    each = 8 + optimizer_bytes(str(config.trainer.get("optim", "")))
+    optimizer = str(config.trainer.get("optim", ""))
+    state = optimizer_bytes(optimizer, config.trainer.get("optim_args"))
+    each = 8 + state
+    more = 3 * state * _num_embedded(config, model) if full and "8bit" in optimizer else 0  # in float32 all the same
     if full and float(config.trainer.get("beta") or 0.0) != 0.0:
         each += _DTYPE_BYTES["bfloat16"]  # the reference policy
     casts = trained * _DTYPE_BYTES["bfloat16"] if full else 0  # autocast keeps them during a pass
     return TrainerNeeds(
         base=base_bytes(model.weights, dtype_bytes, config.model.quantization) - (4 * trained if full else 0),
-        trained=trained * each,
+        trained=trained * each + more,
         tokens=wanted,
         passes=casts + pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops),
         least_tokens=least,
@@ -158,11 +163,13 @@ def adapter_parameters(weights: Iterable[Weight], rank: int, targets: str | Sequ
     )
 
 
-def optimizer_bytes(name: str) -> int:
-    """State per parameter of an optimizer of transformers; those of Adam, where the name says nothing."""
-    if "8bit" in name:
-        return 2
-    return 4 if any(kind in name for kind in ("sgd", "lion", "adafactor", "rmsprop", "adagrad")) else 8
+def optimizer_bytes(name: str, arguments: Any = None) -> int:
+    """State per parameter of an optimizer of transformers with these `optim_args`; that of Adam, where the name says nothing. 0
+    where there is next to none, or where bitsandbytes moves it to the host once the device is full."""
+    if name.startswith("paged_"):
+        return 0
+    numbers = next((count for kind, count in _NUMBERS.items() if kind in name), 2)
+    return (numbers + ("momentum" in str(arguments))) * (1 if "8bit" in name else 4)
 
 
 def pass_bytes(model: ModelShape, tokens: int, dtype_bytes: int, *, recomputes: bool, drops: bool = False) -> int:
@@ -202,11 +209,18 @@ def longest_context(config: RunConfig, model: ModelShape) -> int | None:
 
 def _num_trained(config: RunConfig, model: ModelShape) -> int:
     if config.lora is None:
-        patterns = config.trainable or ["*"]
-        return sum(
-            weight.num_elements for weight in model.weights if any(fnmatchcase(weight.name, each) for each in patterns)
-        )
+        return sum(weight.num_elements for weight in _own_trained(config, model))
     return adapter_parameters(model.weights, config.lora["r"], config.lora["target_modules"] or "all-linear")
+
+
+def _num_embedded(config: RunConfig, model: ModelShape) -> int:
+    """Count the parameters of embeddings, whose state transformers has bitsandbytes keep in float32."""
+    return sum(weight.num_elements for weight in _own_trained(config, model) if "embed" in weight.name)
+
+
+def _own_trained(config: RunConfig, model: ModelShape) -> list[Weight]:
+    patterns = config.trainable or ["*"]
+    return [weight for weight in model.weights if any(fnmatchcase(weight.name, each) for each in patterns)]
 
 
 def _num_served(config: RunConfig, model: ModelShape) -> int:

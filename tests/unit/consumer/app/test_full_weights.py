@@ -64,6 +64,19 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "lion_8bit"])
+def test_a_run_of_another_optimizer_goes_on_bit_for_bit(tmp_path: Path, one_layer_model: Path, optimizer: str) -> None:
+    if optimizer.endswith("8bit"):
+        pytest.importorskip("bitsandbytes")
+    settings = FULL | {"trainer": {"max_steps": 3, "save_steps": 2, "optim": optimizer, "learning_rate": 1e-3}}
+    whole = FullRun(tmp_path / "whole", one_layer_model, **settings)
+    FullRun(tmp_path / "parts", one_layer_model, stop_at=2, **settings)
+    resumed = FullRun(tmp_path / "parts", one_layer_model, resume=True, **settings)
+    assert resumed.published == whole.published[2:]
+    assert len({digest for _, digest in whole.published}) == 4
+
+
+@pytest.mark.long
 def test_a_run_that_goes_on_measures_from_the_base_too(tmp_path: Path, one_layer_model: Path) -> None:
     settings = FULL | {"trainer": {"max_steps": 3, "save_steps": 1, "beta": 0.5, "learning_rate": 1e-2}}
     whole = FullRun(tmp_path / "whole", one_layer_model, **settings)

@@ -202,7 +202,7 @@ def test_adamw_with_a_state_of_8_bits_goes_the_way_of_adamw_and_on_from_a_checkp
 
 def test_an_optimizer_of_the_library_asks_for_it_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    for name in ("adamw_torch", "adafactor", "sgd", "adamw_torch_8bit"):
+    for name in ("adamw_torch", "adafactor", "sgd"):
         check_optimizer(name, on_gpu=False)
     for name in ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit", "rmsprop_bnb_32bit", "galore_adamw_8bit"):
         with pytest.raises(ConfigError, match=f"trainer.optim: {name} needs bitsandbytes"):
