@@ -217,15 +217,15 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     )
     | dict.fromkeys(
         ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-        "it trains other weights than those that it would have sampled with, and the former are published; use adamw_torch",
+        "its averages would not be published; use adamw_torch",
     )
     | dict.fromkeys(
         ("adamw_torch_8bit", "adamw_torch_4bit"),
-        "no run with it was seen to go on from a checkpoint bit for bit; use adamw_8bit",
+        "resuming is not proven; use adamw_8bit",
     )
     | dict.fromkeys(
         ("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"),
-        "its library is for other devices, or for an older torch; use adamw_torch_fused",
+        "not for this torch; use adamw_torch",
     ),
 }
 """Values that TRL knows and that do here what they do not say."""
