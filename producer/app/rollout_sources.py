@@ -9,7 +9,7 @@ from typing import Any
 
 from producer.endpoint.agents import Agents
 from producer.engine_contract import Engine
-from producer.environments.pool import EnvironmentPool
+from producer.environments.contract import Environments
 from producer.metrics import Counters
 from producer.rollouts.admission import EngineAccess
 from producer.rollouts.chat import ChatFormat
@@ -35,7 +35,7 @@ def build_agents(config: RunConfig) -> Agents | None:
 
 def build_source(
     config: RunConfig,
-    pools: Mapping[str, EnvironmentPool],
+    pools: Mapping[str, Environments],
     agents: Agents | None,
     engine: Engine,
     tokenizer: Any,
@@ -64,7 +64,7 @@ def build_source(
 
 
 def build_chat(
-    config: RunConfig, section: EnvironmentSection, pool: EnvironmentPool, engine: Engine, tokenizer: Any
+    config: RunConfig, section: EnvironmentSection, pool: Environments, engine: Engine, tokenizer: Any
 ) -> ChatFormat:
     """Return the chat format; the pool must have started. Raises ConfigError if tools do not fit the chat template or the
     engine's parser."""

@@ -25,7 +25,8 @@ from producer.endpoint.serving import Serving, base_url, listening, read_keys
 from producer.engine_contract import Engine, most_groups
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
-from producer.environments.pool import EnvironmentPool
+from producer.environments.contract import Environments
+from producer.environments.pool import environments_of
 from producer.link.events import (
     EvaluationNoted,
     LeaseAbandoned,
@@ -187,7 +188,7 @@ class Helpers:
     their names, that of the section `environment` an empty one."""
 
     rewards: RewardPool
-    environments: dict[str, EnvironmentPool]
+    environments: dict[str, Environments]
     listener: socket.socket | None
     client_keys: tuple[bytes, ...]
     agents: Agents | None
@@ -208,14 +209,19 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     stack.push_async_callback(rewards.close)
     listener = stack.enter_context(listening(config.serve, base.launch.gpus))
     client_keys = read_keys(config.serve.api_key_file)
-    environments = {name: EnvironmentPool(each) for name, each in config.by_environment.items() if each.factory}
+    rewards_turns = config.rewards.credit != "outcome"
+    environments = {
+        name: environments_of(each, rewards_turns=rewards_turns)
+        for name, each in config.by_environment.items()
+        if each.factory
+    }
     agents, programs = build_agents(config), dict[str, AgentProgram]()
     for name, section in config.by_environment.items():
         if section.is_played_outside and listener is not None and agents is not None:
             key = client_keys[0].decode() if client_keys else ""
             gone = partial(agents.fail_taken, environment=name)
             programs[name] = AgentProgram(section, base_url(listener), key, gone, name)
-    parts: dict[str, EnvironmentPool | AgentProgram] = {**environments, **programs}
+    parts: dict[str, Environments | AgentProgram] = {**environments, **programs}
     for name, part in parts.items():
         stack.push_async_callback(part.close)
         base.watch.health.check_ready(config.by_environment[name].key, part.problem)

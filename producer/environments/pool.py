@@ -15,7 +15,10 @@ from typing import Any
 
 import msgspec
 
+from producer.environments.contract import Environments
 from producer.environments.worker import Answer, Call
+from protocol.config.environment_servers import SERVERS
+from protocol.config.functions import ENVIRONMENT_PLUGINS, load_plugin
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.gpu.nvml import environment_of
@@ -89,6 +92,16 @@ class EnvironmentSession:
         if answer.problem:
             raise EnvironmentFailedError(f"{what} {answer.problem}")
         return answer
+
+
+def environments_of(section: EnvironmentSection, *, rewards_turns: bool) -> Environments:
+    """Return the environments of a factory: processes, or servers that a plugin connects to. `rewards_turns`: whether rewards of
+    turns are of use."""
+    if section.factory in SERVERS:
+        plugin = load_plugin(ENVIRONMENT_PLUGINS, str(section.factory), f"{section.key}.factory")
+        made: Environments = plugin(section, rewards_turns=rewards_turns)
+        return made
+    return EnvironmentPool(section)
 
 
 class EnvironmentPool:

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
+from producer.environments.contract import Environments, Session
+from producer.environments.pool import EnvironmentFailedError
 from producer.groups import Episode, LeaseFailure, Record, Rollouts
 from producer.metrics import Counters
 from producer.rollouts.admission import EngineAccess, Progress
@@ -42,7 +43,7 @@ class PlayedRollouts:
 
     access: EngineAccess
     section: EnvironmentSection
-    pool: EnvironmentPool
+    pool: Environments
     chat: ChatFormat
     counters: Counters
     reward_names: tuple[str, ...]
@@ -89,7 +90,7 @@ class PlayedRollouts:
             self.counters.failed_episodes += 1
         raise LeaseFailure("environment_failed", episode.failure)
 
-    async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
+    async def _play(self, lease: Lease, sample: Sample, environment: Session, episode: Episode) -> None:
         observation = await environment.reset(lease.columns | {"prompt": lease.prompt}, lease.prompt_id)
         messages = _with_observation(lease.prompt, observation)
         text, first = await self.chat.in_thread(self.chat.prompt, messages), len(messages)
@@ -114,15 +115,15 @@ class PlayedRollouts:
                 episode.truncated = True
                 break
             text, episode.messages = following.text, messages[first:]
-        if self.section.reward_weight is not None:
+        if self.reward_names:
             try:
                 episode.reward = await environment.reward()
             except EnvironmentFailedError as error:
                 self._warn("reward", f"the environment's reward is missing: {error}")
 
-    async def _reward_turn(self, environment: EnvironmentSession, record: Record) -> None:
+    async def _reward_turn(self, environment: Session, record: Record) -> None:
         """Put the reward of the turn with which the record ends on its last token."""
-        weight = 1.0 if self.section.reward_weight is None else self.section.reward_weight
+        weight = 1.0 if self.section.own_weight is None else self.section.own_weight
         if self.pool.rewards_turns and weight and (reward := await environment.turn_reward()) is not None:
             record.reward(len(record.token_ids), weight * reward)
 
@@ -149,7 +150,7 @@ class PlayedRollouts:
         return await self.chat.in_thread(self.chat.end_of_turn, end), calls
 
     async def _answers(
-        self, environment: EnvironmentSession, episode: Episode, calls: list[Any], num_calls: int, *, is_last: bool
+        self, environment: Session, episode: Episode, calls: list[Any], num_calls: int, *, is_last: bool
     ) -> list[dict[str, Any]]:
         """Return the messages that answer the episode's last turn: results of its calls, or a reply, also to the last turn. No
         call is run after one that ended the episode."""
@@ -161,7 +162,7 @@ class PlayedRollouts:
                 answers.append(await self._answer(environment, call, num_calls + place))
         return answers
 
-    async def _answer(self, environment: EnvironmentSession, call: Any, number: int) -> dict[str, Any]:
+    async def _answer(self, environment: Session, call: Any, number: int) -> dict[str, Any]:
         self.counters.tool_calls += 1
         content: str | list[Any]
         if call.arguments is None:

@@ -64,6 +64,10 @@ _KEYS: dict[str, Callable[[str, Path], str]] = {
     "environment.options.python": _program,
     "environments.*.factory": _code,
     "environments.*.options.python": _program,
+    "environment.options.key_file": _path,
+    "environment.options.ca_file": _path,
+    "environments.*.options.key_file": _path,
+    "environments.*.options.ca_file": _path,
     **{f"{dataset}.path": _rows for dataset in _DATASETS},
     **{f"{dataset}.{key}": _code for dataset in _DATASETS for key in ("filter", "transform")},
 }

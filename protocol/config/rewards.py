@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from protocol.config.environment_servers import SERVERS
 from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
 from protocol.config.reward_options import SHIPPED, FeatureMatching, ReasoningLength, RewardModel, RewardService, Steps
 from protocol.config.section import (
@@ -288,14 +289,15 @@ AGENTS: dict[str, type[AgentOptions]] = {
     "nemo_gym": NemoGymOptions,
     "atropos": AtroposOptions,
 }
-_Factory = Annotated[str, place_or_plugin(ENVIRONMENT_PLUGINS, ())]
+_FACTORIES = ("mcp", *SERVERS)
+_Factory = Annotated[str, place_or_plugin(ENVIRONMENT_PLUGINS, _FACTORIES)]
 
 
 class EnvironmentSection(Section):
     factory: _Factory | None = Field(
         None,
-        description="`module:Class` or `file.py:Class` as for TRL's `environment_factory`, or a plugin "
-        "(docs/plugins.md). `environment: module:Class` is short for this key.",
+        description="`module:Class` or `file.py:Class` as for TRL's `environment_factory`, `openenv`, or another "
+        "plugin (docs/plugins.md). `environment: module:Class` is short for this key.",
     )
     agent: str | None = Field(
         None,
@@ -308,7 +310,7 @@ class EnvironmentSection(Section):
     )
     reward_weight: float | None = Field(
         None,
-        description="Weight of the reward `environment`. Required with `get_reward`; with an `agent` 1 by default.",
+        description="Weight of the reward `environment`. Required with `get_reward`; with an `agent` or `openenv` 1 by default.",
     )
     max_turns: Positive = Field(8, description="Turns of the model in an episode; tool calls of the last are not run.")
     max_turn_tokens: Positive | None = Field(
@@ -332,15 +334,19 @@ class EnvironmentSection(Section):
     @field_validator("agent")
     @classmethod
     def _is_installed(cls, value: str | None) -> str | None:
+        if value in SERVERS:
+            raise ValueError(f"{value} is an environment.factory")
         if value is not None:
-            check_plugin(ENVIRONMENT_PLUGINS, value, AGENTS, "A class of yours is an environment.factory")
+            check_plugin(
+                ENVIRONMENT_PLUGINS, value, (*AGENTS, *_FACTORIES), "A class of yours is an environment.factory"
+            )
         return value
 
     def problems(self) -> Problems:
         if self.factory and self.agent:
             yield "give one of factory and agent"
-        elif self.agent in AGENTS:
-            yield from option_problems(self.agent, AGENTS[self.agent], self.options)
+        elif schema := (AGENTS | SERVERS).get(self.agent or self.factory or ""):
+            yield from option_problems(str(self.agent or self.factory), schema, self.options)
         elif self.options and not self.agent and not (self.factory and is_plugin(self.factory)):
             yield "options are for a plugin; remove them"
         for key in _OF_A_FACTORY if self.is_played_outside else ():
@@ -376,7 +382,8 @@ class EnvironmentSection(Section):
     @property
     def own_weight(self) -> float | None:
         """The weight of the reward called `environment`, or None if there is no such reward."""
-        return 1.0 if self.reward_weight is None and self.is_played_outside else self.reward_weight
+        has_reward = self.is_played_outside or self.factory in SERVERS
+        return 1.0 if self.reward_weight is None and has_reward else self.reward_weight
 
 
 def with_atropos(values: Any) -> Any:

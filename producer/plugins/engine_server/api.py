@@ -23,6 +23,7 @@ from producer.engine.sampling import group_fields
 from producer.engine_contract import NUM_SAMPLED, Completion, EngineLoad, Scored
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.distillation import TeacherSection
+from protocol.config.environment_servers import OpenEnvOptions
 from protocol.config.operation import EngineServerSection
 from protocol.errors import UNREADABLE, ConfigError
 from protocol.wire.messages import Sampling
@@ -63,7 +64,9 @@ class ServerMismatchError(Exception):
     """Raised when this run cannot use the server; the message ends with the fix."""
 
 
-def open_session(section: EngineServerSection | TeacherSection, place: str = _SECTION) -> aiohttp.ClientSession:
+def open_session(
+    section: EngineServerSection | TeacherSection | OpenEnvOptions, place: str = _SECTION
+) -> aiohttp.ClientSession:
     """Open a session for all servers of a section, which is `place` in the file, in the running loop. Raises ConfigError if the
     key or the certificates cannot be read."""
     headers = {"Content-Type": "application/json"}
@@ -171,7 +174,7 @@ def _decoded(content: bytes, kind: type[Answer], path: str) -> Answer:
     try:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
-        raise ServerMismatchError(f"answers {path} in a form that vLLM does not have: {error}") from error
+        raise ServerMismatchError(f"answers {path} in a form that is unknown: {error}") from error
 
 
 TOP = 8  # likeliest tokens: vocabularies of models in tests have hardly more

@@ -1,0 +1,99 @@
+"""The player of OpenEnv against servers of the real package, in processes of their own."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer.environments.pool import EnvironmentFailedError
+from producer.plugins.openenv.pool import OpenEnvPool
+from protocol.config.rewards import EnvironmentSection
+
+INSTALLED = os.environ.get("SLIPSTREAM_TEST_OPENENV", "")
+"""A Python with the real openenv."""
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not INSTALLED, reason="set SLIPSTREAM_TEST_OPENENV to a Python that has openenv installed"),
+]
+
+SERVERS = Path(__file__).parent / "other_environments" / "openenv_servers.py"
+
+
+@contextmanager
+def serving(kind: str) -> Iterator[str]:
+    """The address of a server that takes two sessions at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([INSTALLED, str(SERVERS), kind, str(port)]) as server:
+        try:
+            while server.poll() is None:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+@asynccontextmanager
+async def started(url: str, **settings: Any) -> AsyncIterator[OpenEnvPool]:
+    values = {"factory": "openenv", "options": {"url": url}} | settings
+    pool = OpenEnvPool(EnvironmentSection.model_validate(values), rewards_turns=True)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def test_numbers_are_guessed_by_text() -> None:
+    async def episode(pool: OpenEnvPool, seed: int) -> tuple[float | None, bool]:
+        async with pool.session() as session:
+            assert await session.reset({}, seed) == " guess"
+            assert await session.reply("8") == [{"role": "user", "content": "wrong"}]
+            [refused] = await session.reply("eight")
+            assert "guess: Input should be a valid integer" in refused["content"]
+            assert await session.reply(str(seed % 10)) == [{"role": "user", "content": "right"}]
+            return await session.reward(), session.done
+
+    async def body(url: str) -> None:
+        async with started(url) as pool:
+            assert (pool.tools, pool.replies) == ([], True)
+            assert await asyncio.gather(*(episode(pool, 10 + number) for number in range(5))) == [(0.75, True)] * 5
+            async with pool.session() as session:
+                await session.reset({}, 1)
+                with pytest.raises(EnvironmentFailedError, match="below zero"):
+                    await session.reply("-1")
+
+    with serving("guess") as url:
+        asyncio.run(body(url))
+
+
+def test_tools_are_called() -> None:
+    async def body(url: str) -> None:
+        async with started(url, tool_parser="hermes") as pool:
+            [tool] = pool.tools
+            assert (tool["function"]["name"], pool.replies) == ("add", False)
+            assert tool["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+            async with pool.session() as session:
+                await session.reset({}, 4)
+                assert await session.call("add", {"a": 3}) == ("7", False)
+                content, failed = await session.call("add", {"a": "x"})
+                assert failed
+                assert "integer" in content
+                content, failed = await session.call("sell", {})
+                assert failed
+                assert await session.call("add", {"a": 1}) == ("8", False)
+
+    with serving("tools") as url:
+        asyncio.run(body(url))
