@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks bench-variants install-systemd uninstall-systemd clean
+.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks bench-variants bench-patches install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -80,6 +80,12 @@ bench-overlap: $(STAMP) ## the pair beside itself in turns and beside TRL's asyn
 bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: remedies for waits, swaps, teachers, credit; an hour and a half
 	for each in remedies swaps teachers; do $(BIN)/python -m benchmarks.variants $$each --steps 30 --plot runs/bench/$$each.png || exit; done
 	$(BIN)/python -m benchmarks.variants credit --task digits --plot runs/bench/credit.png
+
+bench-patches: $(STAMP) ## whole weights as patches: bytes by learning rate and step, the swap, learning beside an adapter; an hour and a half
+	VLLM_CPU_OMP_THREADS_BIND=0 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m benchmarks.swap --mode full --out runs/bench/patches-swap.json
+	$(BIN)/python -m benchmarks.variants weights --steps 30 --out runs/bench/weights.jsonl
+	$(BIN)/python -m benchmarks.patches --curves runs/bench/weights.jsonl --plot runs/bench/patches.png
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png

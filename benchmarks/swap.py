@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.groups import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
 from benchmarks.swap_trainer import serve
+from benchmarks.tasks import TASKS
 from producer.app.timeline import Timeline
 from producer.engine.own_arguments import own_arguments
 from producer.engine_contract import Adapter
@@ -44,11 +45,15 @@ from protocol.channel.client import ZmqClient
 from protocol.config.operation import TOLERANCES, TransportSection
 from protocol.config.run import RunConfig
 from protocol.runtime.scratch import SharedMemory, shared_memory
+from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.messages import Hello
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
 """Of an adapter of about so many MB for the model of `_build_model`."""
 WAYS = ("shared memory", "chunks", "pause and load", "bits alone", "no proof")
+FULL_WAYS = (WAYS[0], WAYS[1], WAYS[2])
+"""The ways of all weights of SmolLM2, in this order: patches, proved by bits alone, and last the whole checkpoint, after which no
+patch fits the engine."""
 _NUM_STREAMS = 8
 _LENGTH = 128
 _AROUND_S = 1.0
@@ -61,15 +66,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(RANKS), choices=list(RANKS), help="MB")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--repeat", type=int, default=5, help="swaps of each way (default: %(default)s)")
-    parser.add_argument("--mode", choices=("adapter", "merged"), default="adapter", help="swap.mode")
+    parser.add_argument(
+        "--mode", choices=("adapter", "merged", "full"), default="adapter", help="swap.mode, or lora: null"
+    )
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help="by which all weights move, each one")
     parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="of the engine and the trainer")
     arguments = parser.parse_args(argv)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     swaps = []
-    for size in arguments.sizes:
+    for size in [0] if arguments.mode == "full" else arguments.sizes:
         with tempfile.TemporaryDirectory(prefix="bench-swap-") as scratch:
             swaps += asyncio.run(_measure(Path(scratch), size, arguments))
-    report = {"mode": arguments.mode, "device": arguments.device, "streams": _NUM_STREAMS, "swaps": swaps}
+    report = {
+        "mode": arguments.mode,
+        "learning_rate": arguments.learning_rate,
+        "device": arguments.device,
+        "streams": _NUM_STREAMS,
+        "swaps": swaps,
+    }
     arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     _print(swaps)
 
@@ -130,11 +144,14 @@ class Receiver:
 
 
 async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rank, model = RANKS[size], _build_model(scratch / "model")
-    config = _config(model, scratch, rank, arguments.mode, arguments.device)
+    is_full = arguments.mode == "full"
+    if is_full:
+        config = _full_config(scratch)
+    else:
+        config = _config(_build_model(scratch / "model"), scratch, RANKS[size], arguments.mode, arguments.device)
     from producer.engine.engine import VllmEngine
 
-    workers = {"adapter": "SwitchedLoading", "merged": "SwitchedMerging"}[arguments.mode]
+    workers = {"adapter": "SwitchedLoading", "merged": "SwitchedMerging", "full": "TimedPatching"}[arguments.mode]
     extension = {"worker_extension_cls": f"benchmarks.switched_proof.{workers}"}
     with patch("producer.engine.configuration.own_arguments", lambda *given: own_arguments(*given) | extension):
         engine = VllmEngine(config, 0)
@@ -143,25 +160,31 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
         await engine.warm_up()
         timeline = Timeline(scratch / "timeline.jsonl")
         with shared_memory() as memory:
-            for round_number in range(arguments.repeat):
-                for way in arguments.ways[:: -1 if round_number % 2 else 1]:
-                    if way == WAYS[2] and arguments.mode == "merged":
-                        continue
-                    folder = scratch / f"{round_number}-{way[:4]}"
-                    side = await Side.start(folder, engine, timeline, memory, config, way, arguments.device)
+            for side_number, ways in enumerate(_sides(arguments)):
+                folder = scratch / f"{side_number}-{ways[0][:4]}"
+                side = await Side.start(folder, engine, timeline, memory, config, ways[0], arguments)
+                for way in ways:
                     found.append({"size_mb": size, "way": way} | await side.swap())
                     print(
                         f"{size} MB, {way}: live after {1000 * found[-1]['live_s']:.0f} ms", file=sys.stderr, flush=True
                     )
-                    await side.end()
+                await side.end()
     finally:
         engine.shutdown()
         await asyncio.sleep(0.1)
     return found
 
 
+def _sides(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Return the ways of the swaps of each side: one swap, or with all weights, which take long to load, all of a way."""
+    if arguments.mode == "full":
+        return [(way,) * arguments.repeat for way in FULL_WAYS if way in arguments.ways]
+    ways = [way for way in arguments.ways if way != WAYS[2] or arguments.mode == "adapter"]
+    return [(way,) for number in range(arguments.repeat) for way in ways[:: -1 if number % 2 else 1]]
+
+
 class Side:
-    """A trainer, the link to it and traffic, for one swap after the first."""
+    """A trainer, the link to it and traffic, for swaps after the first version."""
 
     pipe: Connection
     child: ForkServerProcess
@@ -174,6 +197,9 @@ class Side:
     traffic: Traffic
     streams: list["asyncio.Task[None]"]
     paused: Adapter
+    is_full: bool
+    flips: list[tuple[float, float]]
+    events: list[dict[str, Any]]  # of the timeline
 
     @classmethod
     async def start(
@@ -184,7 +210,7 @@ class Side:
         memory: SharedMemory,
         config: RunConfig,
         way: str,
-        device: str,
+        arguments: argparse.Namespace,
     ) -> "Side":
         side = cls()
         await asyncio.to_thread(folder.mkdir)
@@ -193,14 +219,24 @@ class Side:
         context.set_forkserver_preload([serve.__module__])  # its imports take seconds
         side.pipe, theirs = context.Pipe()
         model = engine.capabilities.tokenizer_folder
-        settings = (config.max_lora_rank, way in (WAYS[0], *WAYS[3:]), device)
+        side.is_full = is_full = config.weights == "full"
+        moves = arguments.learning_rate if is_full else config.max_lora_rank
+        settings = (moves, way in (WAYS[0], *WAYS[3:]), arguments.device)
         side.child = context.Process(target=serve, args=(theirs, endpoints, model, folder, *settings))
         side.child.start()
         side.folder, side.engine, side.way = folder, engine, way
         await asyncio.to_thread(side.pipe.recv)
         place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
-        loader = PolicyLoader(engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE[DTYPES[device]]))
-        report = SwapReport(Counters(), ProducerMetrics(CollectorRegistry()), timeline.record)
+        proof = SwapProof(_TOLERANCE[config.model.dtype])
+        unpack = (weight_patch if is_full else adapter_blob).unpack
+        loader = PolicyLoader(engine.weights, lambda num_bytes: place, proof, unpack=unpack)
+        side.events = []
+
+        def record(event: str, **fields: Any) -> None:
+            side.events.append(fields)
+            timeline.record(event, **fields)
+
+        report = SwapReport(Counters(), ProducerMetrics(CollectorRegistry()), record)
         side.registry = AdapterRegistry(loader, report)
         side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
         transport = TransportSection()
@@ -217,6 +253,7 @@ class Side:
         _, first = await side.receiver.arrivals.get()
         assert await side.registry.publish(first), "the first version is refused"
         with_lora = engine.capabilities.holds_versions
+        side.flips = _flips_of(engine.weights) if is_full else []
         side.traffic = Traffic(engine._core.llm, side.registry.pin, with_lora)
         side.streams = [asyncio.create_task(side.traffic.stream(number)) for number in range(_NUM_STREAMS)]
         side.streams.append(asyncio.create_task(side.registry.unload_released()))
@@ -232,6 +269,9 @@ class Side:
             times = await self._publish()
         live = time.monotonic()
         await asyncio.sleep(_AROUND_S)
+        if self.is_full and self.way != WAYS[2]:
+            times["gap_at_flip_s"] = max(self.traffic.gaps_between(*self.flips[-1]), default=0.0)
+            times |= await self._of_last_load()
         began = times.pop("began")
         ordinary = self.traffic.gaps_between(began - _AROUND_S, began)
         before = self.traffic.pace(began - _AROUND_S, began)
@@ -267,15 +307,25 @@ class Side:
             "load_and_prove_s": done - started,
         }
 
+    async def _of_last_load(self) -> dict[str, float]:
+        """Return the seconds of each phase, and the CPU's of both threads, for the last version."""
+        phases = ("load_ms", "prepare_ms", "flip_ms", "bits_ms", "probe_ms")
+        event = self.events[-1]
+        prepare, prove = (await self.engine._core.call_workers("cpu_s_of_threads"))[0][-2:]
+        return {name: event[name] / 1e3 for name in phases} | {"prepare_cpu_s": prepare, "prove_cpu_s": prove}
+
     async def _pause_and_load(self) -> dict[str, float]:
         path = self.folder / "saved"
         times = await asyncio.to_thread(_ask, self.pipe, str(path))
         saved = time.monotonic()
         adapter = Adapter(1, f"paused-{self.folder.name}", 10_000 + id(self) % 10_000, path)
         await self.engine._core.llm.pause_generation(mode="keep", clear_cache=False)
-        await self.engine.weights.load(adapter)
+        if self.is_full:
+            await self.engine._core.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        else:
+            await self.engine.weights.load(adapter)
+            self.paused = adapter
         await self.engine._core.llm.resume_generation()
-        self.paused = adapter
         return {"began": times["began"], "save_s": saved - times["began"], "pause_and_load_s": time.monotonic() - saved}
 
     async def end(self) -> None:
@@ -290,6 +340,20 @@ class Side:
         await asyncio.to_thread(self.child.join)
         self.registry._flip(None)
         await self.registry.unload_idle()
+
+
+def _flips_of(weights: Any) -> list[tuple[float, float]]:
+    """Return a list to which the beginning and the end of each flip from now on are added."""
+    found: list[tuple[float, float]] = []
+    flip = type(weights)._flip
+
+    async def timed(adapter: Adapter | None) -> None:
+        began = time.monotonic()
+        await flip(weights, adapter)
+        found.append((began, time.monotonic()))
+
+    weights._flip = timed
+    return found
 
 
 def _ask(pipe: Connection, command: str) -> Any:
@@ -313,16 +377,25 @@ def _build_model(folder: Path) -> Path:
 
 
 def _config(model: Path, scratch: Path, rank: int, mode: str, device: str) -> RunConfig:
+    lora = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    return _run_config(model, scratch, DTYPES[device], device, lora=lora, swap={"mode": mode})
+
+
+def _full_config(scratch: Path) -> RunConfig:
+    TASKS["smollm2"].build()
+    return _run_config(TASKS["smollm2"].base.absolute(), scratch, "bfloat16", "cpu", lora=None)
+
+
+def _run_config(model: Path, scratch: Path, dtype: str, device: str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": str(scratch),
-            "model": {"path": str(model), "dtype": DTYPES[device]},
+            "model": {"path": str(model), "dtype": dtype},
             "dataset": {"path": "unused"},
             "rewards": {"functions": [{"function": "unused:reward"}]},
             "sampling": {"num_generations": 4, "max_completion_length": _LENGTH},
-            "lora": {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"},
             "engine": {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16} | ENGINE_SHARE[device],
-            "swap": {"mode": mode},
+            **sections,
         }
     )
 

@@ -3,11 +3,14 @@
 Guarantee: everything else that a worker does at a swap stays. The product has no such switch.
 """
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from producer.engine import merged_worker
 from producer.engine.adapter_worker import AdapterWorker
 from producer.engine.merged_worker import MergeWorker
+from producer.engine.patch_worker import Patcher, PatchWorker
 
 _EVIDENCE, _ROW_SUMS = merged_worker.evidence_of, merged_worker.row_sums
 
@@ -42,3 +45,26 @@ class SwitchedMerging(MergeWorker):
             merging.__dict__.pop("prove", None)
         else:
             merging.prove = done
+
+
+class TimedPatching(PatchWorker):
+    """A worker that has nothing switched off, and measures its threads."""
+
+    def make_weights(self) -> Patcher:
+        patcher: Any = super().make_weights()
+        begin, self._cpu_s = patcher.begin, list[float]()
+
+        def timed(work: Callable[[], None], done: str = "") -> None:
+            def measured() -> None:
+                before = time.thread_time()
+                work()
+                self._cpu_s.append(time.thread_time() - before)
+
+            begin(measured, done)
+
+        patcher.begin = timed
+        return patcher
+
+    def cpu_s_of_threads(self) -> list[float]:
+        """Return the CPU seconds of each thread so far, those that prepare and those that prove in turns."""
+        return self._cpu_s

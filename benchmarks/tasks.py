@@ -103,22 +103,22 @@ def lcm_hard(row: dict[str, Any]) -> bool:
     return not lcm_easy(row)
 
 
-def _sums_accuracy(adapter: Path | None) -> float:
+def _base_and_adapter(base: Path, trained: Path | None) -> tuple[Path, Path | None]:
+    """Return the model of a checkpoint, which is one itself or an adapter of `base`, and the adapter."""
+    return (base, trained) if trained is None or (trained / "adapter_config.json").exists() else (trained, None)
+
+
+def _greedy_accuracy(base: Path, trained: Path | None, **given: int) -> float:
     from examples.arithmetic.evaluate import greedy_accuracy
 
-    return greedy_accuracy(sums.BASE, sums.BASE / "eval.jsonl", adapter)
+    model, adapter = _base_and_adapter(base, trained)
+    return greedy_accuracy(model, base / "eval.jsonl", adapter, **given)
 
 
 def _build_digits() -> None:
     command = [sys.executable, "-m", "benchmarks.digits"]
     recipe = Path(__file__).with_name("digits.py").read_bytes()
     build_once(_DIGITS, recipe, lambda folder: subprocess.run([*command, str(folder)], check=True))
-
-
-def _digits_accuracy(adapter: Path | None) -> float:
-    from examples.arithmetic.evaluate import greedy_accuracy
-
-    return greedy_accuracy(_DIGITS, _DIGITS / "eval.jsonl", adapter, longest=7)
 
 
 def _build_lcm() -> None:
@@ -138,7 +138,7 @@ def _build_lcm() -> None:
         (smollm2.BASE / f"lcm-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def _smollm2_accuracy(rows_file: str, adapter: Path | None) -> float:
+def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
     """Return the share of right answers by the example's own reward."""
     import datasets
     import torch
@@ -146,7 +146,8 @@ def _smollm2_accuracy(rows_file: str, adapter: Path | None) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.BASE, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(smollm2.BASE, dtype=torch.float32)
+    folder, adapter = _base_and_adapter(smollm2.BASE, trained)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
     rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / rows_file), split="train")
@@ -161,8 +162,10 @@ def _smollm2_accuracy(rows_file: str, adapter: Path | None) -> float:
 
 
 TASKS = {
-    "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, _sums_accuracy, _TEXT, "=", "<eos>"),
-    "digits": Task("benchmarks/digits.yaml", _DIGITS, _build_digits, _digits_accuracy, _TEXT, "=", "<eos>"),
+    "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, partial(_greedy_accuracy, sums.BASE), _TEXT, "=", "<eos>"),
+    "digits": Task(
+        "benchmarks/digits.yaml", _DIGITS, _build_digits, partial(_greedy_accuracy, _DIGITS, longest=7), _TEXT, "=", "<eos>"
+    ),
     "smollm2": Task(
         smollm2.CONFIG, smollm2.BASE, smollm2.build_base_model, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
     ),

@@ -77,7 +77,16 @@ CREDIT: dict[str, Settings] = {
 }
 """Rewards of the task `digits`: for all digits or nothing, for how many are right, and for each."""
 
-SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT}
+WEIGHTS: dict[str, Settings] = {
+    "LoRA": ("model.dtype=bfloat16", "swap.mode=adapter"),
+    **{
+        f"all weights, {rate}": ("model.dtype=bfloat16", "swap={}", "lora=null", f"trainer.learning_rate={rate}")
+        for rate in ("1e-4", "3e-4", "1e-3")
+    },
+}
+"""An adapter at the task's learning rate, and all weights at others. Both compute in bfloat16."""
+
+SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS}
 _TAUGHT = "distillation="
 
 
@@ -111,7 +120,7 @@ class Case(NamedTuple):
 
 
 def _changes(variant: str) -> Settings:
-    return (REMEDIES | SWAPS | TEACHERS | CREDIT)[variant]
+    return (REMEDIES | SWAPS | TEACHERS | CREDIT | WEIGHTS)[variant]
 
 
 def sources(task: str) -> list[str]:

@@ -58,23 +58,26 @@ def _waiting(one: Result) -> float:
 
 
 def draw(results: list[Result], file: Path) -> None:
-    """Draw accuracy over seconds and over sampled tokens: a thin line for each run, a colour for each variant."""
+    """Draw accuracy over seconds and over sampled tokens."""
     import matplotlib as mpl  # half a second
     from matplotlib import pyplot as plt
 
     mpl.use("Agg")
     figure, row = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for axes, column, label in zip(row, (0, 2), ("seconds since the first group", "sampled tokens"), strict=True):
-        for number, (variant, runs) in enumerate(by_variant(results).items()):
-            for one in runs:
-                places = [point[column] for point in one["accuracy"]]
-                shown = variant if one is runs[0] else None
-                axes.plot(
-                    places, [point[3] for point in one["accuracy"]], color=f"C{number}", linewidth=1.2, label=shown
-                )
+        curves(axes, results, column)
         axes.set_xlabel(label)
-        axes.grid(alpha=0.25)
     row[0].set_ylabel("held-out accuracy")
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def curves(axes: Any, results: list[Result], column: int) -> None:
+    """Draw accuracy over a column of `cost_of`: a thin line for each run, a colour for each variant."""
+    for number, (variant, runs) in enumerate(by_variant(results).items()):
+        for one in runs:
+            places = [point[column] for point in one["accuracy"]]
+            shown = variant if one is runs[0] else None
+            axes.plot(places, [point[3] for point in one["accuracy"]], color=f"C{number}", linewidth=1.2, label=shown)
+    axes.grid(alpha=0.25)

@@ -20,6 +20,7 @@ Bits = NDArray[np.uint16]
 
 PER_WORD = 4
 _CHUNK = 2**18  # words that are compared at a time, which stay in the cache
+_SUMMED = 2**16  # elements, whose sum is below 2**32
 
 
 class TwoWeights(NamedTuple):
@@ -39,11 +40,17 @@ def patch_between(tensors: Iterable[TwoWeights]) -> WeightPatch:
         places, bits = changes(old, new)
         if not len(places):
             continue
-        gaps, total = gaps_of(places), int(new.view(np.uint16).sum(dtype=np.uint64))
-        patched.append(PatchedTensor(name, list(shape), len(places), len(gaps), total))
+        gaps = gaps_of(places)
+        patched.append(PatchedTensor(name, list(shape), len(places), len(gaps), element_sum(new)))
         for stream, numbers in zip(streams, (gaps & 255, gaps >> 8, bits & 255, bits >> 8), strict=True):
             stream.append(numbers.astype(np.uint8).tobytes())
     return WeightPatch("", patched, [b"".join(stream) for stream in streams])
+
+
+def element_sum(words: Words) -> int:
+    """Return the sum of all elements as uint16. numpy adds them in 32 bits in half the time that it takes in 64."""
+    elements = words.view(np.uint16)
+    return sum(int(elements[at : at + _SUMMED].sum(dtype=np.uint32)) for at in range(0, len(elements), _SUMMED))
 
 
 def changes(old: Words, new: Words) -> tuple[Places, Bits]:

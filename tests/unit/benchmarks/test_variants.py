@@ -3,13 +3,13 @@
 import pytest
 
 from benchmarks.tasks import TASKS, smollm2_easy, sums_easy
-from benchmarks.variants import CREDIT, REMEDIES, SWAPS, TEACHERS, Case
+from benchmarks.variants import CREDIT, REMEDIES, SWAPS, TEACHERS, WEIGHTS, Case
 from benchmarks.variants_report import SHARE, cost_of, table
 from protocol.config.loader import load_config
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("variant", REMEDIES | SWAPS | TEACHERS | CREDIT)
+@pytest.mark.parametrize("variant", REMEDIES | SWAPS | TEACHERS | CREDIT | WEIGHTS)
 def test_every_variant_is_a_configuration(task: str, variant: str) -> None:
     case = Case(task, variant, 3, 40)
     taught = [*case.taught, "teachers=[{name: one, url: 'http://127.0.0.1:1'}]"] if case.taught else []

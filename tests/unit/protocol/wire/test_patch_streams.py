@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.wire.adapter_blob import BlobError
-from protocol.wire.patch_streams import PER_WORD, Words, changes, changes_of, gaps_of
+from protocol.wire.patch_streams import PER_WORD, Words, changes, changes_of, element_sum, gaps_of
 from protocol.wire.weight_patch import GO_ON, PatchedTensor, WeightPatch
 from tests import weight_patches
 
@@ -39,6 +39,11 @@ def test_changes_are_the_elements_that_differ(old: list[int], data: st.DataObjec
 )
 def test_gaps_by_hand(places: list[int], expected: list[int]) -> None:
     assert gaps_of(np.array(places, np.int64)).tolist() == expected
+
+
+@pytest.mark.parametrize("count", [0, 4, 2**16, 2**16 + 4])
+def test_the_sum_of_the_greatest_elements_is_exact(count: int) -> None:
+    assert element_sum(np.full(count, 2**16 - 1, np.uint16).view(np.uint64)) == count * (2**16 - 1)
 
 
 @pytest.mark.parametrize(("size", "gaps"), [(3, [3]), (4, [1, 2]), (GO_ON + 1, [GO_ON])])
