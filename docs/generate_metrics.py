@@ -88,9 +88,10 @@ def trainer_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_trainer", [])
     add_watch_metrics(registry, "rl_trainer", _healthy(), Counter())
-    LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
+    LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0, sources=["SOURCE"])
     parts: Any = Nought()
-    parts.fleet = Nought()
+    parts.fleet, parts.sources = Nought(), Nought()
+    parts.sources.names = ["SOURCE"]
     parts.fleet.sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}
     watch_evaluation(registry, None)
     watch_turns(registry, None)
@@ -137,7 +138,9 @@ def rows(registry: CollectorRegistry, prefix: str) -> Iterator[str]:
                 if label != "le" and value not in values.setdefault(label, []):
                     values[label].append(value)
         labels = ", ".join(
-            f"`{label}`" if label in OPEN_LABELS or family.type == "info" else f"`{label}`: {', '.join(known)}"
+            f"`{label}`"
+            if label in OPEN_LABELS or known == [label.upper()] or family.type == "info"
+            else f"`{label}`: {', '.join(known)}"
             for label, known in values.items()
         )
         if name.endswith(("gpu_memory_used_bytes", "gpu_memory_total_bytes")):

@@ -7,7 +7,7 @@ rollout buffer holds its lock.
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from replay.journal.recovery import Recovery
 from replay.journal.schema import Outcome, RecordedBatch
 from replay.journal.writer import Journal
 from replay.replay_table import ReplayCredit, ReplayTable
+from replay.rerolls import Grade
+from replay.sources import Sources
 from replay.staleness import StalenessBudget
 
 
@@ -42,10 +44,21 @@ class GroupStats:
     rewards: NDArray[np.float32]  # (n, F), NaN where a function gave none
     lengths: NDArray[np.int32]  # (n,), in tokens that the policy sampled
     truncated: NDArray[np.bool_]  # (n,)
+    lease_id: str
+    generation_s: float
+    grade: Grade | None = None  # None: nothing judged it
 
     @classmethod
-    def of(cls, group: RolloutGroup, outcome: Outcome = "accepted") -> "GroupStats":
-        return cls(outcome, group.rewards, group.sampled_lengths, group.was_truncated)
+    def of(cls, group: RolloutGroup, outcome: Outcome = "accepted", grade: Grade | None = None) -> "GroupStats":
+        return cls(
+            outcome,
+            group.rewards,
+            group.sampled_lengths,
+            group.was_truncated,
+            group.lease_id,
+            group.generation_s,
+            grade,
+        )
 
 
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
@@ -69,6 +82,15 @@ class TrainingBatch(NamedTuple):
     arrivals: Sequence[GroupStats] = ()
     answers: Answers = ()
     weights: LossWeights = ()
+
+
+def count_batch(totals: Counter[str], batch: TrainingBatch, sources: Sources) -> None:
+    """Add the groups of a batch to the totals of what was trained and replayed."""
+    prompt_ids = [group.lease.key.prompt_id for group in batch.groups] if sources.names else []
+    totals["trained"] += batch.num_fresh
+    totals["replayed"] += len(batch.groups) - batch.num_fresh
+    sources.count(totals, "trained", prompt_ids[: batch.num_fresh])
+    sources.count(totals, "replayed", prompt_ids[batch.num_fresh :])
 
 
 @dataclass(eq=False)

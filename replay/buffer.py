@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from replay.batch_selection import BatchSelector, GroupStats, OfferedGroup, TrainingBatch
+from replay.batch_selection import BatchSelector, GroupStats, OfferedGroup, TrainingBatch, count_batch
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.recovery import RecoveredPrompt, recover
 from replay.journal.schema import DeadLetter, JournalEntry, Outcome
@@ -30,6 +30,7 @@ from replay.rerolls import RerollRules, attempt_counts
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
 from replay.signal_chances import GradedGroup
+from replay.sources import ONE, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class RolloutBuffer:
     signals: SignalWatch
     shares: EnvironmentShares | None = None  # of a run with several environments
     totals: Counter[str] = field(default_factory=Counter)  # of everything that happened
+    sources: Sources = ONE  # for whose prompts there are totals of their own
     changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     newest_version: int = field(default=-1, init=False)
     _version: int = field(default=-1, init=False)  # -1 before the first policy is published
@@ -96,10 +98,15 @@ class RolloutBuffer:
         record = self.ledger.lease(producer, version=version, policy_floor=floor, now=now, deadline=deadline, full=full)
         if record is None:
             return None
-        self.totals["leased"] += 1
+        self._count("leased", record.task.key)
         self.totals["skipped"] = self.ledger.order.num_skipped
         self.totals["rerolls_leased"] += record.task.key.reroll > 0
         return record
+
+    def _count(self, what: str, key: Key) -> None:
+        """Add 1 to a total, and to that of the prompt's source."""
+        self.totals[what] += 1
+        self.sources.count(self.totals, what, [key.prompt_id])
 
     @_locked
     def next_floor(self) -> int:
@@ -163,12 +170,14 @@ class RolloutBuffer:
         def add_dead_letter(task: PromptTask[Key]) -> None:
             self._pending_dead_letters.setdefault(lease_id, (reason, detail))
             self.journal.add_dead_letter(DeadLetter(*task.key, task.attempt, failure_class(reason), reason, detail))
-            self.totals["dead_letters"] += 1
+            self._count("dead_letters", task.key)
             self.failures.note(f"{reason}: {detail}")
 
         again = self.ledger.leases.fail(lease_id, reason, now, add_dead_letter)
         self._pending_dead_letters.pop(lease_id, None)
         self.totals[f"failed_{reason}"] += again is not None
+        if again is not None:
+            self.sources.count(self.totals, "failed", [LeaseId.parse(lease_id).key.prompt_id])
         return again
 
     def _take_back(self, records: Sequence[LeaseRecord[Key]], reason: str, now: float) -> list[LeaseRecord[Key]]:
@@ -228,7 +237,8 @@ class RolloutBuffer:
     def _admit(self, group: RolloutGroup, entry: JournalEntry) -> None:
         key, outcome, grade = entry.lease.key, entry.outcome, entry.grade
         self.ledger.mark_answered(entry.lease, Held(grade.verdict, entry.policy_version))
-        self._stats.append(GroupStats.of(group, outcome))
+        self._stats.append(GroupStats.of(group, outcome, None if outcome == "stale" else grade))
+        self.sources.count(self.totals, outcome, [key.prompt_id])
         if outcome == "stale":
             self.ledger.requeue(key)
             return
@@ -297,8 +307,7 @@ class RolloutBuffer:
         for group in batch.groups[: batch.num_fresh]:
             if self.ledger.is_held(group.lease.key):  # a batch that the checkpoint knows as begun has none
                 self._finish(group.lease.key)
-        totals["trained"] += batch.num_fresh
-        totals["replayed"] += len(batch.groups) - batch.num_fresh
+        count_batch(totals, batch, self.sources)
         batch = batch._replace(arrivals=list(self._stats))
         self._stats.clear()
         return batch
@@ -315,7 +324,7 @@ class RolloutBuffer:
     def _drop_stale(self) -> None:
         for group in self.selector.remove_stale():
             self.ledger.requeue(group.lease.key)
-            self.totals["went_stale"] += 1
+            self._count("went_stale", group.lease.key)
 
     def _num_delivered_and_trained(self) -> tuple[int, int]:
         """Return how many groups arrived, with and without signal, and how many were trained, counting every time."""
@@ -371,7 +380,10 @@ class RolloutBuffer:
             self.totals.clear()
             self.totals.update(state["counts"])
         since_seq, selector = state["journal_seq"] if state else 0, self.selector
-        found = recover(self.journal, step, since_seq, selector.budget, partial=selector.partial, comparable=comparable)
+        found = recover(
+            self.journal, step, since_seq, selector.budget, partial=selector.partial, comparable=comparable,
+            sources=self.sources,
+        )  # fmt: skip
         if self.ledger.draws is not None:
             for group in found.graded:
                 self.ledger.draws.chances.note(group)

@@ -48,6 +48,7 @@ class RolloutGroup:
     teacher_logprobs: NDArray[np.float32] | None = None  # (T,), 0 where not `sampled`; None: no teacher was asked
     teacher_top_ids: NDArray[np.int32] | None = None  # (T, k), the teacher's likeliest tokens; -1: none
     teacher_top_logprobs: NDArray[np.float32] | None = None  # (T, k), 0 beside -1; None, like the ids: k is 0
+    generation_s: float = 0.0
 
     @cached_property
     def lease(self) -> LeaseId:
@@ -186,6 +187,7 @@ class GroupShape:
             credit=credit,
             span_ends=span_ends,
             teacher_logprobs=_teacher_logprobs(message.teacher_logprobs, num_tokens, sampled),
+            generation_s=message.generation_s,
         )
         if not message.teacher_top_ids and not message.teacher_top_logprobs and not self.teacher_top_k:
             return group
@@ -307,7 +309,7 @@ def message_of(group: RolloutGroup) -> Group:
         logprobs=group.logprobs.astype("<f4").tobytes(),
         rewards=group.rewards.astype("<f4").tobytes(),
         truncated=group.truncated.astype("u1").tobytes(),
-        generation_s=0.0,
+        generation_s=group.generation_s,
         reward_s=0.0,
         token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
         sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),

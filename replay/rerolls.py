@@ -13,6 +13,7 @@ import numpy as np
 from protocol.config.learning import RerollSection
 from replay.groups import RolloutGroup
 from replay.lease_ids import Key
+from replay.sources import ONE, Sources
 
 Verdict = Literal["failed", "solved", "mixed", "unscored"]
 _BURST = 8.0  # rerolls that may follow each other after a stretch without any
@@ -35,10 +36,13 @@ class RerollRules:
     settings: RerollSection
     column: int = 0  # of that function
     others: tuple[int, ...] = ()
+    sources: Sources = ONE
+    judges: tuple[int, ...] = ()  # of each source the column that judges in place of `column`; empty: of none
 
     def grade(self, group: RolloutGroup) -> Grade:
         scored = np.zeros(0, np.float32)
-        for column in (self.column, *self.others):
+        first = self.judges[self.sources.number_of(group.lease.key.prompt_id)] if self.judges else self.column
+        for column in (first, *self.others):
             rewards = group.rewards[:, column : column + 1]  # none where teachers alone teach
             scored = rewards[~np.isnan(rewards)]
             if len(scored):

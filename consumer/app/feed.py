@@ -20,11 +20,12 @@ from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.waiting import StopRequested, WaitPolicy
 from protocol.errors import JournalError, StalledError
-from replay.batch_selection import TrainingBatch
+from replay.batch_selection import TrainingBatch, count_batch
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
 from replay.journal.reader import JournalReader
 from replay.journal.schema import MicroBatchPlan
+from replay.sources import ONE, Sources
 
 _POLL_S = 0.25
 _Found = TypeVar("_Found")
@@ -174,14 +175,14 @@ class RecordedFeed:
     check: Callable[[], None]
     first_step: int
     counts: Counter[str]
+    sources: Sources = ONE
     wait_s: float = 0.0
     last: TrainingBatch | None = None
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         for batch in self.recorded.batches(self.first_step + 1, self.shape):
             self.check()
-            self.counts["trained"] += batch.num_fresh
-            self.counts["replayed"] += len(batch.groups) - batch.num_fresh
+            count_batch(self.counts, batch, self.sources)
             self.last = batch
             yield batch
         raise StopRequested

@@ -250,7 +250,8 @@ class Run(TrainerCallback):
         assert trained is not None
         # Further iterations over the batch are some versions on.
         cut_by = self.setup.budget.version_at(batch.first_step - 1)
-        of_batch = batch_metrics(batch, cut_by, self.trainer.recipe.rewards, self.trainer.reward_names)
+        names, sources = self.trainer.reward_names, self.setup.prompts.sources
+        of_batch = batch_metrics(batch, cut_by, self.trainer.recipe.rewards, names, sources)
         of_batch["policy_version"] = float(self.setup.budget.version_at(step - 1))
         self.trainer.add_to_log(of_batch | {"wait_s": feed.wait_s})
         wait_s, step_s = feed.wait_s, time.monotonic() - self._step_began

@@ -126,12 +126,16 @@ class Setup:
             self.config, self.model_folder, run_id, self.shape.vocab_size, self.arguments.num_iterations,
             torch.get_num_threads(),
         )  # fmt: skip
-        return facts | {
-            "dataset_digest": self.prompts.digest,
-            "num_prompts": str(len(self.prompts)),
-            "held_out_digest": self.held_out.digest if self.held_out else "",
-            "initial_adapter_digest": self.initial_adapter.digest if self.initial_adapter else "",
-        }
+        return (
+            facts
+            | self.prompts.sources.facts
+            | {
+                "dataset_digest": self.prompts.digest,
+                "num_prompts": str(len(self.prompts)),
+                "held_out_digest": self.held_out.digest if self.held_out else "",
+                "initial_adapter_digest": self.initial_adapter.digest if self.initial_adapter else "",
+            }
+        )
 
     def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:
         metrics = LearningMetrics(
@@ -139,6 +143,7 @@ class Setup:
             self.config.reward_names,
             max_steps=self.arguments.max_steps,
             max_staleness=self.config.pipeline.max_staleness,
+            sources=self.prompts.sources.names,
         )
         return StepReport(
             Path(self.config.run_dir),

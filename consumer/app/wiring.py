@@ -63,6 +63,7 @@ from replay.rerolls import RerollRules
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
 from replay.signal_chances import SignalChances
+from replay.sources import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
     pipeline, reroll = config.pipeline, config.reroll
     draws = None
     if config.dataset.sampling == "by_signal":
-        draws = PromptDraws(journal, SignalChances(setup.prompts.source_of), config.seed)
+        draws = PromptDraws(journal, SignalChances(setup.prompts.sources.number_of), config.seed)
     ledger = PromptLedger(
         len(setup.prompts),
         seed=config.seed,
@@ -248,16 +249,21 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         ledger,
         selector,
         journal,
-        RerollRules(
-            reroll,
-            config.reward_names.index(reroll.reward) if reroll.reward else 0,
-            tuple(range(len(config.reward_names))) if config.environments else (),
-        ),
+        _reroll_rules(config, setup.prompts.sources),
         setup.rewards.mean_reward,
         FailureWatch(pipeline.max_failed_share),
         SignalWatch(config.guards.max_groups_without_signal),
         shares,
+        sources=setup.prompts.sources,
     )
+
+
+def _reroll_rules(config: RunConfig, sources: Sources) -> RerollRules:
+    names, reroll = config.reward_names, config.reroll
+    column = names.index(reroll.reward) if reroll.reward else 0
+    others = range(len(names)) if config.environments else ()
+    judges = [names.index(source.judge) if source.judge else column for source in config.dataset.sources]
+    return RerollRules(reroll, column, tuple(others), sources, tuple(judges))
 
 
 def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
@@ -324,6 +330,7 @@ def evaluation_of(
         reward_names=config.reward_names,
         last_version=setup.budget.version_at(setup.arguments.max_steps),
         say=say,
+        sources=setup.held_out.sources,
     )
 
 
@@ -351,5 +358,5 @@ def recorded_run(
     report = setup.report(counts, start.step, watch.registry)
     heartbeat = Liveness(watch.health, setup.stop, ThreadErrors())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
-    feed = RecordedFeed(recorded, setup.shape, heartbeat.check, start.step, counts)
+    feed = RecordedFeed(recorded, setup.shape, heartbeat.check, start.step, counts, setup.prompts.sources)
     return Run(setup, start, feed, waits, report, recorded=recorded.newest_plan), heartbeat, counts

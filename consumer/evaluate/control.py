@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumer.evaluate.evaluation import Evaluation, summary
+from consumer.evaluate.evaluation import Evaluation, by_source, scores_of_sources, summary
 from consumer.evaluate.leases import EvaluationLeases
 from consumer.evaluate.results import DueVersion, EvaluationQueue, EvaluationResults
 from consumer.link.policy_store import PublishedPolicy
@@ -20,6 +20,7 @@ from consumer.waiting import Limit, WaitPolicy
 from protocol.config.data import EvaluationSection
 from protocol.errors import StalledError
 from protocol.runtime.files import out_of_space
+from replay.sources import ONE, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class EvaluationControl:
     say: Callable[..., None]  # shows a line to the user, with its numbers as fields
     last: dict[str, Any] | None = None
     totals: Counter[str] = field(default_factory=Counter)
+    sources: Sources = ONE  # of the held-out prompts
 
     def submit(self, policy: PublishedPolicy, step: int) -> None:
         """A policy is about to be published: it is to be evaluated if it is due and has no result. Raises OSError if it could
@@ -92,6 +94,7 @@ class EvaluationControl:
             "t": time.time(),
             "metric": self.section.score_name,
             **summary(finished.answers(), self.reward_names),
+            **by_source(finished.kept(), self.sources),
             "duration_s": round(finished.duration_s, 3),
             "digest": policy.digest,
         }
@@ -112,7 +115,8 @@ class EvaluationControl:
     def _report(self, result: dict[str, Any], is_best: bool) -> None:
         score, unscored = result["score"], result["num_prompts"] - result["num_scored"]
         shown = "no score" if score is None else f"{result['metric']} {score:.4g}"
-        notes = [f"{result['num_prompts']} prompts", f"{result['duration_s']:.1f} s"]
+        notes = [f"{name} {value:.4g}" for name, value in scores_of_sources(result).items()]
+        notes += [f"{result['num_prompts']} prompts", f"{result['duration_s']:.1f} s"]
         if unscored:
             notes.append(f"{unscored} without a score")
         if not self.results.is_valid(result):
@@ -127,4 +131,6 @@ def _tracked(result: dict[str, Any]) -> dict[str, float]:
     """The numbers of a result, under the names that trackers show."""
     numbers = {name: result[name] for name in ("score", "version", "mean_length")}
     numbers |= {f"rewards/{name}": value for name, value in result["rewards"].items()}
+    numbers |= {f"sources/{name}": value for name, value in scores_of_sources(result).items()}
+    numbers["mean_of_sources"] = result.get("mean_of_sources")
     return {f"evaluation/{name}": float(value) for name, value in numbers.items() if value is not None}

@@ -19,6 +19,7 @@ from replay.groups import RolloutGroup
 from replay.lease_ids import EvaluationLeaseId, UnknownLeaseError
 from replay.prompt_table import FailureClass, LeaseRecord, PromptTable, PromptTask, RetryBudget
 from replay.rewards import weighted_sums
+from replay.sources import Sources
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -177,3 +178,22 @@ def summary(answers: list[Answer], reward_names: tuple[str, ...]) -> dict[str, A
         "mean_length": float(np.mean(lengths)) if lengths else None,
         "truncated_share": sum(answer.num_truncated for answer in answers) / len(lengths) if lengths else None,
     }
+
+
+def by_source(answers: list[KeptAnswer], sources: Sources) -> dict[str, Any]:
+    """Return the score of each source, and the mean of these scores, in which a source counts like any other. Nothing, where
+    there are not several sources."""
+    found = {}
+    for name in sources.names:
+        own = [answer.score for answer in answers if sources.name_of(answer.prompt_id) == name]
+        scores = [score for score in own if score is not None]
+        if own:
+            score = float(np.mean(scores)) if scores else None
+            found[name] = {"score": score, "num_prompts": len(own), "num_scored": len(scores)}
+    known = [each["score"] for each in found.values() if each["score"] is not None]
+    return {"sources": found, "mean_of_sources": float(np.mean(known)) if known else None} if found else {}
+
+
+def scores_of_sources(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores by source that a result has."""
+    return {name: each["score"] for name, each in result.get("sources", {}).items() if each["score"] is not None}

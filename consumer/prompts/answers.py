@@ -44,7 +44,7 @@ class Answers:
     def _of(self, group: RolloutGroup) -> NDArray[np.int32] | None:
         prompt_id = group.lease.key.prompt_id
         prompt, columns = self._prompts[prompt_id]
-        column = self._columns[self._prompts.source_of(prompt_id)]
+        column = self._columns[self._prompts.sources.number_of(prompt_id)]
         value = None if column is None else columns.get(column)
         if value is None or value == "":
             return None

@@ -20,6 +20,7 @@ from protocol.config.data import DatasetSection
 from protocol.config.environments import COLUMN, SINGLE_TURN
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
+from replay.sources import ONE, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class PromptDataset:
     """The prompts of a dataset, by id. `digest` is 64 hex digits that change with the rows, with what is skipped and with the
     files of the functions. The tokenizer of `model_folder`, of files of its own only with `trust_remote_code`, counts tokens of
     prompts, and cuts documents. In a run with several environments rows name one of `environments`, and get its name as a column.
+    `sources` are those of the prompts, where they have several.
 
     Raises:
         DatasetError: no such dataset or split, no rows, no prompt in the first row, a row names no environment that there is, or
@@ -61,8 +63,9 @@ class PromptDataset:
         self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         weights = [source.weight for source in given if source.weight is not None]
         self._mixture = Mixture([len(rows) for rows in self._sources], weights or None)
+        self.sources = Sources.of(section.source_names, self._mixture.counts)
         shares = ", ".join(
-            f"{count} of {source.path} ({len(rows)} rows)"
+            f"{count} of {source.name or source.path} ({len(rows)} rows)"
             for count, source, rows in zip(self._mixture.counts, given, self._sources, strict=True)
         )
         if len(self) > MOST_PROMPTS:
@@ -114,10 +117,6 @@ class PromptDataset:
         """The names of all environments that prompts have."""
         return set[str]().union(*(route.names for route in self._routes))
 
-    def source_of(self, prompt_id: int) -> int:
-        """Return which of `dataset.sources` a prompt is from, counted from 0."""
-        return self._mixture[prompt_id][0]
-
     def place(self, prompt_id: int) -> str:
         """Row and dataset of a prompt, for messages."""
         source, row = self._mixture[prompt_id]
@@ -162,6 +161,7 @@ class Placeholders:
     seen; when one does, the next begins, and nothing depends on it.
     """
 
+    sources = ONE
     digest = hashlib.sha256(b"items of environments of Atropos").hexdigest()
 
     def __len__(self) -> int:
@@ -170,10 +170,6 @@ class Placeholders:
     def __getitem__(self, prompt_id: int) -> Prompt:
         """A text, which is no more than the probe of a swap needs, and no columns."""
         return self.place(prompt_id), {}
-
-    def source_of(self, prompt_id: int) -> int:
-        """Return 0: placeholders have no sources."""
-        return 0
 
     def first_of_sources(self) -> list[int]:
         """Return none: placeholders have no sources."""

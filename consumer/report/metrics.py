@@ -12,6 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Histogram, Info
 
 from consumer.evaluate.control import EvaluationControl
+from consumer.evaluate.evaluation import scores_of_sources
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.gpu_turns import PHASES, GpuTurns
 from consumer.link.intake import Intake
@@ -20,6 +21,7 @@ from consumer.ranks.exchange import RankWork
 from protocol import __version__
 from protocol.runtime.metrics import Readings
 from replay.buffer import RolloutBuffer
+from replay.sources import total_of
 
 _MOST_NAMED = 128  # producers
 
@@ -46,6 +48,9 @@ _TOTALS = {
     "swaps_refused": ("swaps_refused", "Policy versions that producers refused, once for each producer."),
     "bad_frames": ("frames_refused", "Frames that were no message; kept for `slipstream journal quarantine`."),
 }
+_OF_A_SOURCE = (
+    "leased", "failed", "dead_letters", "accepted", "no_signal", "stale", "went_stale", "trained", "replayed",
+)  # fmt: skip
 _DEPTHS = {
     "ready": ("groups_ready", "Fresh groups that wait for a batch."),
     "replayable": ("groups_replayable", "Groups that may be replayed."),
@@ -145,6 +150,16 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
         "attempt",
         lambda: by_attempt(buffer.totals, "successes"),
     )
+    readings.counters(
+        "rl_trainer_source_groups_total",
+        "Leases given and failed, prompts given up and groups, by source (dataset.sources).",
+        ("source", "outcome"),
+        lambda: {
+            (source, outcome): buffer.totals[total_of(source, outcome)]
+            for source in buffer.sources.names
+            for outcome in _OF_A_SOURCE
+        },
+    )
 
 
 def _watch_fleet(readings: Readings, intake: Intake) -> None:
@@ -224,6 +239,10 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
     gauge("best_score", "Best score of the run.", lambda each: each.results.best_score, math.nan)
     text = "Evaluations since the last improvement."
     gauge("without_improvement", text, lambda each: each.results.num_without_improvement, 0)
+    readings.gauges(
+        "rl_trainer_evaluation_source_score", "Score of the last evaluation by source.", "source",
+        lambda: scores_of_sources(evaluation.last or {}) if evaluation else {},
+    )  # fmt: skip
     for name, (key, text) in _EVALUATION_IN_PROGRESS.items():
         gauge(name, text, lambda each, key=key: getattr(each.leases.progress, key), 0)  # type: ignore[misc]
 

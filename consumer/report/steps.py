@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,9 @@ from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.credit import CreditRecipe
 from replay.groups import RolloutGroup
+from replay.lease_ids import LeaseId
 from replay.rewards import RewardRecipe, weighted_sums
+from replay.sources import ONE, Sources, total_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +118,16 @@ _GAUGES = {
     "learning_rate": ("learning_rate", "Learning rate, as last logged."),
 }
 
+_GAUGES_OF_A_SOURCE = {
+    "reward": ("reward", "Mean weighted reward by source, like `rl_trainer_reward`."),
+    "reward_std": ("reward_std", "Standard deviation of rewards by source."),
+    "success_rate": ("success_ratio", "Share of completions above the threshold of failure, by source."),
+    "frac_reward_zero_std": ("zero_signal_ratio", "Share of groups with equal rewards, by source."),
+    "completions/mean_length": ("completion_length_mean_tokens", "Mean length of completions by source."),
+    "generation_s": ("generation_seconds", "Time that generation of a group took, mean by source."),
+    "batch_share": ("batch_ratio", "Share of the batch, by source."),
+}
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -136,10 +149,17 @@ class StepRecord:
 
 
 class LearningMetrics:
-    """The metrics of steps, which belong to the main thread. `max_staleness` is in versions, as configured."""
+    """The metrics of steps, which belong to the main thread. `max_staleness` is in versions, as configured; `sources` are the
+    names, where there are several."""
 
     def __init__(
-        self, registry: CollectorRegistry, reward_names: Iterable[str], *, max_steps: int, max_staleness: int
+        self,
+        registry: CollectorRegistry,
+        reward_names: Iterable[str],
+        *,
+        max_steps: int,
+        max_staleness: int,
+        sources: Sequence[str] = (),
     ) -> None:
         gauge = partial(Gauge, namespace="rl_trainer", registry=registry)
         counter = partial(Counter, namespace="rl_trainer", registry=registry)
@@ -151,6 +171,9 @@ class LearningMetrics:
         spread = gauge("reward_std_by_function", "Standard deviation of the reward by function.", ["function"])
         for name in reward_names:
             self._gauges |= {f"rewards/{name}/mean": rewards.labels(name), f"rewards/{name}/std": spread.labels(name)}
+        for key, (name, text) in _GAUGES_OF_A_SOURCE.items():
+            by_source = gauge(f"source_{name}", text, ["source"])
+            self._gauges |= {total_of(source, key): by_source.labels(source) for source in sources}
         for each in self._gauges.values():
             each.set(math.nan)
         self._gauges["pipeline/max_staleness"].set(max_staleness)
@@ -193,18 +216,22 @@ class LearningMetrics:
 _MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
 
 
-def batch_metrics(batch: TrainingBatch, version: int, recipe: RewardRecipe, names: Sequence[str]) -> dict[str, float]:
+def batch_metrics(
+    batch: TrainingBatch,
+    version: int,
+    recipe: RewardRecipe,
+    names: Sequence[str],
+    sources: Sources = ONE,
+) -> dict[str, float]:
     """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
     selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
     that cut them, and of a group that of its oldest token; replayed groups have an age of their own. Spans are of all groups
-    of the batch.
+    of the batch. Where there are several `sources` each has numbers of its own.
     """
     arrivals = batch.arrivals or [GroupStats.of(group) for group in batch.groups]
     rewards = np.concatenate([arrival.rewards for arrival in arrivals])
-    total = weighted_sums(rewards, recipe.weights)
-    total = total[~np.isnan(total)]
     lengths = np.concatenate([arrival.lengths for arrival in arrivals])
     ages = [version - group.policy_version for group in batch.groups]
     staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]
@@ -212,11 +239,7 @@ def batch_metrics(batch: TrainingBatch, version: int, recipe: RewardRecipe, name
     sampled = np.concatenate([group.is_sampled for group in fresh])
     versions = np.concatenate([group.versions for group in fresh])[sampled]
     oldest = np.repeat([group.policy_version for group in fresh], [group.num_tokens for group in fresh])[sampled]
-    metrics = {
-        "reward": float(total.mean()) if len(total) else float("nan"),
-        "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
-        "frac_reward_zero_std": sum(arrival.outcome == "no_signal" for arrival in arrivals) / len(arrivals),
-        "completions/mean_length": float(lengths.mean()),
+    metrics = _arrival_metrics(arrivals, recipe) | {
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(np.concatenate([arrival.truncated for arrival in arrivals]).mean()),
         "staleness/mean": float(np.mean(staleness)),
@@ -232,7 +255,42 @@ def batch_metrics(batch: TrainingBatch, version: int, recipe: RewardRecipe, name
         if len(values):
             metrics[f"rewards/{name}/mean"] = float(values.mean())
             metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    metrics |= _source_metrics(batch, arrivals, recipe, sources)
     return metrics | (span_metrics(batch.groups, recipe.credit) if recipe.credit else {})
+
+
+def _arrival_metrics(arrivals: Sequence[GroupStats], recipe: RewardRecipe) -> dict[str, float]:
+    total = weighted_sums(np.concatenate([arrival.rewards for arrival in arrivals]), recipe.weights)
+    total = total[~np.isnan(total)]
+    return {
+        "reward": float(total.mean()) if len(total) else float("nan"),
+        "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
+        "frac_reward_zero_std": sum(arrival.outcome == "no_signal" for arrival in arrivals) / len(arrivals),
+        "completions/mean_length": float(np.concatenate([arrival.lengths for arrival in arrivals]).mean()),
+    }
+
+
+def _source_metrics(
+    batch: TrainingBatch, arrivals: Sequence[GroupStats], recipe: RewardRecipe, sources: Sources
+) -> dict[str, float]:
+    """Return numbers by source: of what arrived, where anything did, and the share of the batch, replayed groups included."""
+
+    def source_of(lease_id: str) -> str:
+        return sources.name_of(LeaseId.parse(lease_id).key.prompt_id)
+
+    found: dict[str, float] = {}
+    in_batch = Counts(source_of(group.lease_id) for group in batch.groups) if sources.names else {}
+    for name in sources.names:
+        own = [arrival for arrival in arrivals if source_of(arrival.lease_id) == name]
+        numbers = _arrival_metrics(own, recipe) if own else {}
+        if own:
+            numbers["generation_s"] = sum(arrival.generation_s for arrival in own) / len(own)
+        grades = [arrival.grade for arrival in own if arrival.grade is not None]
+        if scored := sum(grade.num_scored for grade in grades):
+            numbers["success_rate"] = sum(grade.num_successes for grade in grades) / scored
+        numbers["batch_share"] = in_batch[name] / len(batch.groups)
+        found |= {total_of(name, what): value for what, value in numbers.items() if not math.isnan(value)}
+    return found
 
 
 def span_metrics(groups: Sequence[RolloutGroup], credit: CreditRecipe) -> dict[str, float]:

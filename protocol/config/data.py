@@ -165,6 +165,7 @@ class SourceSection(_RowsSection):
         None,
         description="Share of an epoch's prompts, relative to other sources; rows may repeat. Default: each comes once.",
     )
+    judge: str | None = Field(None, description="Reward that judges failure here. Default: `reroll.reward`.")
 
     def problems(self) -> Problems:
         yield from super().problems()
@@ -226,7 +227,7 @@ class DatasetSection(_RowsSection):
         if self.sources:
             return {f"dataset.sources[{number}]": source for number, source in enumerate(self.sources)}
         values = {key: getattr(self, key) for key in _RowsSection.model_fields}
-        return {"dataset": SourceSection.model_construct(**values, name=None, weight=None)}
+        return {"dataset": SourceSection.model_construct(**values, name=None, weight=None, judge=None)}
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -300,6 +300,12 @@ def _of_rewards(config: RunConfig) -> Problems:
     reward = config.reroll.reward
     if reward is not None and reward not in config.reward_names:
         yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+    for number, source in enumerate(config.dataset.sources):
+        if source.judge is not None and source.judge not in config.reward_names:
+            yield (
+                f"dataset.sources.{number}.judge: {source.judge!r} is not one of rewards.functions: "
+                f"{', '.join(config.reward_names)}"
+            )
 
 
 def _of_teachers(config: RunConfig) -> Problems:
@@ -436,6 +442,8 @@ def _of_evaluation(config: RunConfig) -> Problems:
         yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"
     if any(source.answer_column is not None for source in config.evaluation.dataset.all_sources.values()):
         yield "evaluation.dataset.answer_column: answers to held-out prompts are not trained; remove the key"
+    if any(source.judge is not None for source in config.evaluation.dataset.sources):
+        yield "evaluation.dataset.sources: held-out prompts do not return, so nothing judges them; remove `judge`"
     if config.evaluation.dataset.sampling != "fixed":
         yield "evaluation.dataset.sampling: all held-out prompts are asked; remove the key"
     if config.evaluation.dataset.chat_template_kwargs not in ({}, config.dataset.chat_template_kwargs):

@@ -37,8 +37,9 @@ class Readings(Collector):
     def counter(self, name: str, documentation: str, read: Number) -> None:
         self._readings.append((CounterMetricFamily, name, documentation, (), read))
 
-    def counters(self, name: str, documentation: str, label: str, read: Numbers) -> None:
-        self._readings.append((CounterMetricFamily, name, documentation, (label,), read))
+    def counters(self, name: str, documentation: str, labels: str | tuple[str, ...], read: Numbers) -> None:
+        names = (labels,) if isinstance(labels, str) else labels
+        self._readings.append((CounterMetricFamily, name, documentation, names, read))
 
     def gauge(self, name: str, documentation: str, read: Number) -> None:
         self._readings.append((GaugeMetricFamily, name, documentation, (), read))

@@ -16,6 +16,7 @@ from replay.journal.writer import Journal
 from replay.lease_ids import Key
 from replay.rerolls import attempt_counts
 from replay.signal_chances import GradedGroup
+from replay.sources import ONE, Sources, total_of
 from replay.staleness import StalenessBudget
 
 _AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
@@ -47,7 +48,14 @@ class Recovery:
 
 
 def recover(
-    journal: Journal, step: int, since_seq: int, budget: StalenessBudget, *, partial: bool, comparable: bool
+    journal: Journal,
+    step: int,
+    since_seq: int,
+    budget: StalenessBudget,
+    *,
+    partial: bool,
+    comparable: bool,
+    sources: Sources = ONE,
 ) -> Recovery:
     """Make available again what was consumed after `step`, the steps that the checkpoint has taken, whose ledger knows the
     rows up to `since_seq`. With `partial` batches may be smaller than `groups_per_step`. If not `comparable`, groups must
@@ -64,7 +72,7 @@ def recover(
         ready=[lease_id for (lease_id,) in ready if lease_id not in recorded],
         prompts=_prompts(journal, step, since_seq),
         graded=_graded(journal, since_seq),
-        counts=_counts(journal, since_seq),
+        counts=_counts(journal, since_seq) | _counts_by_source(journal, since_seq, sources),
         quarantined=quarantined,
         not_replayable={lease_id for (lease_id,) in unfit},
     )
@@ -173,3 +181,14 @@ def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
     ):
         result |= zip(attempt_counts(reroll), numbers, strict=True)
     return result
+
+
+def _counts_by_source(journal: Journal, since_seq: int, sources: Sources) -> dict[str, int]:
+    return {
+        total_of(name, outcome): count
+        for name in sources.names
+        for outcome, count in journal.query(
+            "SELECT outcome, count(*) FROM groups WHERE seq > ? AND prompt_id BETWEEN ? AND ? GROUP BY outcome",
+            (since_seq, *(sources.range_of(name) or ())),
+        )
+    }

@@ -3,6 +3,8 @@
 import inspect
 import json
 import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from consumer.evaluate.kept_answers import kept_versions, read_answers
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Lease
-from slipstream.run_reader import EVALUATIONS, RunReader
+from replay.sources import Sources
+from slipstream.run_reader import EVALUATIONS, STEPS, RunReader
 from tests.integration.pair import Daemon, end_well, run_pair
 from tests.integration.runs import Run
 from tests.integration.test_pair import write_run
@@ -32,8 +35,14 @@ WORTH = inspect.getsource(worth)
 HELD_OUT = [f"{i}+{i + 3}=" for i in range(40)]
 
 
-def worth_of_greedy(model_folder: Path, adapter: Path | None) -> float:
-    """What transformers' greedy completions of the held-out prompts are worth."""
+def halves(path: Path) -> dict[str, Any]:
+    """A dataset whose rows are those of two sources."""
+    parts = {"low": "train[:20]", "high": "train[20:]"}
+    return {"path": None, "sources": [{"name": name, "path": str(path), "split": part} for name, part in parts.items()]}
+
+
+def worth_of_greedy(model_folder: Path, adapter: Path | None) -> list[float]:
+    """What transformers' greedy completions of the held-out prompts are worth, one by one."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if adapter is not None:
@@ -44,7 +53,7 @@ def worth_of_greedy(model_folder: Path, adapter: Path | None) -> float:
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return float(np.mean(worth(texts)))
+    return worth(texts)
 
 
 def pending(folder: Path) -> list[int]:
@@ -67,7 +76,8 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
             "qwen2",
             [{"prompt": f"{i}+1="} for i in range(40)],
             WORTH,
-            evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 3},
+            dataset=halves(short_dir / "data.jsonl"),
+            evaluation={"dataset": halves(short_dir / "held-out.jsonl"), "every_versions": 3},
             trainer={"max_steps": 10, "learning_rate": 3e-3, "save_steps": 3, "save_total_limit": 100},
         )
     )
@@ -95,7 +105,11 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     for line in lines:
         folder = run_dir / "checkpoints" / f"checkpoint-{line['version']}"
         adapter = None if line["version"] == 0 else run_dir / "adapter" if line["version"] == 10 else folder
-        assert line["score"] == pytest.approx(worth_of_greedy(short_dir / "model", adapter), abs=1e-6), line["version"]
+        expected = worth_of_greedy(short_dir / "model", adapter)
+        assert line["score"] == pytest.approx(np.mean(expected), abs=1e-6), line["version"]
+        of_sources = [line["sources"][name]["score"] for name in ("low", "high")]
+        assert of_sources == pytest.approx([np.mean(expected[:20]), np.mean(expected[20:])], abs=1e-6)
+        assert line["mean_of_sources"] == pytest.approx(line["score"]), "of as many prompts each"
         assert (line["num_prompts"], line["num_scored"], line["step"]) == (40, 40, line["version"])
     assert len({line["score"] for line in lines}) >= 3, "training moved the completions"
     answers = {version: read_answers(file) for version, file in kept_versions(run_dir).items()}
@@ -107,9 +121,28 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     best = max(lines, key=lambda line: line["score"])
     kept = run_dir / "checkpoints" / "best"
     assert json.loads((kept / "evaluation.json").read_text())["version"] == best["version"]
-    assert best["score"] == pytest.approx(worth_of_greedy(short_dir / "model", kept), abs=1e-6)
+    assert best["score"] == pytest.approx(np.mean(worth_of_greedy(short_dir / "model", kept)), abs=1e-6)
     assert json.loads((run_dir / "trainer.json").read_text())["best"]["version"] == best["version"]
     assert list((run_dir / "evaluation").iterdir()) == []
+    check_sources(run_dir)
+
+
+def check_sources(run_dir: Path) -> None:
+    """Compare the counts and shares of the steps, over a crash and a resumption, with the journal."""
+    with closing(RunReader(run_dir).journal()) as journal:
+        sources, groups = Sources.of_facts(journal.facts()), list(journal.rows())
+    assert sources == Sources(("low", "high"), (0, 20))
+    steps = RunReader(run_dir).lines(STEPS)
+    for name in sources.names:
+        trained = Counter(
+            row.step for row in groups if row.state == "trained" and sources.name_of(row.prompt_id) == name
+        )
+        assert [line[f"sources/{name}/batch_share"] for line in steps] == [trained[line["step"]] / 4 for line in steps]
+        assert steps[-1]["counts"][f"sources/{name}/trained"] == trained.total()
+        assert any(line.get(f"sources/{name}/generation_s", 0.0) > 0 for line in steps)
+    for outcome in ("leased", "accepted", "no_signal", "stale", "trained"):
+        of_both = [steps[-1]["counts"].get(f"sources/{name}/{outcome}", 0) for name in sources.names]
+        assert sum(of_both) == steps[-1]["counts"].get(outcome, 0), outcome
 
 
 def test_merged_weights_stay_until_the_last_prompt_of_their_evaluation_is_answered(

@@ -52,6 +52,7 @@ def rollout_group(
     credit: dict[int, float] | None = None,
     teacher: list[float] | None = None,
     top: list[list[tuple[int, float]]] | None = None,
+    generation_s: float = 0.0,
 ) -> RolloutGroup:
     """A group of exactly these completions, or records with `episodes`; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... (0 for
     what is not sampled) unless given. `credit` has the rewards of spans by the tokens that they end with, `teacher` a
@@ -82,6 +83,7 @@ def rollout_group(
         teacher_logprobs=None if teacher is None else np.array(teacher, np.float32),
         teacher_top_ids=None if top is None else np.array(top)[..., 0].astype(np.int32),
         teacher_top_logprobs=None if top is None else np.array(top)[..., 1].astype(np.float32),
+        generation_s=generation_s,
     )
 
 

@@ -26,6 +26,7 @@ from replay.prompt_table import FailureWatch, RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import Grade, RerollRules
 from replay.rewards import SignalWatch
+from replay.sources import ONE, Sources
 from replay.staleness import StalenessBudget
 
 
@@ -145,6 +146,7 @@ def unpublished_buffer(
     max_replayed: int = 0,
     partial: bool = False,
     draws: PromptDraws | None = None,
+    sources: Sources = ONE,
     **budget: Any,
 ) -> RolloutBuffer:
     return RolloutBuffer(
@@ -162,6 +164,7 @@ def unpublished_buffer(
         mean_reward,
         FailureWatch(max_failed_share),
         SignalWatch(max_groups_without_signal),
+        sources=sources,
     )
 
 

@@ -10,6 +10,7 @@ from consumer.app.wiring import rollout_buffer
 from protocol.errors import ConfigError
 from replay.buffer import RolloutBuffer
 from replay.rewards import RewardRecipe
+from replay.sources import ONE
 from replay.staleness import StalenessBudget
 from tests.unit.consumer.builders import delivery, rollout_group, run_config
 from tests.unit.replay.builders import FillableJournal
@@ -22,11 +23,20 @@ SOME = [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
 ALL = [[1.0, 1.0]] * 4
 
 
+class Six:
+    """Prompts of one source."""
+
+    sources = ONE
+
+    def __len__(self) -> int:
+        return 6
+
+
 def buffer_of(folder: Path, journal: FillableJournal, **sections: Any) -> RolloutBuffer:
     config = run_config(folder, rewards=FORMAT_AND_ANSWER, dataset={"shuffle": False}, **sections)
     budget = StalenessBudget(config.pipeline.groups_per_step, config.pipeline.max_staleness)
     recipe = RewardRecipe.of(config, "sum_then_normalize")
-    setup: Any = SimpleNamespace(config=config, prompts=range(6), budget=budget, rewards=recipe)
+    setup: Any = SimpleNamespace(config=config, prompts=Six(), budget=budget, rewards=recipe)
     result = rollout_buffer(setup, journal, "s")
     result.published(0)
     return result

@@ -29,6 +29,7 @@ from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.runtime import json_lines as rotated_lines
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
+from replay.sources import ONE
 from replay.staleness import StalenessBudget
 from tests.unit.consumer.builders import (
     SHAPE,
@@ -89,7 +90,7 @@ class Run:
         self.feed = feed = BatchFeed(self.replay, self, waits)
         setup: Any = SimpleNamespace(
             config=self.config, arguments=self.arguments, budget=StalenessBudget(**options),
-            checkpoint_limit=self.arguments.save_total_limit,
+            checkpoint_limit=self.arguments.save_total_limit, prompts=SimpleNamespace(sources=ONE),
             stop=lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
         )  # fmt: skip
         heartbeat: Any = SimpleNamespace(errors=ThreadErrors())

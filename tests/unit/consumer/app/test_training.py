@@ -34,7 +34,14 @@ class Trainer:
 def start(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     unused: Any = None
     setup: Any = SimpleNamespace(
-        answers=None, config=None, arguments=None, lora=None, model_folder=None, initial_adapter=None, prompts=[]
+        answers=None,
+        weights=None,
+        config=None,
+        arguments=None,
+        lora=None,
+        model_folder=None,
+        initial_adapter=None,
+        prompts=[],
     )
     monkeypatch.setattr(run, "SlipstreamTrainer", trainer)
     monkeypatch.setattr(run.Run, "_probe_of", lambda *_: None)

@@ -37,7 +37,9 @@ from protocol.wire.messages import (
     Sampling,
 )
 from replay.groups import GroupShape
+from replay.lease_ids import EvaluationLeaseId
 from replay.prompt_table import RetryBudget
+from replay.sources import Sources
 from tests.scripted import made_up_group
 from tests.unit.consumer.evaluate.test_results import blob, section
 from tests.unit.replay.builders import memory_folder
@@ -121,6 +123,28 @@ class Process:
         while self.sent:
             self.answer(self.sent.popleft()[1], reward)
             self.tick()
+
+
+def test_each_source_has_a_score_of_its_own(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.control.sources = Sources(("a", "b", "c"), (0, 2, 4))
+    process.publish(0)
+    process.tick()
+    rewards = {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.0, 4: 0.25}  # row 5 has no prompt
+    while process.sent:
+        lease = process.sent.popleft()[1]
+        process.answer(lease, rewards[EvaluationLeaseId.parse(lease.lease_id).prompt_id])
+        process.tick()
+    process.collect()
+    result = json.loads((tmp_path / "evaluations.jsonl").read_text())
+    assert result["sources"] == {
+        "a": {"score": 0.75, "num_prompts": 2, "num_scored": 2},
+        "b": {"score": 0.5, "num_prompts": 2, "num_scored": 2},
+        "c": {"score": 0.25, "num_prompts": 2, "num_scored": 1},
+    }
+    assert (result["mean_of_sources"], result["score"]) == (0.5, 0.55)
+    [logged] = process.logged
+    assert logged["evaluation/sources/b"] == logged["evaluation/mean_of_sources"] == 0.5
 
 
 def test_an_evaluation_from_lease_to_line(tmp_path: Path) -> None:

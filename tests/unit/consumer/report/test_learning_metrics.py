@@ -72,3 +72,21 @@ def test_a_loss_or_gradient_that_is_no_number_is_counted(
     metrics.logged({"loss": 9.0, "grad_norm": 9.0, "learning_rate": 1e-5})
     assert value(registry, "rl_trainer_loss") != 9.0, "the mean over logging_steps, which is no step's"
     assert value(registry, "rl_trainer_learning_rate") == 1e-5
+
+
+def test_sources_have_numbers_where_there_are_several(registry: CollectorRegistry) -> None:
+    metrics = LearningMetrics(registry, ["exact"], max_steps=9, max_staleness=2, sources=["easy", "hard"])
+    step(metrics, 1, **{"sources/easy/reward": 0.5, "sources/easy/success_rate": 0.25, "sources/other/reward": 1.0})
+    step(metrics, 2, **{"sources/hard/batch_share": 0.75, "sources/hard/generation_s": 3.0})
+    assert value(registry, "rl_trainer_source_reward", source="easy") == 0.5
+    assert value(registry, "rl_trainer_source_success_ratio", source="easy") == 0.25
+    assert math.isnan(value(registry, "rl_trainer_source_reward", source="hard"))
+    assert value(registry, "rl_trainer_source_batch_ratio", source="hard") == 0.75
+    assert value(registry, "rl_trainer_source_generation_seconds", source="hard") == 3.0
+    assert registry.get_sample_value("rl_trainer_source_reward", {"source": "other"}) is None
+
+
+def test_one_source_alone_is_no_label(registry: CollectorRegistry, metrics: LearningMetrics) -> None:
+    step(metrics, 1, reward=0.5)
+    labels = [sample.labels for family in registry.collect() for sample in family.samples]
+    assert not any("source" in each for each in labels)

@@ -60,6 +60,15 @@ def test_totals_are_those_of_the_buffer_at_the_scrape(world: World) -> None:
     assert world.value("rl_trainer_completions_scored_total", attempt="2") == 8
 
 
+def test_totals_of_sources_are_there_where_there_are_several(world: World) -> None:
+    name = "rl_trainer_source_groups_total"
+    assert world.value(name, source="easy", outcome="trained") is None
+    world.buffer.sources.names = ["easy", "hard"]
+    world.buffer.totals.update({"sources/easy/trained": 3, "sources/other/trained": 5})
+    assert [world.value(name, source=source, outcome="trained") for source in ("easy", "hard")] == [3, 0]
+    assert world.value(name, source="other", outcome="trained") is None
+
+
 def test_label_values_known_in_advance_are_there_at_zero(world: World) -> None:
     for outcome in ("accepted", "no_signal", "stale", "duplicate", "unknown_lease", "invalid"):
         assert world.value("rl_trainer_groups_received_total", outcome=outcome) == 0

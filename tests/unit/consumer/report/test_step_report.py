@@ -15,7 +15,9 @@ from consumer.report.steps import StepRecord, StepReport, batch_metrics, success
 from protocol.runtime import json_lines as rotated_lines
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.credit import CreditRecipe
+from replay.rerolls import Grade
 from replay.rewards import RewardRecipe
+from replay.sources import Sources
 from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group
 
 METRICS = {"reward": 0.5, "staleness/mean": 1.0}
@@ -67,6 +69,42 @@ def test_metrics_by_hand() -> None:
             "rewards/second/mean": 2.0,
             "rewards/second/std": 0.0,
         }
+    )
+
+
+def test_metrics_by_source_by_hand() -> None:
+    sources = Sources(("easy", "hard", "none"), (0, 2, 9))
+    easy = rollout_group([[3], [4, 5]], rewards=[0.0, 1.0], lease_id="0-1-0-1-s", generation_s=2.0)
+    solved = rollout_group([[3, 4, 5], [4]], rewards=[1.0, 1.0], lease_id="0-0-0-1-s", generation_s=5.0)
+    hard = rollout_group([[6], [7]], rewards=[math.nan, -1.0], lease_id="1-2-1-1-s")
+    arrivals = [
+        GroupStats.of(easy, grade=Grade("mixed", 2, 1)),
+        GroupStats.of(solved, "no_signal", Grade("solved", 2, 2)),
+        GroupStats.of(hard),
+    ]
+    batch = TrainingBatch(1, 1, 1, [easy, hard, hard, hard], 2, arrivals)
+    metrics = batch_metrics(batch, 0, recipe(2.0), ["first"], sources)
+    found = {name: value for name, value in metrics.items() if name.startswith("sources/")}
+    assert found == pytest.approx(
+        {
+            "sources/easy/reward": 1.5,  # 0, 2, 2, 2
+            "sources/easy/reward_std": 1.0,
+            "sources/easy/frac_reward_zero_std": 0.5,
+            "sources/easy/completions/mean_length": 7 / 4,
+            "sources/easy/generation_s": 3.5,
+            "sources/easy/success_rate": 0.75,
+            "sources/easy/batch_share": 0.25,
+            "sources/hard/reward": -2.0,
+            "sources/hard/reward_std": 0.0,
+            "sources/hard/frac_reward_zero_std": 0.0,
+            "sources/hard/completions/mean_length": 1.0,
+            "sources/hard/generation_s": 0.0,
+            "sources/hard/batch_share": 0.75,
+            "sources/none/batch_share": 0.0,
+        }
+    )
+    assert {name: metrics[name] for name in metrics if name not in found} == batch_metrics(
+        batch, 0, recipe(2.0), ["first"]
     )
 
 
