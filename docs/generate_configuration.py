@@ -23,7 +23,7 @@ from docs.markdown import grouped, reserved, row
 from docs.trainer_section import trainer_section
 from protocol.config import library_section as rules
 from protocol.config import run as schema
-from protocol.config.environment_servers import SERVERS
+from protocol.config.environment_servers import FACTORIES
 from protocol.config.reward_options import SHIPPED, RewardModel, RewardService
 from protocol.config.rewards import AGENTS
 from protocol.config.schema import FILE as SCHEMA
@@ -277,8 +277,11 @@ def options_of_rewards() -> Iterator[str]:
 def options_of_agents() -> Iterator[str]:
     yield row("`agent` or `factory`", "option", "type", "default", "meaning")
     yield "|---|---|---|---|---|"
-    for name, options in (AGENTS | SERVERS).items():
-        yield from (f"| `{name}` {line}" for line in rows(options, ""))
+    owners: dict[str, list[str]] = {}
+    for name, options in (AGENTS | FACTORIES).items():
+        for line in rows(options, ""):
+            owners.setdefault(line, []).append(f"`{name}`")
+    yield from (f"| {', '.join(names)} {line}" for line, names in owners.items())
     yield ""
 
 

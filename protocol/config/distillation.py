@@ -16,7 +16,7 @@ from protocol.config.section import HttpUrl, Label, Positive, PositiveFloat, Pos
 _OF_A_SERVER = ("key_file", "ca_file", "timeout_s", "retries", "concurrency")
 
 
-def _pieces(template: str) -> list[tuple[str, str | None]]:
+def pieces(template: str) -> list[tuple[str, str | None]]:
     """Return texts, each with the name in braces behind it; {{ and }} are braces. Raise ValueError for anything else."""
     found = []
     for text, name, spec, conversion in Formatter().parse(template):
@@ -45,7 +45,7 @@ class TeacherSection(Section):
     @field_validator("prompt")
     @classmethod
     def _names_columns(cls, value: str | None) -> str | None:
-        names = [name for _, name in _pieces(value or "") if name is not None]
+        names = [name for _, name in pieces(value or "") if name is not None]
         if value is not None and not names:
             raise ValueError("expected a column as `{column}`; without one the teacher knows no more than the policy")
         return value
@@ -53,12 +53,12 @@ class TeacherSection(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that `prompt` names."""
-        names = (name for _, name in _pieces(self.prompt or ""))
+        names = (name for _, name in pieces(self.prompt or ""))
         return tuple(name for name in names if name not in (None, "prompt"))
 
     def filled(self, values: Mapping[str, Any]) -> str:
         """Return `prompt` with these values."""
-        return "".join(text + ("" if name is None else str(values[name])) for text, name in _pieces(self.prompt or ""))
+        return "".join(text + ("" if name is None else str(values[name])) for text, name in pieces(self.prompt or ""))
 
     def problems(self) -> Problems:
         if (self.url is None) == (self.prompt is None):

@@ -3,12 +3,14 @@
 Guarantee: options that exist are complete; inconsistent ones are refused with their key and the fix.
 """
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from protocol.config.section import HttpUrl, Problems, Section
+from protocol.config.distillation import pieces
+from protocol.config.section import HttpUrl, Positive, PositiveSeconds, Problems, Section
 
 
 class OpenEnvOptions(Section):
@@ -48,3 +50,37 @@ class OpenEnvOptions(Section):
 
 SERVERS: dict[str, type[Section]] = {"openenv": OpenEnvOptions}
 """The factories that connect to servers, and are no code of the user's."""
+
+
+class SimulatedUserOptions(Section):
+    url: HttpUrl = Field(description="OpenAI-compatible server, without `/v1`.")
+    model: str = Field(min_length=1, description="Its model.")
+    prompt: str = Field(min_length=1, description="System prompt, with `{column}` of the row.")
+    stop: str | None = Field(None, min_length=1, description="Word by which it ends the episode.")
+    max_tokens: Positive = Field(512, description="Longest answer.")
+    timeout_s: PositiveSeconds = Field(20.0, description="Limit of one request.")
+    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further tries.")
+    key_file: str | None = Field(None, description="As `engine_server.key_file`.")
+    ca_file: str | None = Field(None, description="As `engine_server.ca_file`.")
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_a_template(cls, value: str) -> str:
+        pieces(value)
+        return value
+
+    def filled(self, columns: Mapping[str, Any]) -> str:
+        """Return `prompt` with the row's values. Raise ValueError if the row lacks one."""
+        named = pieces(self.prompt)
+        lacking = [name for _, name in named if name is not None and columns.get(name) is None]
+        if lacking:
+            raise ValueError(f"the row has nothing as {lacking[0]!r}, which options.prompt names")
+        return "".join(text + ("" if name is None else str(columns[name])) for text, name in named)
+
+    def problems(self) -> Problems:
+        if urlsplit(self.url).path.rstrip("/").endswith("/v1"):
+            yield "url: leave the `/v1` out, it is added to the address"
+
+
+FACTORIES: dict[str, type[Section]] = SERVERS | {"simulated_user": SimulatedUserOptions}
+"""The factories whose options are known here."""

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config.environment_servers import SERVERS
+from protocol.config.environment_servers import FACTORIES, SERVERS
 from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
 from protocol.config.reward_options import SHIPPED, FeatureMatching, ReasoningLength, RewardModel, RewardService, Steps
 from protocol.config.section import (
@@ -289,7 +289,7 @@ AGENTS: dict[str, type[AgentOptions]] = {
     "nemo_gym": NemoGymOptions,
     "atropos": AtroposOptions,
 }
-_FACTORIES = ("mcp", *SERVERS)
+_FACTORIES = ("mcp", *FACTORIES)
 _Factory = Annotated[str, place_or_plugin(ENVIRONMENT_PLUGINS, _FACTORIES)]
 
 
@@ -334,7 +334,7 @@ class EnvironmentSection(Section):
     @field_validator("agent")
     @classmethod
     def _is_installed(cls, value: str | None) -> str | None:
-        if value in SERVERS:
+        if value in FACTORIES:
             raise ValueError(f"{value} is an environment.factory")
         if value is not None:
             check_plugin(
@@ -345,7 +345,7 @@ class EnvironmentSection(Section):
     def problems(self) -> Problems:
         if self.factory and self.agent:
             yield "give one of factory and agent"
-        elif schema := (AGENTS | SERVERS).get(self.agent or self.factory or ""):
+        elif schema := (AGENTS | FACTORIES).get(self.agent or self.factory or ""):
             yield from option_problems(str(self.agent or self.factory), schema, self.options)
         elif self.options and not self.agent and not (self.factory and is_plugin(self.factory)):
             yield "options are for a plugin; remove them"

@@ -23,7 +23,7 @@ from producer.engine.sampling import group_fields
 from producer.engine_contract import NUM_SAMPLED, Completion, EngineLoad, Scored
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.distillation import TeacherSection
-from protocol.config.environment_servers import OpenEnvOptions
+from protocol.config.environment_servers import OpenEnvOptions, SimulatedUserOptions
 from protocol.config.operation import EngineServerSection
 from protocol.errors import UNREADABLE, ConfigError
 from protocol.wire.messages import Sampling
@@ -65,7 +65,7 @@ class ServerMismatchError(Exception):
 
 
 def open_session(
-    section: EngineServerSection | TeacherSection | OpenEnvOptions, place: str = _SECTION
+    section: EngineServerSection | TeacherSection | OpenEnvOptions | SimulatedUserOptions, place: str = _SECTION
 ) -> aiohttp.ClientSession:
     """Open a session for all servers of a section, which is `place` in the file, in the running loop. Raises ConfigError if the
     key or the certificates cannot be read."""

@@ -95,7 +95,10 @@ def test_where_teachers_alone_teach_no_reward_function_is_needed() -> None:
         ({"environment": {"agent": "atropos", "factory": "shop:Shop"}}, "give one of factory and agent"),
         ({"environment": {"agent": "atropos", "options": {"id": "a"}}}, "options.id: Extra inputs are not permitted"),
         ({"environment": {"agent": "unheard"}}, "no installed package has a plugin `unheard`"),
-        ({"environment": {"agent": "unheard"}}, "installed: atropos, mcp, nemo_gym, openenv, verifiers"),
+        (
+            {"environment": {"agent": "unheard"}},
+            "installed: atropos, mcp, nemo_gym, openenv, simulated_user, verifiers",
+        ),
         ({"rewards": {"functions": [{"function": "a:b"}]}}, "rewards.functions: environments of Atropos score"),
         ({"dataset": {"path": "train.jsonl"}}, "dataset: environments of Atropos have their own items"),
         ({"dataset": {"max_prompt_tokens": 5}}, "dataset: environments of Atropos have their own items"),
