@@ -100,7 +100,8 @@ def main(
             if arguments.check:
                 if arguments.check == "full":
                     check_libraries(config)
-                notes = chain(memory_table(config, arguments.gpu), preview(config, arguments.gpu))
+                num_ranks = getattr(arguments, "num_ranks", 1)  # of a trainer
+                notes = chain(memory_table(config, arguments.gpu, num_ranks), preview(config, arguments.gpu))
                 shown = dump_config(config) + "".join(f"# {line}\n" for line in notes)
                 return written(lambda: _show(shown))
             logs.configure(program, config.observability.log_level, config.observability.log_format)

@@ -9,21 +9,25 @@ from typing import NoReturn
 from protocol.command_line import leave, parser
 from protocol.command_line import main as run_command
 from protocol.config.run import RunConfig
-from protocol.errors import ExitCode
+from protocol.errors import ConfigError, ExitCode
 from protocol.runtime.processes import gc_disabled
 
 _DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
 
 
 def _load(arguments: argparse.Namespace) -> AbstractContextManager[RunConfig]:
-    """Load the configuration, and choose a GPU if none is named: a producer's default is 0."""
+    """Load the configuration, choose a GPU if none is named (a producer's default is 0), and count the ranks."""
     from protocol.config.loader import load_config  # its import takes as long as all others
+    from protocol.config.trainer_keys import of_spread_weights
     from protocol.gpu.nvml import VISIBLE, visible_gpus
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.gpu == _DEFAULT_GPU:
         alone = config.pipeline.gpu != "own" or len(visible_gpus(os.environ.get(VISIBLE))) < 2
         arguments.gpu = "0" if alone else "1"
+    arguments.num_ranks = arguments.nodes * (arguments.ranks or arguments.gpu.count(",") + 1)
+    if arguments.num_ranks > 1 and config.spreads_weights and (problems := list(of_spread_weights(config.trainer))):
+        raise ConfigError("; ".join(problems))
     return nullcontext(config)
 
 

@@ -24,7 +24,8 @@ from consumer.learn.loss import NotFiniteStep
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.probe import NUM_ROWS, ROW_LENGTH, PolicyProbe, longest_of
-from consumer.ranks.exchange import Begin, Piece, PlanError, ProcessRanks, Ranks, Train
+from consumer.link.weight_snapshots import gather_weights
+from consumer.ranks.exchange import Begin, Gather, Piece, PlanError, ProcessRanks, Ranks, Train
 from consumer.ranks.presence import HeartbeatThread, report_failure
 from consumer.ranks.rendezvous import FOREVER_S, connect
 from consumer.ranks.team import Member
@@ -39,7 +40,9 @@ from replay.groups import GroupShape
 
 
 class PlannedBatches:
-    """The batches that rank 0 announces, without an end."""
+    """The batches that rank 0 announces, without an end. Between two of them state of `trainer` is gathered for rank 0."""
+
+    trainer: SlipstreamTrainer
 
     def __init__(self, ranks: Ranks, shape: GroupShape) -> None:
         self._ranks = ranks
@@ -47,29 +50,37 @@ class PlannedBatches:
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
-            plan = self._ranks.share(None)
-            if not isinstance(plan, Train):
-                raise PlanError("rank 0 began anew")
-            yield plan.batch(self._shape)
+            match self._ranks.share(None):
+                case Train() as plan:
+                    yield plan.batch(self._shape)
+                case Gather(what):
+                    (self.trainer.model if what == "model" else self.trainer.optimizer).state_dict()
+                case _:
+                    raise PlanError("rank 0 began anew")
 
 
-class _Probes(TrainerCallback):  # type: ignore[misc]
-    """Passes through a sharded model beside those of rank 0, which needs them for the probe of a policy."""
+class _Policies(TrainerCallback):  # type: ignore[misc]
+    """A part in the making of policies from a sharded model: the passes of the probe, and the gathering of weights."""
 
     def __init__(self, trainer: SlipstreamTrainer, config: RunConfig) -> None:
-        model = trainer.model
+        self._trainer, model = trainer, trainer.model
         rows = np.zeros((NUM_ROWS, min(ROW_LENGTH, longest_of(model))), np.int32)
         every, merged = config.probe_every, config.is_merged_in_16_bits
         self._probe = PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=merged)
         self._sync_interval = config.pipeline.sync_interval
+        if trainer.spreads_weights:
+            gather_weights(model)
+            self._probe.measure_base()
 
-    def measure(self, step: int) -> None:
-        """Measure as rank 0 does when it publishes the policy that step `step` starts from."""
+    def publish(self, step: int) -> None:
+        """Do what rank 0 does when it publishes the policy that step `step` starts from."""
         self._probe.measure(step // self._sync_interval)
+        if self._trainer.spreads_weights:
+            gather_weights(self._trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self._sync_interval == 0:
-            self.measure(state.global_step)
+            self.publish(state.global_step)
 
 
 class _OwnRandomness(TrainerCallback):  # type: ignore[misc]
@@ -95,15 +106,18 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
     batches = PlannedBatches(ranks, shape)
     with scratch_folder() as folder:
         receive_files(ranks, begin.files, folder)
-        trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
+        batches.trainer = trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
+        checkpoint = str(folder) if begin.files else None
         if trainer.is_sharded:
-            probes = _Probes(trainer, config)
-            probes.measure(begin.step)
-            trainer.add_callback(probes)
+            policies = _Policies(trainer, config)
+            if trainer.spreads_weights and checkpoint is not None:
+                trainer._load_from_checkpoint(checkpoint)
+            policies.publish(begin.step)
+            trainer.add_callback(policies)
         with contextlib.suppress(NotFiniteStep, DeviceError, RankLostError):  # rank 0 has found the same, and says it
-            if begin.step < trainer.args.max_steps:
-                trainer.train(resume_from_checkpoint=str(folder) if begin.files else None)
-        ranks.share(None)  # until rank 0 ends this process
+            if begin.trains:
+                trainer.train(resume_from_checkpoint=checkpoint)
+        next(iter(batches))  # until rank 0 ends this process
 
 
 def receive_files(ranks: Ranks, sizes: dict[str, int], folder: Path) -> None:

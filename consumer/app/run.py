@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +27,8 @@ from consumer.learn.checkpoints import is_committed
 from consumer.learn.loss import NotFiniteStep
 from consumer.learn.memory import is_out_of_memory
 from consumer.learn.micro_batches import CompletionTooLargeError, Recorded
-from consumer.learn.model import loading, save_weights, unquantized_probe
+from consumer.learn.model import loading, unquantized_probe
+from consumer.learn.shards import without_weights
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.policy_store import Snapshot
 from consumer.link.probe import PolicyProbe, longest_of, probe_rows
@@ -44,6 +44,7 @@ from protocol.runtime import logs
 from protocol.runtime.files import staged
 from protocol.runtime.health import Health
 from protocol.runtime.json_lines import encode_page
+from protocol.runtime.scratch import scratch_folder
 from replay.batch_selection import TrainingBatch
 from replay.journal.schema import MicroBatchPlan
 
@@ -119,8 +120,7 @@ class Run(TrainerCallback):
         """
         setup, checkpoint = self.setup, self.start.checkpoint
         if ranks.world > 1:
-            folder = checkpoint.folder if checkpoint else None
-            begin(ranks, len(setup.prompts), setup.shape.vocab_size, self.start.step, folder)
+            self._begin(ranks)
         batches: Iterable[TrainingBatch] = self.feed
         for of_rows in (setup.answers, setup.weights):
             if of_rows is not None:
@@ -138,6 +138,16 @@ class Run(TrainerCallback):
                 trainer._load_from_checkpoint(str(checkpoint.folder))  # before the first policy is published
         for callback in callbacks:
             trainer.add_callback(callback)
+
+    def _begin(self, ranks: Ranks) -> None:
+        """Tell the other ranks of the run. Of weights that are shared they get their parts when rank 0 loads them."""
+        setup, checkpoint = self.setup, self.start.checkpoint
+        with scratch_folder() as scratch:
+            folder = checkpoint and (
+                without_weights(checkpoint.folder, scratch) if setup.config.spreads_weights else checkpoint.folder
+            )
+            trains = self.start.step < setup.arguments.max_steps and self.early_stop_reason is None
+            begin(ranks, len(setup.prompts), setup.shape.vocab_size, self.start.step, folder, trains=trains)
 
     def attach(self, trainer: SlipstreamTrainer, probe: PolicyProbe) -> None:
         """Run with this trainer, whose weights are as they were loaded if they train themselves."""
@@ -346,7 +356,7 @@ class Run(TrainerCallback):
                 trainer, name, then = self.trainer, "adapter", "go on with --resume to have it written"
                 write: Callable[[str], object] = trainer.save_model
                 if self.setup.config.weights == "full":
-                    name, write = "model", partial(save_weights, trainer.base, trainer.processing_class)
+                    name, write = "model", trainer.save_weights
                 what = f"the {name}"
                 self._write(self._run_dir / name, write, what)
         except StopRequested:

@@ -231,7 +231,7 @@ def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.T
     if len(layout.targets):
         found = head(hidden.to(linear.weight.dtype), linear.weight, linear.bias, layout.targets, *teacher)
     else:  # none, with a gradient: all ranks go back through a model that they share
-        found = (hidden.float().sum(1),) * (2 + len(teacher))
+        found = (linear(hidden.to(linear.weight.dtype)).float().sum(1),) * (2 + len(teacher))
     return tuple(spread(values, layout) for values in found)
 
 
@@ -255,8 +255,9 @@ def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[t
 
 def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return (B, T), from a value for each token in the loss; 0 for others."""
-    rows, columns = layout.shape
-    return values.new_zeros(rows * columns).index_put((layout.in_loss,), values).view(layout.shape)
+    columns = layout.shape[1]
+    places = (layout.in_loss // columns, layout.in_loss % columns)
+    return values.new_zeros(layout.shape).index_put(places, values)
 
 
 def hidden_states(backbone: Any, layout: Layout) -> torch.Tensor:

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from consumer.learn.importance import Factors
 from consumer.learn.micro_batches import MicroBatch, Places, loss_mask
+from consumer.learn.shards import spreads_weights
 from consumer.learn.statistics import Numbers, Values
 from replay.batch_selection import LOSS_PARTS
 
@@ -322,6 +324,7 @@ class ReferencePolicy:
         self._model = model
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         if keeps_weights:
+            casts &= not spreads_weights(model)  # whose parts keep their type
             cast = {each.weight for each in model.modules() if casts and isinstance(each, torch.nn.Linear)}
             cast.discard(model.get_input_embeddings().weight)
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -357,4 +360,10 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         """Let the storage of the parameters and of ours change places."""
         for number, (parameter, other) in enumerate(self._pairs):
-            parameter.data, self._pairs[number] = other, (parameter, parameter.data)
+            if isinstance(parameter, DTensor):  # FSDP2 gathers from the storage that it knows
+                part, parts = parameter.to_local().detach(), other.to_local()
+                kept = part.clone()
+                part.copy_(parts)
+                parts.copy_(kept)
+            else:
+                parameter.data, self._pairs[number] = other, (parameter, parameter.data)

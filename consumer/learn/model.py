@@ -9,7 +9,8 @@ vLLM take it as it is. Nothing that sees images is adapted, or stays in memory.
 
 A base that ranks share (FSDP2, https://arxiv.org/abs/2304.11277) is spread over them layer by layer. A pass sees whole layers,
 with the very numbers of the model files; adapter, embeddings and LM head are whole on every rank. A pass through such a model
-gathers each layer from all ranks. So all ranks make as many passes, forward and backward, in the same order.
+gathers each layer from all ranks. So all ranks make as many passes, forward and backward, in the same order. Weights that train
+themselves are spread whole: see `consumer.learn.shards`.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
+from consumer.learn.shards import shard_weights
 from consumer.link.probe import PolicyProbe
 from consumer.link.weight_snapshots import check_names
 from consumer.ranks.exchange import ALONE, Ranks
@@ -110,7 +112,7 @@ def load_policy(
     if (
         gpu != "turns" and getattr(base, "quantization_method", None) != "bitsandbytes"
     ):  # which lies where it was loaded
-        shard_base(config.pipeline.shard_base if lora is not None else "none", base, ranks, options.device)
+        shard_base(config.pipeline.shard_base, base, ranks, options.device, trains=lora is None, casts=options.bf16)
         model.to(options.device)
     return model
 
@@ -221,10 +223,11 @@ def check_room(config: RunConfig, folder: Path, num_ranks: int) -> None:
     Raises:
         DeviceError: the GPU has less room than the base takes.
     """
-    may_spread = num_ranks > 1 and config.pipeline.shard_base != "none" and config.lora is not None
+    may_spread = num_ranks > 1 and config.pipeline.shard_base != "none"
     if config.pipeline.gpu == "turns" or may_spread:
         return
-    fix = MORE_ROOM if config.lora is not None else "train an adapter, or take a GPU with more memory"
+    shared = "let several GPUs share it (--gpu 0,1 and pipeline.shard_base: auto)"
+    fix = MORE_ROOM if config.lora is not None else f"{shared}, train an adapter, or take a GPU with more memory"
     check_base_fits(base_of(folder, config.trainer_dtype, config.model.quantization), fix)
 
 
@@ -240,31 +243,40 @@ def check_base_fits(base: int, fix: str) -> None:
 
 def is_sharded(model: Any) -> bool:
     """Tell whether this causal language model, which may have LoRA layers, was given to `shard_base`."""
-    return isinstance(text_model(model), FSDPModule)
+    return isinstance(model, FSDPModule) or isinstance(text_model(model), FSDPModule)
 
 
-def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device) -> None:
-    """Spread the layers over the ranks where that is asked for, or where the base is too large to be whole on each. The layers
-    are on the device afterwards; the rest is where it was. All ranks call it.
+def shard_base(
+    choice: ShardBase, model: Any, ranks: Ranks, device: torch.device, *, trains: bool = False, casts: bool = False
+) -> None:
+    """Spread the layers over the ranks where that is asked for, or where the base is too large to be whole on each, and all
+    weights where they train. What was spread is on the device afterwards; the rest is where it was. All ranks call it.
 
     Args:
-        model: causal language model with LoRA layers; only those are trained.
+        model: causal language model.
         device: on which this rank computes.
+        trains: whether its own weights train, and no LoRA layers.
+        casts: whether passes are under autocast to bfloat16.
 
     Raises:
         ConfigError: this model cannot be sharded.
     """
     if ranks.world == 1 or choice == "none":
         return
-    if choice == "auto" and not _is_too_large(model, ranks, device):
+    if choice == "auto" and not trains and not _is_too_large(model, ranks, device):
         return
     layers = [
         module for module in text_model(model).modules() if type(module).__name__ in (model._no_split_modules or ())
     ]
     if not layers:
         raise _not_shardable(f"{type(model).__name__} does not name those of its modules that are decoder layers")
-    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     mesh = ranks.mesh
+    if trains:
+        shard_weights(model, layers, mesh, casts=casts, keeps=ranks.rank == 0)
+        if ranks.rank == 0:
+            logger.info("the weights lie on %d ranks, with gradients and optimizer: each keeps a part", ranks.world)
+        return
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=trained | _of_other_types(layer))
     # The modules around the layers stay whole. As the root of all of them it lets one layer be gathered while another computes.

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from consumer.learn.memory import USED_SHARE, room_of_gpu, tokens_within
@@ -50,7 +51,10 @@ class RecomputedLayers:
             base.gradient_checkpointing_enable({"use_reentrant": False})
             base.disable_input_require_grads()  # which only reentrant checkpoints need
         self._device, self._ranks, self._together = options.device, ranks, is_sharded(base)
-        num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        trained = (
+            each.to_local() if isinstance(each, DTensor) else each for each in model.parameters() if each.requires_grad
+        )
+        num_trained = sum(each.numel() for each in trained)
         optimizer = str(getattr(options.optim, "value", options.optim))
         self._of_optimizer = num_trained * (4 + optimizer_bytes(optimizer, options.optim_args))
         self._num_recomputed = 0  # in the last pass with a gradient
@@ -143,11 +147,13 @@ class RecomputedLayers:
 @contextmanager
 def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
     """Count the bytes that autograd keeps of the passes inside through a layer, without its weights: [all, of its input]."""
-    kept, weights, found = dict[int, int](), set[int](), list[int]()
+    kept, found = dict[int, int](), list[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if not weights:  # of a sharded base they are here while the layer computes
-            weights.update(each.untyped_storage().data_ptr() for each in layer.parameters())
+        here = (
+            each for each in layer.parameters() if not isinstance(each, DTensor)
+        )  # where ranks share it, for a while
+        weights = {each.untyped_storage().data_ptr() for each in here}
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()

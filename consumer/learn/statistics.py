@@ -5,6 +5,7 @@ Guarantee: counts, sums and extremes are exact, however a step is split and shar
 Nothing here waits for a device but `over_ranks`, which does so once. docs/corrections.md explains each number.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,12 +16,30 @@ import torch
 from consumer.learn.importance import Correction, Factors
 from consumer.learn.micro_batches import Places
 from consumer.ranks.exchange import Ranks
+from replay.journal.schema import MicroBatchPlan
 
 _QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SAMPLE = 2**16
 
 Values = dict[str, torch.Tensor]
 """By name, (N,) each: a value of each token in the loss, or of each row."""
+
+
+@dataclass
+class TrainedStep:
+    """An optimizer step as the trainer knows it when it ends.
+
+    Args:
+        plan: how it was split into passes, as the journal records it.
+        loss: of the whole step.
+        metrics: by TRL's names, NaN where a step has no such number; on rank 0 those of all ranks.
+        grad_norm: before clipping.
+    """
+
+    plan: MicroBatchPlan
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float = math.nan
 
 
 class Numbers(NamedTuple):

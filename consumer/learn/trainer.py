@@ -5,30 +5,28 @@ transformers and TRL. Gradients, metrics and the adaptive entropy coefficient ar
 into micro-batches. With one update per batch the proximal policy is the current one, detached, so the importance factors come out
 of the loss's own forward pass; with more, one pass per batch is added. It knows no socket and no journal.
 
-A batch of transformers is a list of micro-batches here: all of an optimizer step. Private names of transformers and TRL 1.16.0
-used here, each with a test in tests/contract: `_prepare_inputs`, `_get_grad_norm`, `_get_output_dir`, `_save_checkpoint`,
-`_move_model_to_device`, `_load_optimizer_and_scheduler`, and `fused_lm_head` of TRL.
+A batch of transformers is a list of micro-batches here: all of an optimizer step. What is private in transformers and TRL 1.16.0
+and used here has a test in tests/contract.
 """
 
 import contextlib
-import importlib.util
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback, Trainer
-from trl.trainer.utils import add_fused_lm_head, print_prompt_completions_sample
+from trl.trainer.utils import add_fused_lm_head
 
 from consumer.learn import checkpoints
 from consumer.learn.adapters import AdapterFolder
+from consumer.learn.completions import log_completions
 from consumer.learn.forward import (
     Head,
     Tokens,
@@ -63,11 +61,13 @@ from consumer.learn.micro_batches import (
     on_device,
     scored_mask,
 )
-from consumer.learn.model import base_model, is_sharded, load_policy, router_loss_coef
+from consumer.learn.model import base_model, is_sharded, load_policy, router_loss_coef, save_weights
 from consumer.learn.options import checkpoints_by_memory
 from consumer.learn.recomputation import RecomputedLayers
+from consumer.learn.shards import gathered, load_weights, share_state, spreads_weights
 from consumer.learn.statistics import (
     Summary,
+    TrainedStep,
     merged,
     over_ranks,
     ratio_statistics,
@@ -76,8 +76,19 @@ from consumer.learn.statistics import (
     samples_of,
 )
 from consumer.learn.tree_attention import ChosenKernel, choose_kernel
+from consumer.link.weight_snapshots import whole
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.ranks.exchange import ALONE, CHECK_EVERY, Ranks, RankWork, Train, check_agreement, work_of_all
+from consumer.ranks.exchange import (
+    ALONE,
+    CHECK_EVERY,
+    Gather,
+    GatheredState,
+    Ranks,
+    RankWork,
+    Train,
+    check_agreement,
+    work_of_all,
+)
 from protocol.config.run import RunConfig
 from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
@@ -97,23 +108,6 @@ class PassSize(NamedTuple):
 
     places: int  # padding included
     tokens: int
-
-
-@dataclass
-class TrainedStep:
-    """An optimizer step as the trainer knows it when it ends.
-
-    Args:
-        plan: how it was split into passes, as the journal records it.
-        loss: of the whole step.
-        metrics: by TRL's names, NaN where a step has no such number; on rank 0 those of all ranks.
-        grad_norm: before clipping.
-    """
-
-    plan: MicroBatchPlan
-    loss: float
-    metrics: dict[str, float]
-    grad_norm: float = math.nan
 
 
 class SlipstreamTrainer(Trainer):
@@ -149,9 +143,7 @@ class SlipstreamTrainer(Trainer):
         model = load_policy(config, options, lora, model_folder, ranks, pad_token_id=tokenizer.pad_token_id)
         super().__init__(model=model, args=options, data_collator=list, processing_class=tokenizer)
         self.remove_callback(PrinterCallback)  # the progress report shows the same numbers in one line
-        self.args.save_total_limit = (
-            None  # transformers would delete before the new one is committed; see CheckpointWriter
-        )
+        self.args.save_total_limit = None  # transformers would delete before the new one is committed
         self._batches, self._commit_checkpoint, self._ranks = batches, commit_checkpoint, ranks
         self._correction = resolve(config.correction)
         self._entropy_bonus = EntropyBonus(options)
@@ -213,6 +205,22 @@ class SlipstreamTrainer(Trainer):
         """Tell whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
         return is_sharded(self.base)
 
+    @property
+    def spreads_weights(self) -> bool:
+        """Tell whether each rank has a part of what trains, too."""
+        return spreads_weights(self.base)
+
+    def gather(self, what: GatheredState) -> None:
+        """Prepare, on rank 0, for the next `state_dict` of model or optimizer, which the other ranks make with it."""
+        if self.spreads_weights:
+            self._ranks.share(Gather(what))
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        optimizer = super().create_optimizer(model)
+        if self.spreads_weights:
+            share_state(optimizer, keeps=self._ranks.rank == 0)
+        return optimizer
+
     def start_from(self, adapter: AdapterFolder, *, resumed: bool) -> None:
         """Make the adapter the reference policy, and the policy unless a checkpoint has one."""
         if not resumed:
@@ -262,7 +270,7 @@ class SlipstreamTrainer(Trainer):
             set_random_state(device, splitter.random_state)
         drawn_from = random_state(device)
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        if ranks.world > 1 and self.state.global_step % CHECK_EVERY == 0:
+        if ranks.world > 1 and not self.spreads_weights and self.state.global_step % CHECK_EVERY == 0:
             check_agreement(ranks, self.state.global_step, trained)
         began, waited_s = time.monotonic(), ranks.waited_s
         while True:
@@ -280,9 +288,10 @@ class SlipstreamTrainer(Trainer):
         passes_s = time.monotonic() - began
         metrics = self.end_passes()
         if ranks.world > 1:
-            for parameter in trained.values():  # no row of this rank went through it
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
+            alike = () if self.spreads_weights else trained.values()  # the gradients of parts are sums already
+            for parameter in (each for each in alike if each.grad is None):  # no row of this rank went through it
+                parameter.grad = torch.zeros_like(parameter)
+            ranks.add([self._step_loss, *(parameter.grad for parameter in alike)])
             step_s, waited_s = time.monotonic() - began, ranks.waited_s - waited_s
             self.works[:] = work_of_all(ranks, step_s, waited_s, sum(size.tokens for size in self._passes))
         plan = MicroBatchPlan(
@@ -394,7 +403,7 @@ class SlipstreamTrainer(Trainer):
         that a scaler finds infinite is its own business: it skips the step and scales down."""
         step = self.last
         assert step is not None
-        step.loss, step.grad_norm = float(self._step_loss), float(super()._get_grad_norm(model, grad_norm))
+        step.loss, step.grad_norm = float(self._step_loss), float(whole(super()._get_grad_norm(model, grad_norm)))
         has_scaler = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
         if not math.isfinite(step.loss) or not (math.isfinite(step.grad_norm) or has_scaler):
             raise NotFiniteStep(step.loss, step.grad_norm)
@@ -428,7 +437,7 @@ class SlipstreamTrainer(Trainer):
         with self._recomputed.of_pass(layout.ids.numel()), self.accelerator.autocast():
             if self._logits is not None:
                 head = Head(self._logits, self.args, entropy_trains=self._entropy_bonus.is_on)
-                return Pass(*token_logprobs(self.base, layout, head))
+                return Pass(*gathered(self.base, lambda: token_logprobs(self.base, layout, head)))
             return Pass(*logprobs_by_trl(self.model, layout, has_experts=self._router_loss_coef != 0.0))
 
     # Logs and checkpoints.
@@ -445,40 +454,11 @@ class SlipstreamTrainer(Trainer):
         self._unlogged.clear()
         super().log(logs, start_time)
         if self.args.log_completions:
-            self._log_completions()
+            log_completions(self, self._newest_groups)
 
     def log_now(self, numbers: Mapping[str, float]) -> None:
         """Send these to every tracker at once, beside the numbers of steps."""
         super().log(dict(numbers))
-
-    def _log_completions(self) -> None:
-        """Print some completions of the newest batch, write all to a parquet file, and send them to trackers, as TRL does."""
-        groups, step, tokenizer = self._newest_groups, self.state.global_step, self.processing_class
-        table: dict[str, list[Any]] = {"step": [], "prompt": [], "completion": []}
-        for group in groups:
-            ids = [group.completion_ids[group.last_record(number)] for number in range(group.num_completions)]
-            table["step"] += [step] * len(ids)
-            table["prompt"] += [tokenizer.decode(group.prompt_ids)] * len(ids)
-            table["completion"] += tokenizer.batch_decode(ids)
-        rewards = {
-            name: [value for group in groups for value in group.rewards[:, column].tolist()]
-            for column, name in enumerate(self.reward_names)
-        }
-        advantages = self.recipe.advantages_of(groups).tolist() if groups else []
-        shown = self.args.num_completions_to_print
-        if importlib.util.find_spec("rich") is not None:
-            print_prompt_completions_sample(table["prompt"], table["completion"], rewards, advantages, step, shown)
-        rows = Dataset.from_dict(table | rewards | {"advantage": advantages})
-        folder = Path(self.args.output_dir) / "completions"
-        folder.mkdir(parents=True, exist_ok=True)
-        rows.to_parquet(folder / f"completions_{step:05d}.parquet")
-        frame = rows.to_pandas()
-        if self.args.log_unique_prompts:
-            frame = frame.drop_duplicates("prompt")
-        for name in {"wandb", "trackio"} & set(self.args.report_to):
-            tracker = importlib.import_module(name)
-            if name == "trackio" or tracker.run is not None:
-                tracker.log({"completions": tracker.Table(dataframe=frame)})
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return where transformers writes checkpoints; they are moved from there when they are complete."""
@@ -493,6 +473,25 @@ class SlipstreamTrainer(Trainer):
             self._entropy_bonus.save(staged)
 
         self._commit_checkpoint(step, staged, whole)
+
+    def save_weights(self, folder: str) -> None:
+        """Write the model whose own weights have trained."""
+        self.gather("model")
+        save_weights(self.base, self.processing_class, folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.gather("model")
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.gather("optimizer")
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.spreads_weights:
+            load_weights(self.base, Path(resume_from_checkpoint) if self._ranks.rank == 0 else None)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from consumer.learn.model import text_model
+from consumer.learn.shards import gathered
 from consumer.learn.tree import Row, Tree, tree_of
 from consumer.learn.tree_kernels import FlashKernel, FlexKernel, Options, SegmentKernel, TreeKernel
 
@@ -159,7 +160,7 @@ def _tried(model: Any, chosen: ChosenKernel) -> str | None:
     rows = _rows_to_try(model.get_input_embeddings().num_embeddings)
     with _evaluating(backbone):
         try:
-            expected = [_alone(backbone, row) for row in rows]
+            expected = [_alone(model, row) for row in rows]
             backbone.config._attn_implementation = IMPLEMENTATION
             problem = _differs(model, chosen, rows, expected)
         except Exception as error:  # of a kernel, a compiler or the model: all mean that this does not work
@@ -177,11 +178,10 @@ def _rows_to_try(num_embeddings: int) -> list[Row]:
     return [Row(prompt, one), Row(prompt, two), Row(other, last)]
 
 
-def _alone(backbone: Any, row: Row) -> torch.Tensor:
-    ids = torch.from_numpy(np.concatenate(row))[None].to(backbone.get_input_embeddings().weight.device)
+def _alone(model: Any, row: Row) -> torch.Tensor:
+    ids = torch.from_numpy(np.concatenate(row))[None].to(model.get_input_embeddings().weight.device)
     with torch.no_grad():
-        found: torch.Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return found
+        return gathered(model, lambda: text_model(model)(input_ids=ids, use_cache=False).last_hidden_state)[0]
 
 
 def _differs(model: Any, chosen: ChosenKernel, rows: list[Row], expected: list[torch.Tensor]) -> str | None:
@@ -198,7 +198,7 @@ def _differs(model: Any, chosen: ChosenKernel, rows: list[Row], expected: list[t
     kernel = chosen.make(tree)
     kernel = kernel.with_tensors({name: tensor.to(device) for name, tensor in kernel.tensors.items()})
     with torch.enable_grad(), embeddings.register_forward_hook(watch):
-        hidden = tree_pass(text_model(model), ids, positions, kernel)[0]
+        hidden = gathered(model, lambda: tree_pass(text_model(model), ids, positions, kernel))[0]
         for row, places in enumerate(tree.places):
             own = torch.from_numpy(places).to(device)
             last = (

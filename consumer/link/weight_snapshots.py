@@ -1,8 +1,10 @@
 """Snapshots of a model whose own weights train, published as patches of the checkpoint that the run began with.
 
 Guarantee: a patch leads from that checkpoint, in bfloat16, to the rounding of the weights of the moment of `take`, bit for bit,
-while training goes on. Equal weights give equal patches. The host keeps 2 bytes per trained parameter for the checkpoint, and as
-many for each snapshot at a time. Comparing and packing happen on the publisher's thread. Formats: `protocol.wire.weight_patch`.
+while training goes on. Equal weights give equal patches. Of weights that ranks share all ranks gather one parameter at a time,
+rounded, and call `take` and `gather_weights` in the same order. The host keeps 2 bytes per trained parameter for the checkpoint,
+and as many for each snapshot at a time. Comparing and packing happen on the publisher's thread. Formats:
+`protocol.wire.weight_patch`.
 """
 
 from collections import deque
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from consumer.link.policy_store import PublishedPolicy
 from consumer.link.probe import Measurement
@@ -100,7 +103,20 @@ class WeightSnapshots:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 start, size = self._places[name]
-                buffer[start : start + size].view(parameter.shape).copy_(parameter, non_blocking=True)
+                values = whole(parameter, torch.bfloat16)
+                buffer[start : start + size].view(parameter.shape).copy_(values, non_blocking=True)
+
+
+def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return all of a tensor that ranks share, gathered in this type; another one as it is. All ranks call it."""
+    return tensor.to(dtype or tensor.dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_weights(model: Any) -> None:
+    """Take part, on another rank, in the making of a snapshot."""
+    with torch.no_grad():
+        for _, parameter in _trained(model):
+            whole(parameter, torch.bfloat16)
 
 
 def check_names(model: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begin"
     vocab_size: int
     step: int  # optimizer steps taken before
     files: dict[str, int]  # of the checkpoint, with their sizes in bytes; empty without one
+    trains: bool = True  # False: no step is left
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="piece"):
@@ -74,7 +75,16 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
         )  # fmt: skip
 
 
-Plan = Begin | Piece | Train
+GatheredState = Literal["model", "optimizer"]
+
+
+class Gather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="gather"):
+    """The order to gather weights that ranks share, or the state of their optimizer, for rank 0."""
+
+    what: GatheredState
+
+
+Plan = Begin | Piece | Train | Gather
 _DECODER: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
 
 
@@ -216,15 +226,18 @@ class ProcessRanks:
         return found
 
 
-def begin(ranks: Ranks, num_prompts: int, vocab_size: int, step: int, checkpoint: Path | None) -> None:
+def begin(
+    ranks: Ranks, num_prompts: int, vocab_size: int, step: int, checkpoint: Path | None, *, trains: bool = True
+) -> None:
     """Tell the other ranks of the run, and hand them the checkpoint of step `step` that it goes on from.
 
     Args:
         checkpoint: its folder.
+        trains: whether a step is left.
     """
     files = [file for file in checkpoint.iterdir() if file.is_file()] if checkpoint else []
     sizes = {file.name: file.stat().st_size for file in files}
-    ranks.share(Begin(num_prompts, vocab_size, step, sizes))
+    ranks.share(Begin(num_prompts, vocab_size, step, sizes, trains))
     for file in files:
         with file.open("rb") as stream:
             while data := stream.read(PIECE_BYTES):

@@ -34,8 +34,8 @@ class PipelineSection(Section):
     )
     shard_base: ShardBase = Field(
         "auto",
-        description="`layers`: ranks share the frozen base and gather each layer for a pass; `none`: each keeps all; "
-        "`auto`: `layers` if the base exceeds 60 % of a GPU's memory.",
+        description="`layers`: ranks share the base and gather each layer for a pass; `none`: each keeps all; "
+        "`auto`: `layers` with `lora: null`, or if the base exceeds 60 % of a GPU's memory.",
     )
     rank_silence_s: Annotated[float, Field(ge=2, le=1e9)] | None = Field(
         None,

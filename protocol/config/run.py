@@ -176,6 +176,11 @@ class RunConfig(Section):
         return self.model.dtype if self.lora is not None else "float32"
 
     @property
+    def spreads_weights(self) -> bool:
+        """Tell whether several ranks share the weights that train."""
+        return self.lora is None and self.pipeline.shard_base != "none"
+
+    @property
     def lora_section(self) -> dict[str, Any]:
         """The section `lora`; empty where the weights themselves train."""
         return self.lora or {}
@@ -386,7 +391,7 @@ def _of_full_weights(config: RunConfig) -> Problems:
     if config.pipeline.gpu == "turns":
         yield "pipeline.gpu: turns: it moves no weights that train; use shared or own, or train an adapter"
     if config.pipeline.shard_base == "layers":
-        yield "pipeline.shard_base: layers: ranks share a frozen base alone; remove it, or train an adapter"
+        yield from trainer_keys.of_spread_weights(config.trainer)
 
 
 def _of_turns(config: RunConfig) -> Problems:

@@ -5,6 +5,7 @@ or it follows from another key (`RESERVED`), or it may only have the value that 
 fails when the installed TRL or transformers has a field that is in none of them, or another default.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 DEFAULTS: dict[str, Any] = {
@@ -238,6 +239,19 @@ MODEL_INIT_RESERVED: dict[str, str | None] = {
     "device_map": "--gpu",
 }
 """Keys within `model_init_kwargs` that follow from others."""
+
+
+SPREAD_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Those whose state has the shape of its parameter, each number by itself, so that every rank can keep a part."""
+
+
+def of_spread_weights(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the values of this section with which several ranks cannot share weights that train."""
+    fix = "or set pipeline.shard_base: none, with which every rank keeps all weights"
+    if (optimizer := section.get("optim", "adamw_torch_fused")) not in SPREAD_OPTIMIZERS:
+        yield f"trainer.optim: {optimizer} does not know parts of parameters; use one of {', '.join(SPREAD_OPTIMIZERS)}, {fix}"
+    if section.get("fp16"):
+        yield f"trainer.fp16: its scaler would see infinite gradients on the ranks of their parts alone; use bf16, {fix}"
 
 
 def refusal(key: str, value: Any) -> str | None:

@@ -1,7 +1,7 @@
 """The memory that a run takes of a GPU, and the cards on which each layout has room, as `--check` shows them.
 
-Guarantee: no GPU is asked and no weight is read. Every number is one of `protocol.gpu.memory`. They are for a trainer of one rank
-and an engine of one GPU.
+Guarantee: no GPU is asked and no weight is read. Every number is one of `protocol.gpu.memory`. They are for a trainer of one
+rank, or of several that share the weights that train, and an engine of one GPU.
 """
 
 from collections.abc import Iterator
@@ -36,11 +36,12 @@ LAYOUTS = ("own, trainer", "own, engine", "shared", "turns")
 """The values of `pipeline.gpu`. With `own` each daemon has a card, so they are two rows."""
 
 
-def memory_table(config: RunConfig, choice: str) -> Iterator[str]:
+def memory_table(config: RunConfig, choice: str, num_ranks: int = 1) -> Iterator[str]:
     """Yield lines for the user.
 
     Args:
         choice: the value of `--gpu`.
+        num_ranks: of the trainer.
     """
     if choice == "cpu":
         return
@@ -51,17 +52,18 @@ def memory_table(config: RunConfig, choice: str) -> Iterator[str]:
         yield f"memory of GPUs: unknown, because {folder} has no config.json with *.safetensors on this machine"
         return
     yield "memory of GPUs, estimated:"
-    yield from _needs_in_words(config, model)
+    yield from _needs_in_words(config, model, num_ranks)
     yield f"  {'GPU with GiB':<14}" + "".join(f"{card:>6}" for card in CARDS)
-    for layout, cells in fits(config, model).items():
+    for layout, cells in fits(config, model, num_ranks).items():
         yield f"  {layout:<14}" + "".join(f"{cell:>6}" for cell in cells)
-    yield f"  yes: has room for passes of {_unhurried(config, model)[0].tokens} tokens and for these rows at once"
+    yield f"  yes: has room for passes of {_unhurried(config, model, num_ranks)[0].tokens} tokens and for these rows at once"
     yield "  part: has room for less, or recomputes layers; no: does not start"
 
 
-def fits(config: RunConfig, model: ModelShape) -> dict[str, list[str]]:
+def fits(config: RunConfig, model: ModelShape, num_ranks: int = 1) -> dict[str, list[str]]:
     """Tell for each of `LAYOUTS` and each of `CARDS` whether it has room: yes, part or no."""
-    unhurried, least = _unhurried(config, model), (trainer_needs(config, model), engine_needs(config, model))
+    unhurried = _unhurried(config, model, num_ranks)
+    least = trainer_needs(config, model, num_ranks), engine_needs(config, model)
 
     def cell(layout: str, card: int) -> str:
         if _has_room(config, layout, card * GIB, *unhurried):
@@ -71,6 +73,7 @@ def fits(config: RunConfig, model: ModelShape) -> dict[str, list[str]]:
     return {
         layout: [cell(layout, card) if _is_accepted(config, layout.partition(",")[0]) else "no" for card in CARDS]
         for layout in LAYOUTS
+        if num_ranks == 1 or layout.startswith("own")
     }
 
 
@@ -102,7 +105,7 @@ def _has_room(config: RunConfig, layout: str, total: int, trainer: TrainerNeeds,
         return False
 
 
-def _unhurried(config: RunConfig, model: ModelShape) -> tuple[TrainerNeeds, EngineNeeds]:
+def _unhurried(config: RunConfig, model: ModelShape, num_ranks: int) -> tuple[TrainerNeeds, EngineNeeds]:
     """Compute the needs without recomputation, unless it is configured, and with a KV cache for `_rows`."""
     pipeline, trainer = config.pipeline, {"gradient_checkpointing": False} | config.trainer
     if pipeline.trainer_tokens_per_micro_batch == "auto":
@@ -110,7 +113,7 @@ def _unhurried(config: RunConfig, model: ModelShape) -> tuple[TrainerNeeds, Engi
     wished = config.model_copy(update={"pipeline": pipeline, "trainer": trainer})
     engine = engine_needs(config, model)
     cache = max(engine.cache, _rows(config) * longest_row(config, model) * token_bytes(config, model))
-    return trainer_needs(wished, model), replace(engine, cache=cache)
+    return trainer_needs(wished, model, num_ranks), replace(engine, cache=cache)
 
 
 def _rows(config: RunConfig) -> int:
@@ -119,14 +122,15 @@ def _rows(config: RunConfig) -> int:
     return min(config.completions_per_step, limit) if isinstance(limit, int) else config.completions_per_step
 
 
-def _needs_in_words(config: RunConfig, model: ModelShape) -> Iterator[str]:
+def _needs_in_words(config: RunConfig, model: ModelShape, num_ranks: int) -> Iterator[str]:
     def of_passes(*, recomputes: bool) -> TrainerNeeds:
         trainer = config.trainer | {"gradient_checkpointing": recomputes}
-        return trainer_needs(config.model_copy(update={"trainer": trainer}), model)
+        return trainer_needs(config.model_copy(update={"trainer": trainer}), model, num_ranks)
 
+    who = "trainer" if num_ranks == 1 else "each rank of the trainer"
     kept, recomputed = of_passes(recomputes=False), of_passes(recomputes=True)
     yield (
-        f"  trainer: base {gib(kept.base)}, what trains, with its optimizer, {gib(kept.trained)}; a pass of {kept.tokens} tokens "
+        f"  {who}: base {gib(kept.base)}, what trains, with its optimizer, {gib(kept.trained)}; a pass of {kept.tokens} tokens "
         f"{gib(kept.passes)}, or {gib(recomputed.passes)} if all layers recompute"
     )
     engine, row, token = engine_needs(config, model), longest_row(config, model), token_bytes(config, model)

@@ -81,8 +81,9 @@ def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds
     return trainer_needs(config, model), engine_needs(config, model)
 
 
-def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
-    """Compute the needs of a trainer of one rank."""
+def trainer_needs(config: RunConfig, model: ModelShape, num_ranks: int = 1) -> TrainerNeeds:
+    """Compute the needs of a trainer of one rank, or of one of several ranks that share the weights that train."""
+    num_parts = num_ranks if config.spreads_weights else 1
     full, longest = config.weights == "full", longest_row(config, model)
     dtype_bytes = _DTYPE_BYTES[config.trainer_dtype]
     setting = config.pipeline.trainer_tokens_per_micro_batch
@@ -95,16 +96,27 @@ def trainer_needs(config: RunConfig, model: ModelShape) -> TrainerNeeds:
     each = 8 + state
     more = 3 * state * _num_embedded(config, model) if full and "8bit" in optimizer else 0  # in float32 all the same
     if full and float(config.trainer.get("beta") or 0.0) != 0.0:
-        each += _DTYPE_BYTES["bfloat16"]  # the reference policy
+        each += _DTYPE_BYTES["bfloat16" if num_parts == 1 else "float32"]  # the reference policy
     casts = trained * _DTYPE_BYTES["bfloat16"] if full else 0  # autocast keeps them during a pass
+    if num_parts > 1:
+        casts = _gathered_bytes(model)
+    base = base_bytes(model.weights, dtype_bytes, config.model.quantization) - (4 * trained if full else 0)
     return TrainerNeeds(
-        base=base_bytes(model.weights, dtype_bytes, config.model.quantization) - (4 * trained if full else 0),
-        trained=trained * each + more,
+        base=base // num_parts,
+        trained=(trained * each + more) // num_parts,
         tokens=wanted,
         passes=casts + pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops),
         least_tokens=least,
         least_passes=casts + pass_bytes(model, least, dtype_bytes, recomputes=recomputes, drops=drops),
     )
+
+
+def _gathered_bytes(model: ModelShape) -> int:
+    """Return the bytes of weights that are whole during a pass of ranks that share them: in float32 those around the layers, with
+    their gradient and its copy on the way, and in 16 bits two layers and the gradient of one, which travels in float32."""
+    of_layers = sum(weight.num_elements for weight in model.weights if weight.is_of_layer)
+    around = sum(weight.num_elements for weight in model.weights) - of_layers
+    return 3 * 4 * around + (2 * 2 + 2 + 4) * of_layers // model.num_layers
 
 
 def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:

@@ -44,7 +44,11 @@ class Weight(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Tell whether it is the matrix of a linear layer in a decoder layer: neither embeddings nor LM head."""
-        return len(self.shape) == 2 and self.name.endswith(".weight") and bool(_LAYER.search(self.name))
+        return len(self.shape) == 2 and self.name.endswith(".weight") and self.is_of_layer
+
+    @property
+    def is_of_layer(self) -> bool:
+        return bool(_LAYER.search(self.name))
 
     @property
     def module(self) -> str:

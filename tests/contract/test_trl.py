@@ -151,7 +151,10 @@ def test_the_pinned_release_is_installed() -> None:
         ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         ("get_train_dataloader", ["self"]),
         ("_get_output_dir", ["self", "trial"]),
+        ("create_optimizer", ["self", "model"]),
+        ("_save", ["self", "output_dir", "state_dict"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_save_optimizer_and_scheduler", ["self", "output_dir"]),
         ("_get_grad_norm", ["self", "model", "grad_norm"]),
         ("_load_rng_state", ["self", "checkpoint"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
@@ -173,7 +176,8 @@ def test_we_override_the_seams_and_nothing_else() -> None:
     ours = {name for name, value in vars(SlipstreamTrainer).items() if not isinstance(value, (str, type(None), dict))}
     seams = {"__init__", "get_train_dataloader", "_prepare_inputs", "training_step", "compute_loss", "log"}
     seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm", "_move_model_to_device"}
-    seams |= {"_load_optimizer_and_scheduler"}
+    seams |= {"create_optimizer", "_save", "_save_optimizer_and_scheduler"}
+    seams |= {"_load_from_checkpoint", "_load_optimizer_and_scheduler"}
     assert {name for name in ours if hasattr(Trainer, name)} == seams, (
         "a new override of transformers needs a contract test; a new name of it may have become an override by accident"
     )

@@ -94,16 +94,18 @@ def test_a_killed_run_of_whole_weights_ends_as_one_that_never_was(start: Callabl
     assert len(trained) == len(set(trained)) == 6 * 2
 
 
-def test_two_ranks_train_whole_weights_as_one_does(start: Callable[..., Run]) -> None:
-    """They are killed, and two others go on. Without autocast, so that the order of sums moves few bits."""
+def test_ranks_that_share_whole_weights_train_them_as_one_does(start: Callable[..., Run]) -> None:
+    """Two are killed, and three others go on. Without autocast, so that the order of sums moves few bits."""
     options = {"optim": "sgd", "learning_rate": 0.1, "bf16": False}
     run = start(**FULL, replay={"keep_all": True}, trainer={"max_steps": 4, "save_steps": 2} | options)
     run.producer(changes={"dtype": "bfloat16"})
     trainer = run.trainer("--ranks", "2")
     run.wait_for_step(3)
     trainer.kill()
-    resumed = run.trainer("--ranks", "2", "--resume")
+    resumed = run.trainer("--ranks", "3", "--resume")
     assert resumed.end(120) == 0, resumed.output
+    assert "the weights lie on 2 ranks" in trainer.output
+    assert "the weights lie on 3 ranks" in resumed.output
     assert run.column("step") == [1, 2, 3, 4]
     alone = load_file(train_again(run) / "checkpoints/checkpoint-4/model.safetensors")
     before = load_file(run.checkpoint(2) / "model.safetensors")

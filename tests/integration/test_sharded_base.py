@@ -1,4 +1,4 @@
-"""The frozen base in parts on several ranks: real processes on the CPU."""
+"""The frozen base, or the weights that train, in parts on several ranks: real processes on the CPU."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,15 @@ def test_a_step_on_a_shared_base_is_that_of_one_process(tmp_path: Path, trained_
             metrics, of_metrics = found["metrics"]
             assert of_metrics == (pytest.approx(metrics, rel=1e-10, abs=1e-12) if number == 0 else {}), name
             assert found["num_micro_batches"] == first["num_micro_batches"]
-            assert found["numbers"] < 0.8 * found["whole"]
+            assert found["numbers"] < (0.4 if "weights" in name else 0.8) * found["whole"]
+    for rank in range(WORLD):
+        for name, found in json.loads((tmp_path / f"continued-{rank}.json").read_text()).items():
+            assert found["moved"] > 1e-6, name
+            assert abs(found["norm"]) < 1e-10, name
+            assert max(found["apart"], found["single"]) < 1e-10 * found["moved"], name
+            assert found["resumed"] == 0, "bit for bit"
+            assert found["part"] < 0.4
+            assert found["sent"] == 0, "no rank is sent weights"
 
 
 def test_no_pass_of_one_rank_alone(start: Callable[..., Run], tmp_path: Path) -> None:

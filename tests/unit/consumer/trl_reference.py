@@ -12,13 +12,15 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoTokenizer
 
 from consumer.learn.importance import Correction, importance_factors, resolve
 from consumer.learn.loss import Pass, part_of_loss
 from consumer.learn.micro_batches import MicroBatch
 from consumer.learn.options import GRPOConfig, build_arguments, build_lora
-from consumer.learn.trainer import SlipstreamTrainer, TrainedStep
+from consumer.learn.statistics import TrainedStep
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.ranks.exchange import ALONE, Ranks
 from protocol.config.run import RunConfig
 from protocol.runtime.processes import block_import
@@ -89,7 +91,10 @@ def set_weights(trainer: GRPOTrainer) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in lora_parameters(trainer):
-            parameter.copy_(LORA_STD * torch.randn(parameter.shape, generator=generator))
+            values = LORA_STD * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+            parameter.copy_(values)
 
 
 def perturb(trainer: GRPOTrainer, seed: int, std: float = 0.02) -> None:
@@ -182,6 +187,9 @@ def inputs_of_logprobs(
 def _ready(trainer: GRPOTrainer) -> GRPOTrainer:
     if torch.get_default_dtype() == torch.float64:  # the fixture `float64`
         trainer.model.double()
+        if isinstance(trainer, SlipstreamTrainer):
+            reference = trainer._reference
+            reference._pairs = [(parameter, tensor.double()) for parameter, tensor in reference._pairs]
     set_weights(trainer)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1

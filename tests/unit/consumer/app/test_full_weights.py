@@ -143,7 +143,8 @@ def test_recomputed_layers_give_the_same_bits(tmp_path: Path, one_layer_model: P
         ({"engine": {"quantization": "fp8"}}, "engine.quantization"),
         ({"engine_server": {"url": "http://h:1", "adapter_dir": "/a"}}, "engine_server"),
         ({"pipeline": {"gpu": "turns"}}, "pipeline.gpu"),
-        ({"pipeline": {"shard_base": "layers"}}, "pipeline.shard_base"),
+        ({"pipeline": {"shard_base": "layers"}, "trainer": {"optim": "adafactor"}}, "trainer.optim: adafactor"),
+        ({"pipeline": {"shard_base": "layers"}, "trainer": {"fp16": True}}, "trainer.fp16"),
     ],
 )
 def test_what_does_not_go_with_full_weights_is_refused(sections: dict[str, Any], problem: str, tmp_path: Path) -> None:

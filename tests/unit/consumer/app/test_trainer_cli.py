@@ -1,11 +1,13 @@
-"""Which GPU `rl-trainer` takes where the command line names none."""
+"""The GPU that `rl-trainer` takes where the command line names none, and ranks that it refuses."""
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from consumer.app import cli
+from protocol.errors import ConfigError
 from protocol.gpu import nvml as device
 from protocol.gpu.nvml import VisibleGpu
 from tests.unit.protocol.config.files import MINIMAL
@@ -31,7 +33,31 @@ def test_a_trainer_leaves_the_first_gpu_to_its_producer(
     monkeypatch.setattr(device, "visible_gpus", lambda given: gpus)
     overrides = [f"pipeline.gpu={sharing}"]
     arguments = argparse.Namespace(
-        config=str(tmp_path / "run.yaml"), overrides=overrides, gpu=named or cli._DEFAULT_GPU
+        config=str(tmp_path / "run.yaml"), overrides=overrides, gpu=named or cli._DEFAULT_GPU, ranks=None, nodes=1
     )
     with cli._load(arguments):
         assert arguments.gpu == taken
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "nodes", "overrides", "problem"),
+    [
+        ("0,1", None, 1, ["trainer.optim=adafactor"], "trainer.optim: adafactor"),
+        ("cpu", 2, 1, ["trainer.optim=adamw_8bit", "trainer.fp16=true"], "trainer.optim: adamw_8bit.*; trainer.fp16"),
+        ("0", None, 2, ["trainer.fp16=true"], "trainer.fp16"),
+        ("0", None, 1, ["trainer.optim=adafactor"], ""),
+        ("0,1", None, 1, ["trainer.optim=adafactor", "pipeline.shard_base=none"], ""),
+        ("0,1", None, 1, ["trainer.optim=adafactor", "lora={}"], ""),
+        ("0,1", None, 1, [], ""),
+    ],
+)
+def test_ranks_that_cannot_share_the_weights_are_refused_before_anything_is_loaded(
+    gpu: str, ranks: int | None, nodes: int, overrides: list[str], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    arguments = argparse.Namespace(
+        config=str(tmp_path / "run.yaml"), overrides=["lora=null", *overrides], gpu=gpu, ranks=ranks, nodes=nodes
+    )
+    with pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext():
+        cli._load(arguments)
+    assert arguments.num_ranks == nodes * (2 if "," in gpu else ranks or 1)

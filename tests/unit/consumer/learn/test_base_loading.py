@@ -92,10 +92,11 @@ def test_a_base_without_room_is_refused_before_it_is_loaded(
 def test_weights_that_train_take_four_bytes_each_on_every_rank(
     tmp_path: Path, tiny_model: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank keeps a part of them, so each must have room for all."""
+    """With `shard_base: none` no rank keeps a part of them, so each must have room for all."""
     needed = base_of(tiny_model, "float32", None)
-    config = run_config(tmp_path, tiny_model, "bfloat16", lora=None, trainer={"bf16": False})
-    for ranks in (OneRank(), Several()):
+    for ranks, choice in ((OneRank(), "auto"), (Several(), "none")):
+        sections = {"lora": None, "trainer": {"bf16": False}, "pipeline": {"shard_base": choice}}
+        config = run_config(tmp_path, tiny_model, "bfloat16", **sections)
         monkeypatch.setattr(base_loading, "room_of_gpu", lambda device: (needed - 1, 80 * GIB))
         with pytest.raises(DeviceError, match=r"model.path"):
             build_run(config, tiny_model, ranks=ranks)

@@ -14,6 +14,7 @@ import torch
 from consumer.learn.importance import PRESETS, resolve
 from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
+from consumer.link.weight_snapshots import whole
 from protocol.config.learning import CorrectionSection
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.learn.test_answer_steps import ANSWERS
@@ -47,7 +48,7 @@ def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch
     trainer.create_optimizer_and_scheduler(2)
     trainer._splitter.begin(trainer.recipe, groups, ANSWERS if trainer._answer_coef else ())
     loss = trainer.training_step(trainer.model, trainer._splitter.split(1), None)
-    gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
+    gradient = torch.cat([whole(parameter.grad).flatten() for parameter in lora_parameters(trainer)])
     metrics = {name: value for name, value in metrics_of(trainer).items() if name not in UNLIKE}
     return loss.item(), gradient, metrics
 

@@ -85,6 +85,16 @@ def test_what_does_not_fit_the_smallest_rank_is_spread(
     assert bool(spread) == expected
 
 
+def test_weights_that_train_are_spread_whatever_their_size(monkeypatch: pytest.MonkeyPatch, spread: Any) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(sharding, "shard_weights", lambda *args, **options: given.append((args, options)))
+    model = Model(Layer(), Layer())
+    shard_base("auto", model, Ranks(), CPU, trains=True, casts=True)  # type: ignore[arg-type]
+    shard_base("none", model, Ranks(), CPU, trains=True)  # type: ignore[arg-type]
+    assert given == [((model, list(model.base_model), "mesh"), {"casts": True, "keeps": True})]
+    assert not spread
+
+
 def test_one_rank_keeps_all_of_it(spread: Any) -> None:
     model, ranks = Model(Layer()), Ranks()
     ranks.world = 1

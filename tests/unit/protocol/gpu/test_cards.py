@@ -94,6 +94,19 @@ def test_whole_weights_on_cards() -> None:
     assert set(found["turns"]) == {"no"}, "which moves no weights that train"
 
 
+def test_whole_weights_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 113.5 GiB four ranks have 28.4 each. In a pass 1,089,998,336 weights around 28 layers take 12.2, and the layers 2.2."""
+    found = fits(example("lora=null"), SEVEN, 4)
+    assert found == {
+        "own, trainer": ["no"] * 3 + ["part"] * 3 + ["yes"],
+        "own, engine": fits(example("lora=null"), SEVEN)["own, engine"],
+    }
+    monkeypatch.setattr(cards, "folder_on_disk", lambda *_: Path("seven"))
+    monkeypatch.setattr(cards, "model_shape", lambda _: SEVEN)
+    line = list(memory_table(example("lora=null"), "0,1,2,3", 4))[1]
+    assert re.findall(r"[\d.]+", line)[:3] == ["0.0", "28.4", "16384"]
+
+
 @pytest.mark.parametrize(("optimizer", "trained"), [("adamw_torch", "113.5"), ("sgd", "56.7"), ("adamw_8bit", "74.0")])
 def test_the_line_of_whole_weights(monkeypatch: pytest.MonkeyPatch, optimizer: str, trained: str) -> None:
     monkeypatch.setattr(cards, "folder_on_disk", lambda *_: Path("seven"))

@@ -20,6 +20,7 @@ from protocol.gpu.memory import (
     needs_of,
     optimizer_bytes,
     pass_bytes,
+    trainer_needs,
 )
 from protocol.gpu.model_files import ModelShape, model_shape, weights_of
 from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
@@ -160,6 +161,18 @@ def test_weights_that_train(
     # 8 bytes each: 1.15 * (10 * (512 + 2 * 32 + 96) + 2560). Autocast adds 2 bytes for each weight that trains.
     assert found.least_passes == 10672 + 2 * num_trained
     assert (engine.weights, engine.adapters) == (3408, 0)
+
+
+@pytest.mark.parametrize(("beta", "bytes_each"), [(0.0, 16), (0.1, 20)])
+def test_weights_that_ranks_share(model: ModelShape, tmp_path: Path, beta: float, bytes_each: int) -> None:
+    """A fifth of 1,704 parameters each; the reference policy is in float32. 520 of them lie around two layers of 592. A pass has
+    the former three times in float32, and of a layer twice 16 bits, a gradient of 16 bits and one of 32."""
+    config = run_of(tmp_path / "model", lora=None, trainer={"beta": beta})
+    alone, found = trainer_needs(config, model), trainer_needs(config, model, 5)
+    assert (found.base, found.trained) == (0, 1704 * bytes_each // 5)
+    assert found.passes - alone.passes == 12 * 520 + 10 * 592 - 2 * 1704
+    whole = run_of(tmp_path / "model", lora=None, trainer={"beta": beta}, pipeline={"shard_base": "none"})
+    assert trainer_needs(whole, model, 5) == trainer_needs(whole, model)
 
 
 @pytest.mark.parametrize(
