@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from consumer.app.wiring import rollout_buffer
+from consumer.prompts.dataset import Placeholders
 from protocol.errors import ConfigError
 from replay.buffer import RolloutBuffer
 from replay.rewards import RewardRecipe
-from replay.sources import ONE
 from replay.staleness import StalenessBudget
 from tests.unit.consumer.builders import delivery, rollout_group, run_config
 from tests.unit.replay.builders import FillableJournal
@@ -23,10 +23,8 @@ SOME = [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
 ALL = [[1.0, 1.0]] * 4
 
 
-class Six:
-    """Prompts of one source."""
-
-    sources = ONE
+class Six(Placeholders):
+    """Few prompts, of one source and no environment."""
 
     def __len__(self) -> int:
         return 6
