@@ -93,7 +93,10 @@ class RolloutBuffer:
         if floor > self._version:
             return None
         version = self._version if serves is None else min(serves, self._version)
-        full = self.shares.full(self.ledger.leases.in_lane, capacity) if self.shares else frozenset[str]()
+        full, ledger = frozenset[str](), self.ledger
+        if self.shares is not None:
+            waiting = {name: ledger.leases.num_waiting(name) for name in self.shares.parts}
+            full = self.shares.full(ledger.leases.in_lane, capacity, ledger.newest, waiting)
         deadline = now + timeout_s
         record = self.ledger.lease(producer, version=version, policy_floor=floor, now=now, deadline=deadline, full=full)
         if record is None:

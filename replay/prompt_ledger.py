@@ -19,6 +19,7 @@ except for the prompts in cooldown.
 
 import hashlib
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ from replay.prompt_table import (
     Waiting,
 )
 from replay.rerolls import RerollShare
-from replay.shares import MOST_PUT_OFF
+from replay.shares import MOST_PUT_OFF, NEWEST
 
 _ROUNDS = 8
 _WORD = 2**64 - 1
@@ -196,6 +197,8 @@ class PromptLedger:
         self.order = EpochOrder(num_prompts, seed, shuffle=shuffle, draws=draws)
         self.draws = draws
         self._environment_of = environment_of
+        self.newest: Counter[str] = Counter()  # the environments of the newest first attempts
+        self._newest: deque[str] = deque()
         self.leases: PromptTable[Key] = PromptTable(budgets, lambda key: environment_of(key.prompt_id))
         self._session = session
         self._max_deferred = rerolls.max_pending
@@ -376,6 +379,10 @@ class PromptLedger:
     def _next_first_attempt(self, wanted: Key | None = None) -> PromptTask[Key]:
         """The prompt does not return as well."""
         key = self.order.next(wanted)
+        self._newest.append(self._environment_of(key.prompt_id))
+        self.newest[self._newest[-1]] += 1
+        if len(self._newest) > NEWEST:
+            self.newest[self._newest.popleft()] -= 1
         if key.prompt_id in self._returns:
             self._withdraw(self._returns[key.prompt_id])
         return PromptTask(key)
