@@ -88,7 +88,9 @@ def draw(results: list[Result], curve_results: list[Result], file: Path) -> None
     from matplotlib import pyplot as plt
 
     mpl.use("Agg")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    count = 2 if curve_results else 1
+    figure, row = plt.subplots(1, count, figsize=(4.5 * count, 3.6), squeeze=False, layout="constrained")
+    left, right = row[0][0], row[0][-1]
     found = versions(results)
     for number, rate in enumerate(sorted({each.learning_rate for each in found})):
         mine = [each for each in found if each.learning_rate == rate]
@@ -97,8 +99,9 @@ def draw(results: list[Result], curve_results: list[Result], file: Path) -> None
     left.set(xscale="log", yscale="log", xlabel="steps since the checkpoint", ylabel="bytes, of whole bf16 weights")
     left.legend(title="learning rate", fontsize=8, title_fontsize=8, frameon=False)
     left.grid(alpha=0.25)
-    curves(right, curve_results, 2)
-    right.set(xlabel="sampled tokens", ylabel="held-out accuracy")
-    right.legend(fontsize=8, frameon=False)
+    if curve_results:
+        curves(right, curve_results, 2)
+        right.set(xlabel="sampled tokens", ylabel="held-out accuracy")
+        right.legend(fontsize=8, frameon=False)
     figure.savefig(file, dpi=110)
     plt.close(figure)

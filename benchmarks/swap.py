@@ -309,10 +309,13 @@ class Side:
 
     async def _of_last_load(self) -> dict[str, float]:
         """Return the seconds of each phase, and the CPU's of both threads, for the last version."""
-        phases = ("load_ms", "prepare_ms", "flip_ms", "bits_ms", "probe_ms")
+        phases = ("load", "prepare", "flip", "bits")
         event = self.events[-1]
         prepare, prove = (await self.engine._core.call_workers("cpu_s_of_threads"))[0][-2:]
-        return {name: event[name] / 1e3 for name in phases} | {"prepare_cpu_s": prepare, "prove_cpu_s": prove}
+        return {f"{name}_s": event[f"{name}_ms"] / 1e3 for name in phases} | {
+            "prepare_cpu_s": prepare,
+            "prove_cpu_s": prove,
+        }
 
     async def _pause_and_load(self) -> dict[str, float]:
         path = self.folder / "saved"
