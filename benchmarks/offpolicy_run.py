@@ -51,7 +51,7 @@ class Plan:
             f"run_dir={run_dir}",
             f"seed={case.seed}",
             f"model.path={self.base}",
-            f"dataset.path={self.base}/train.jsonl",
+            f"dataset={{path: {self.base}/train.jsonl}}",
             f"pipeline.max_staleness={case.staleness}",
             f"correction.preset={case.preset}",
             f"trainer.max_steps={self.steps}",

@@ -48,7 +48,7 @@ class Case(NamedTuple):
     def settings(self) -> list[str]:
         """The values that differ from the example's."""
         return [
-            f"dataset.path={TASKS[self.task].dataset}",
+            f"dataset={{path: {TASKS[self.task].dataset}}}",
             f"seed={self.round}", f"pipeline.max_staleness={self.staleness}", f"trainer.max_steps={self.steps}",
             f"trainer.save_steps={self.save_steps}", f"trainer.save_total_limit={self.steps}",
         ]  # fmt: skip

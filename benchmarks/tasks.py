@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.generated import with_rows
 from examples.arithmetic import demo as sums
 from examples.folders import build_once
 from examples.smollm2 import demo as smollm2
@@ -121,6 +123,21 @@ def _build_digits() -> None:
     build_once(_DIGITS, recipe, lambda folder: subprocess.run([*command, str(folder)], check=True))
 
 
+def _build_smollm2() -> None:
+    smollm2.build_base_model()
+    write_rows(smollm2.BASE)
+
+
+def write_rows(folder: Path) -> None:
+    """Write the rows of SmolLM2's example as files, which TRL's trainer reads too."""
+    config = with_rows(load_config(smollm2.CONFIG, [f"run_dir={folder}"]))
+    assert config.evaluation is not None
+    for name, section in (("train", config.dataset), ("eval", config.evaluation.dataset)):
+        prompts = PromptDataset(section)
+        rows = ({"prompt": prompts[each][0], "answer": prompts[each][1]["answer"]} for each in range(len(prompts)))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _build_lcm() -> None:
     """Write questions for a least common multiple, on which SmolLM2 is right once in fifty samples."""
     import reasoning_gym
@@ -167,7 +184,7 @@ TASKS = {
         "benchmarks/digits.yaml", _DIGITS, _build_digits, partial(_greedy_accuracy, _DIGITS, longest=7), _TEXT, "=", "<eos>"
     ),
     "smollm2": Task(
-        smollm2.CONFIG, smollm2.BASE, smollm2.build_base_model, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
+        smollm2.CONFIG, smollm2.BASE, _build_smollm2, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
     ),
     "lcm": Task(
         smollm2.CONFIG, smollm2.BASE, _build_lcm, partial(_smollm2_accuracy, "lcm-eval.jsonl"), None, *_CHATML,

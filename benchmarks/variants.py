@@ -110,7 +110,7 @@ class Case(NamedTuple):
     def settings(self) -> list[str]:
         changes = [change for change in _changes(self.variant) if not change.startswith(_TAUGHT)]
         common = [
-            f"dataset.path={TASKS[self.task].dataset}",
+            f"dataset={{path: {TASKS[self.task].dataset}}}",
             f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
             f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",
         ]  # fmt: skip

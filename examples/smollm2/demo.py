@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def build_base_model() -> None:
-    """Build the model and its rows unless this very script has built them before."""
+    """Build the model unless this very script has built them before."""
     script = Path(__file__).with_name("build_model.py").read_bytes()
     command = [sys.executable, "-m", "examples.smollm2.build_model"]
     build_once(BASE, script, lambda folder: subprocess.run([*command, str(folder)], check=True))
