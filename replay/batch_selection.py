@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.curriculum import CurriculumState
 from replay.groups import RolloutGroup
 from replay.journal.recovery import Recovery
 from replay.journal.schema import Outcome, RecordedBatch
@@ -82,6 +83,7 @@ class TrainingBatch(NamedTuple):
     arrivals: Sequence[GroupStats] = ()
     answers: Answers = ()
     weights: LossWeights = ()
+    curriculum: CurriculumState | None = None  # when the batch was cut
 
 
 def count_batch(totals: Counter[str], batch: TrainingBatch, sources: Sources) -> None:

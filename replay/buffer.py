@@ -248,7 +248,8 @@ class RolloutBuffer:
         self.failures.note()
         self.signals.note(group, entry.reward, has_signal=outcome == "accepted")
         if (draws := self.ledger.draws) is not None:
-            draws.chances.note(GradedGroup(key.prompt_id, grade.verdict, outcome == "accepted", entry.policy_version))
+            known = (key.prompt_id, grade.verdict, outcome == "accepted", entry.policy_version)
+            draws.note(GradedGroup(*known, grade.num_scored, grade.num_successes, key.reroll))
         numbers = (1, grade.num_scored, grade.num_successes)
         self.totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
         if outcome == "no_signal":
@@ -311,7 +312,8 @@ class RolloutBuffer:
             if self.ledger.is_held(group.lease.key):  # a batch that the checkpoint knows as begun has none
                 self._finish(group.lease.key)
         count_batch(totals, batch, self.sources)
-        batch = batch._replace(arrivals=list(self._stats))
+        curriculum = self.ledger.draws.curriculum if self.ledger.draws else None
+        batch = batch._replace(arrivals=list(self._stats), curriculum=curriculum.now if curriculum else None)
         self._stats.clear()
         return batch
 
@@ -389,7 +391,7 @@ class RolloutBuffer:
         )  # fmt: skip
         if self.ledger.draws is not None:
             for group in found.graded:
-                self.ledger.draws.chances.note(group)
+                self.ledger.draws.note(group)
         self._restore_prompts(found.prompts)
         selector.restore(
             found,

@@ -1,18 +1,21 @@
-"""Decides which prompts of an epoch are asked, by the chance that their groups have signal (`dataset.sampling: by_signal`).
+"""Decides which prompts of an epoch are asked: by the chance that their groups have signal (`dataset.sampling: by_signal`), and
+by their levels (`dataset.curriculum`).
 
 Guarantee: the order of an epoch is decided a block of `BLOCK` places at a time, and the decision is in the journal before a
-prompt of the block is leased. So a run that was killed decides alike. Of each block at least one prompt is asked, and every
-prompt with a probability of `LEAST` or more. The random numbers follow from the seed, the epoch and the prompt. On a full disk
-nothing is decided, and every prompt of the block is asked.
+prompt of the block is leased. So a run that was killed decides alike. Of the prompts of a block that are open, the best is asked,
+and every one with a probability of `LEAST` or more, times the share of its level. The random numbers follow from the seed, the
+epoch and the prompt. On a full disk nothing is decided, and every open prompt of the block is asked.
 """
 
 import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from replay.curriculum import Curriculum
 from replay.journal.writer import Journal, JournalFullError
-from replay.signal_chances import SignalChances
+from replay.signal_chances import GradedGroup, SignalChances
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +31,29 @@ class PromptDraws:
     """The decisions of a run."""
 
     journal: Journal
-    chances: SignalChances
+    chances: SignalChances | None
     seed: int
+    curriculum: Curriculum | None = None
     version: int = field(default=0, init=False)  # the newest policy
+
+    def note(self, group: GradedGroup) -> None:
+        """Learn from a group that arrived."""
+        for part in self._parts.values():
+            part.note(group)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is known as plain data."""
+        return {name: part.state() for name, part in self._parts.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            if name in state:
+                part.restore(state[name])
+
+    @property
+    def _parts(self) -> dict[str, SignalChances | Curriculum]:
+        parts = {"signal": self.chances, "curriculum": self.curriculum}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def asked(self, epoch: int, block: int, prompt_ids: Sequence[int | None]) -> list[bool]:
         """Tell for each prompt of a block whether it is asked in this epoch; None is one that sits out anyway."""
@@ -41,15 +64,23 @@ class PromptDraws:
             try:
                 self.journal.note_draw(epoch, block, mask)
             except JournalFullError:
-                return [True] * len(prompt_ids)
+                return [each is None or self._share(each) > 0.0 for each in prompt_ids]
         return [bool(mask >> place & 1) for place in range(len(prompt_ids))]
 
     def _choose(self, epoch: int, prompt_ids: Sequence[int | None]) -> list[bool]:
-        chances = {each: self.chances.chance(each, self.version) for each in prompt_ids if each is not None}
+        shares = {each: self._share(each) for each in prompt_ids if each is not None}
+        chances = {each: self._chance(each) for each, share in shares.items() if share > 0.0}
         best = max(chances.values(), default=1.0)
         return [
-            each is not None and self._uniform(epoch, each) < probability(chances[each], best) for each in prompt_ids
+            each in chances and self._uniform(epoch, each) < shares[each] * probability(chances[each], best)
+            for each in prompt_ids
         ]
+
+    def _share(self, prompt_id: int) -> float:
+        return 1.0 if self.curriculum is None else self.curriculum.share(prompt_id)
+
+    def _chance(self, prompt_id: int) -> float:
+        return 1.0 if self.chances is None else self.chances.chance(prompt_id, self.version)
 
     def _uniform(self, epoch: int, prompt_id: int) -> float:
         """Return a number in [0, 1) that is this prompt's in this epoch."""

@@ -311,14 +311,14 @@ class PromptLedger:
             ],
             "deferred": [[*key, self.leases.task(key).min_version] for key in self.leases.keys(Deferred)],
             "answered": [list(key) for key in sorted(self._answered_early)],
-            "chances": None if self.draws is None else self.draws.chances.state(),
+            "chances": None if self.draws is None else self.draws.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore `state`, in a ledger that was not used yet. Raises as `EpochOrder.restore`."""
         self.order.restore(state)
         if self.draws is not None and state["chances"] is not None:
-            self.draws.chances.restore(state["chances"])
+            self.draws.restore(state["chances"])
         self._answered_early = {Key(*numbers) for numbers in state["answered"]}
         for epoch, prompt_id, reroll, *numbers in state["unsettled"]:
             self.leases.put(PromptTask(Key(epoch, prompt_id, reroll), *numbers), Waiting())

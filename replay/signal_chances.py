@@ -22,6 +22,9 @@ class GradedGroup(NamedTuple):
     verdict: str
     has_signal: bool
     policy_version: int
+    num_scored: int = 0  # completions
+    num_successes: int = 0  # of them
+    reroll: int = 0  # of the prompt, 0 for its first attempt
 
 
 class _Kind(NamedTuple):

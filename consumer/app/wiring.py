@@ -53,6 +53,7 @@ from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.handshake import TrainerNeeds
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
+from replay.curriculum import Curriculum
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompt_draws import PromptDraws
@@ -222,8 +223,11 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
     config = setup.config
     pipeline, reroll = config.pipeline, config.reroll
     draws = None
-    if config.dataset.sampling == "by_signal":
-        draws = PromptDraws(journal, SignalChances(setup.prompts.sources.number_of), config.seed)
+    section, levels = config.dataset.curriculum, [source.level for source in config.dataset.sources]
+    curriculum = Curriculum(section, levels, setup.prompts.sources.number_of) if section else None
+    chances = SignalChances(setup.prompts.sources.number_of) if config.dataset.sampling == "by_signal" else None
+    if curriculum or chances:
+        draws = PromptDraws(journal, chances, config.seed, curriculum)
     ledger = PromptLedger(
         len(setup.prompts),
         seed=config.seed,

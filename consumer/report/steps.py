@@ -75,6 +75,8 @@ _GAUGES = {
         "Share of fresh tokens from a newer policy than their group's oldest token.",
     ),
     "replay/share": ("replayed_ratio", "Share of the batch that was replayed."),
+    "curriculum/level": ("curriculum_level", "Level of dataset.curriculum, from 0."),
+    "curriculum/success_rate": ("curriculum_success_ratio", "Share of successes in its window."),
     "pipeline/max_staleness": (
         "max_staleness_versions",
         "pipeline.max_staleness.",
@@ -248,6 +250,9 @@ def batch_metrics(
         "staleness/newer_token_share": float((versions > oldest).mean()),
         "replay/share": len(replayed) / len(ages),
     }
+    if batch.curriculum is not None:
+        level, rate = batch.curriculum
+        metrics |= {"curriculum/level": level, "curriculum/success_rate": rate}
     if replayed:
         metrics |= {"replay/age/mean": float(np.mean(replayed)), "replay/age/max": float(max(replayed))}
     for column, name in enumerate(names):

@@ -5,6 +5,7 @@ Guarantee: a section that exists is complete; an inconsistent one is refused wit
 
 import json
 import re
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -161,6 +162,7 @@ class SourceSection(_RowsSection):
         None,
         description="Name in metrics and reports. Default: the end of `path`, or the set.",
     )
+    level: Count | None = Field(None, description="Level in `curriculum`, from 0. Default: always open.")
     weight: PositiveFloat | None = Field(
         None,
         description="Share of an epoch's prompts, relative to other sources; rows may repeat. Default: each comes once.",
@@ -184,6 +186,23 @@ class SourceSection(_RowsSection):
         return re.sub(r"[^\w.-]", "-", last.removesuffix(ending))[:64] or "rows"
 
 
+class CurriculumSection(Section):
+    window: Positive = Field(32, description="Groups of the level, without returns, that decide.")
+    up: Share = Field(
+        0.7, description="Success rate at which the next level opens: completions above `reroll.fail_threshold`."
+    )
+    down: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="Success rate at which the level before comes back. null: never."
+    )
+    rehearse: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="Probability with which prompts of lower levels are asked."
+    )
+
+    def problems(self) -> Problems:
+        if self.down is not None and self.down >= self.up:
+            yield f"down={self.down} must be below up={self.up}"
+
+
 class DatasetSection(_RowsSection):
     path: str | None = Field(None, description=f"{_RowsSection.model_fields['path'].description} Or give `sources`.")
     sources: list[SourceSection] = Field(
@@ -198,6 +217,9 @@ class DatasetSection(_RowsSection):
         "fixed",
         description="`fixed`: ask every prompt once in an epoch. `by_signal`: in proportion to the chance that its group "
         "has signal, by what is known of it and its source; at least one in ten.",
+    )
+    curriculum: CurriculumSection | None = Field(
+        None, description="Open `sources` by their levels, as they are solved."
     )
     max_prompt_tokens: Positive | None = Field(
         None,
@@ -216,10 +238,21 @@ class DatasetSection(_RowsSection):
                 yield f"`{key}` cannot be given beside `sources`; give it in each source that needs it"
         if len({source.weight is None for source in self.sources}) > 1:
             yield "`sources`: give every one a weight, or none"
+        yield from self._level_problems()
         labels = self.source_names
         for label in labels:
             if labels.count(label) > 1:
                 yield f"`sources`: two are called `{label}`; give each a `name` of its own"
+
+    def _level_problems(self) -> Problems:
+        levels = [source.level for source in self.sources if source.level is not None]
+        if self.curriculum is None and levels:
+            yield "`sources`: a level is for `curriculum`; add it (`curriculum: {}`), or remove the levels"
+        if self.curriculum is not None and len(set(levels)) < 2:
+            yield "`curriculum`: needs `sources` of two levels or more, such as `level: 0` and `level: 1`"
+        for before, level in pairwise([-1, *levels]):
+            if not 0 <= level - before <= 1:
+                yield f"`sources`: level {level} is out of order; levels begin at 0 and rise by 1 from source to source"
 
     @property
     def all_sources(self) -> dict[str, SourceSection]:
@@ -227,7 +260,7 @@ class DatasetSection(_RowsSection):
         if self.sources:
             return {f"dataset.sources[{number}]": source for number, source in enumerate(self.sources)}
         values = {key: getattr(self, key) for key in _RowsSection.model_fields}
-        return {"dataset": SourceSection.model_construct(**values, name=None, weight=None, judge=None)}
+        return {"dataset": SourceSection.model_construct(**values, name=None, level=None, weight=None, judge=None)}
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -302,6 +302,8 @@ def _of_rewards(config: RunConfig) -> Problems:
             "lora.target_modules: vLLM cannot score the probe of a swap under an adapter of lm_head; set swap.mode=merged, or "
             "swap.probe_every=0, or leave lm_head out"
         )
+    if config.dataset.curriculum is not None and not config.reward_names:
+        yield "dataset.curriculum: nothing scores completions; name reward functions, or remove it"
     reward = config.reroll.reward
     if reward is not None and reward not in config.reward_names:
         yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
@@ -449,6 +451,8 @@ def _of_evaluation(config: RunConfig) -> Problems:
         yield "evaluation.dataset.answer_column: answers to held-out prompts are not trained; remove the key"
     if any(source.judge is not None for source in config.evaluation.dataset.sources):
         yield "evaluation.dataset.sources: held-out prompts do not return, so nothing judges them; remove `judge`"
+    if config.evaluation.dataset.curriculum is not None:
+        yield "evaluation.dataset.curriculum: all held-out prompts are asked; remove the key"
     if config.evaluation.dataset.sampling != "fixed":
         yield "evaluation.dataset.sampling: all held-out prompts are asked; remove the key"
     if config.evaluation.dataset.chat_template_kwargs not in ({}, config.dataset.chat_template_kwargs):

@@ -164,11 +164,11 @@ def _prompts(journal: Journal, step: int, since_seq: int) -> list[RecoveredPromp
 
 def _graded(journal: Journal, since_seq: int) -> list[GradedGroup]:
     rows = journal.query(
-        "SELECT prompt_id, verdict, outcome = 'accepted', policy_version FROM groups"
+        "SELECT prompt_id, verdict, outcome = 'accepted', policy_version, num_scored, num_successes, reroll FROM groups"
         " WHERE seq > ? AND outcome != 'stale' ORDER BY seq",
         (since_seq,),
     )
-    return [GradedGroup(prompt_id, verdict, bool(signal), version) for prompt_id, verdict, signal, version in rows]
+    return [GradedGroup(prompt_id, verdict, bool(signal), *numbers) for prompt_id, verdict, signal, *numbers in rows]
 
 
 def _counts(journal: Journal, since_seq: int) -> dict[str, int]:

@@ -142,6 +142,8 @@ _OF_STEPS = {
     "Importance ratio, before correction": {"1st percentile": f"{_RATIO}/p01", "mean": f"{_RATIO}/mean",
                                             "99th percentile": f"{_RATIO}/p99"},
     "Staleness, versions": {"mean": "staleness/mean", "greatest": "staleness/max"},
+    "Level of the curriculum": {"level": "curriculum/level"},
+    "Success at that level, share of completions": {"success": "curriculum/success_rate"},
     "Seconds of a step": {"waiting": "wait_s", "training": "step_s"},
     "Length of completions, tokens": {"mean": "completions/mean_length", "greatest": "completions/max_length"},
     "Share of what arrived": {"groups without signal": "frac_reward_zero_std",

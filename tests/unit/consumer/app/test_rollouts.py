@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from consumer.app.wiring import rollout_buffer
-from consumer.prompts.dataset import Placeholders
 from protocol.errors import ConfigError
 from replay.buffer import RolloutBuffer
 from replay.rewards import RewardRecipe
+from replay.sources import ONE, Sources
 from replay.staleness import StalenessBudget
 from tests.unit.consumer.builders import delivery, rollout_group, run_config
 from tests.unit.replay.builders import FillableJournal
@@ -23,18 +23,26 @@ SOME = [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
 ALL = [[1.0, 1.0]] * 4
 
 
-class Six(Placeholders):
-    """Few prompts, of one source and no environment."""
+class Six:
+    """Prompts of one source, or of two."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
 
     def __len__(self) -> int:
         return 6
 
+    def environment_of(self, prompt_id: int) -> str:
+        return ""
+
 
 def buffer_of(folder: Path, journal: FillableJournal, **sections: Any) -> RolloutBuffer:
-    config = run_config(folder, rewards=FORMAT_AND_ANSWER, dataset={"shuffle": False}, **sections)
+    config = run_config(folder, **{"rewards": FORMAT_AND_ANSWER, "dataset": {"shuffle": False}} | sections)
     budget = StalenessBudget(config.pipeline.groups_per_step, config.pipeline.max_staleness)
     recipe = RewardRecipe.of(config, "sum_then_normalize")
-    setup: Any = SimpleNamespace(config=config, prompts=Six(), budget=budget, rewards=recipe)
+    names = config.dataset.source_names
+    sources = Sources.of(names, [3] * len(names)) if names else ONE
+    setup: Any = SimpleNamespace(config=config, prompts=Six(sources), budget=budget, rewards=recipe)
     result = rollout_buffer(setup, journal, "s")
     result.published(0)
     return result
@@ -63,6 +71,19 @@ def test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns
     assert [buffer.totals[name] for name in ("deferred", "rerolls_leased")] == [1, 1]
     assert [buffer.totals[f"attempt_1_{name}"] for name in ("groups", "scored", "successes")] == [3, 12, 8]
     assert [buffer.totals[f"attempt_2_{name}"] for name in ("groups", "scored", "successes")] == [1, 4, 2]
+
+
+def test_a_level_that_is_solved_opens_the_next(tmp_path: Path, journal: FillableJournal) -> None:
+    sources = [{"path": f"{level}.jsonl", "level": level} for level in (0, 1)]
+    dataset = {"path": None, "sources": sources, "curriculum": {"window": 2, "up": 0.75}, "shuffle": False}
+    reroll = {"reward": "answer", "max_attempts": 0}
+    buffer = buffer_of(tmp_path, journal, dataset=dataset, reroll=reroll)
+    assert [answer(buffer, each)[0] for each in (SOME, ALL)] == ["0-0-0", "0-1-0"]  # 6 of 8
+    assert [answer(buffer, SOME)[0] for _ in range(2)] == ["0-2-0", "1-3-0"]  # this epoch was decided on before
+    batch = buffer.next_batch(0.0)
+    assert batch is not None
+    assert batch.curriculum is not None
+    assert batch.curriculum.level == 1
 
 
 def test_without_a_name_the_first_function_judges(tmp_path: Path, journal: FillableJournal) -> None:

@@ -15,6 +15,7 @@ from consumer.report.steps import StepRecord, StepReport, batch_metrics, success
 from protocol.runtime import json_lines as rotated_lines
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.credit import CreditRecipe
+from replay.curriculum import CurriculumState
 from replay.rerolls import Grade
 from replay.rewards import RewardRecipe
 from replay.sources import Sources
@@ -126,6 +127,9 @@ def test_metrics_when_nothing_was_scored() -> None:
 def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
     """One that is trained again after a crash, or from a journal."""
     group = rollout_group([[3], [4, 5, 6]], rewards=[0.0, 1.0], version=2)
+    at_level = TrainingBatch(4, 1, 4, [group], 1, curriculum=CurriculumState(2, 0.25))
+    found = batch_metrics(at_level, 3, recipe(2.0), ["first"])
+    assert (found["curriculum/level"], found["curriculum/success_rate"]) == (2, 0.25)
     metrics = batch_metrics(TrainingBatch(4, 1, 4, [group], 1), 3, recipe(2.0), ["first"])
     numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
     assert numbers == (1.0, 2.0, 1.0)

@@ -279,7 +279,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
             *("path", "subset", "revision", "split", "streaming", "max_rows", "filter", "transform"),
             *("prompt_column", "answer_column", "blocks", "environment"),
             *("reasoning_gym", "size", "seed", "config", "difficulty", "template"),
-            *("sources", "shuffle", "sampling", "max_prompt_tokens"),
+            *("sources", "shuffle", "sampling", "curriculum", "max_prompt_tokens"),
         },
         "pipeline": {
             *("trainer_tokens_per_micro_batch", "fill", "fill_timeout_s", "sync_interval"),

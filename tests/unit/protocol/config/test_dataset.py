@@ -75,6 +75,24 @@ def test_refusals() -> None:
     assert refusal(path="a", filter="task") == "expected `module:function` or `path/to/file.py:function`"
 
 
+def test_refusals_of_a_curriculum() -> None:
+    def of(*levels: int | None, **curriculum: Any) -> dict[str, Any]:
+        sources = [{"path": f"{number}", "level": level} for number, level in enumerate(levels)]
+        return {"sources": sources, "curriculum": curriculum}
+
+    section = DatasetSection(**of(0, 0, None, 1, 2)).curriculum
+    assert section is not None
+    assert (section.window, section.up, section.down, section.rehearse) == (32, 0.7, None, 0.1)
+    for levels in ((1, 2), (0, 2), (1, 0), (0, 1, 0)):
+        assert "out of order" in refusal(**of(*levels)), levels
+    assert "two levels" in refusal(**of(0, 0))
+    assert "two levels" in refusal(**of(None))
+    assert "two levels" in refusal(path="a", curriculum={})
+    assert "curriculum" in refusal(sources=[{"path": "a", "level": 0}])
+    assert "below up" in refusal(**of(0, 1, up=0.5, down=0.5))
+    assert "greater" in refusal(**of(0, 1, window=0))
+
+
 def test_refusals_of_reasoning_gym() -> None:
     sums = {"reasoning_gym": "chain_sum", "size": 9}
     assert DatasetSection(**sums).all_sources["dataset"].size == 9
