@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from protocol.config.distillation import pieces
-from protocol.config.section import HttpUrl, Positive, PositiveSeconds, Problems, Section
+from protocol.config.section import HttpUrl, HttpUrls, Positive, PositiveSeconds, Problems, Section, problems_of_servers
 
 
 class OpenEnvOptions(Section):
-    url: list[HttpUrl] = Field(min_length=1, max_length=64, description="Server, `http://HOST:PORT`, or a list.")
+    url: HttpUrls = Field(min_length=1, max_length=64, description="Server, `http://HOST:PORT`, or a list.")
     action: str | None = Field(
         None,
         min_length=1,
@@ -34,18 +34,8 @@ class OpenEnvOptions(Section):
     key_file: str | None = Field(None, description="As `engine_server.key_file`.")
     ca_file: str | None = Field(None, description="As `engine_server.ca_file`.")
 
-    @field_validator("url", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     def problems(self) -> Problems:
-        for url in self.url:
-            place = urlsplit(url)
-            if place.username or place.password or place.query or place.fragment:
-                yield "url: expected `http://HOST:PORT` and no more; a key belongs into a file, see key_file"
-        if len({url.rstrip("/") for url in self.url}) != len(self.url):
-            yield "url: the same server is named twice"
+        yield from problems_of_servers(self.url)
 
 
 SERVERS: dict[str, type[Section]] = {"openenv": OpenEnvOptions}

@@ -4,12 +4,21 @@ Guarantee: a section that exists is complete; an inconsistent one is refused wit
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from protocol.config.section import Count, HttpUrl, Positive, PositiveFloat, PositiveSeconds, Problems, Section
+from protocol.config.section import (
+    Count,
+    HttpUrls,
+    Positive,
+    PositiveFloat,
+    PositiveSeconds,
+    Problems,
+    Section,
+    problems_of_servers,
+)
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -66,7 +75,7 @@ class ServeSection(Section):
 
 
 class EngineServerSection(Section):
-    url: list[HttpUrl] = Field(
+    url: HttpUrls = Field(
         min_length=1,
         max_length=64,
         description="Address of the server, `http://HOST:PORT` or `https://...`, without `/v1`; or a list of servers.",
@@ -107,20 +116,10 @@ class EngineServerSection(Section):
         description="Longest time for an answer, a load or a probe; then the server counts as gone.",
     )
 
-    @field_validator("url", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     def problems(self) -> Problems:
-        for url in self.url:
-            place = urlsplit(url)
-            if place.username or place.password or place.query or place.fragment:
-                yield "url: expected `http://HOST:PORT` and no more; a key belongs into a file, see engine_server.key_file"
-            elif place.path.rstrip("/").endswith("/v1"):
-                yield "url: leave the `/v1` out, it is added to the address"
-        if len({url.rstrip("/") for url in self.url}) != len(self.url):
-            yield "url: the same server is named twice"
+        yield from problems_of_servers(self.url)
+        if any(urlsplit(url).path.rstrip("/").endswith("/v1") for url in self.url):
+            yield "url: leave the `/v1` out, it is added to the address"
         if self.ca_file and not any(url.startswith("https:") for url in self.url):
             yield "ca_file: it is for servers that are reached by https; use such a url, or leave it out"
 

@@ -11,7 +11,16 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from protocol.config.functions import check_plugin, is_plugin
 
@@ -76,6 +85,18 @@ def _http(value: str) -> str:
 
 
 HttpUrl = Annotated[str, AfterValidator(_http)]
+HttpUrls = Annotated[list[HttpUrl], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""A list of addresses, or one."""
+
+
+def problems_of_servers(urls: list[str]) -> Problems:
+    """Yield the errors of addresses of servers, in the words of their key `url`."""
+    for url in urls:
+        place = urlsplit(url)
+        if place.username or place.password or place.query or place.fragment:
+            yield "url: expected `http://HOST:PORT` and no more; a key belongs into a file, see key_file"
+    if len({url.rstrip("/") for url in urls}) != len(urls):
+        yield "url: the same server is named twice"
 
 
 class Section(BaseModel):
