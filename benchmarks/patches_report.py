@@ -1,4 +1,4 @@
-"""What `benchmarks.patches` found: a table in Markdown, one on paper for larger models, and a picture."""
+"""Shows results of `benchmarks.patches`: a table in Markdown, one on paper for larger models, and a picture."""
 
 from collections import defaultdict
 from pathlib import Path

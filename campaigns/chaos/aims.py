@@ -53,7 +53,7 @@ FINISH = (
 )
 """Reached once, at the end of the run."""
 RANKS = ("plan.begin", "plan.shared", "sum.begin", "sum.done")
-"""Of a trainer of several ranks, in rank 0: around the plan of a step, and around the sum of gradients."""
+"""Points of a trainer of several ranks, in rank 0: around the plan of a step, and around the sum of gradients."""
 AT_RANK = (*RANKS, "claim.committed", "step.begin", "step.loss", "end_step.begin", "publish.begin", *CHECKPOINT)
 """Where rank 0 has another rank die or stop."""
 EVALUATION = ("evaluation.awaited", "evaluation.begin", "evaluation.recorded")
@@ -76,9 +76,9 @@ PRODUCER = (
     "ack.settled",
 )
 PATCH = ("snapshot.taken", "patch.begin", "patch.made", "offer.begin", "offer.queued", "offer.sent")
-"""Of a trainer of `lora: null`, once a version: its weights are copied, compared with the checkpoint, and offered."""
+"""Points of a trainer of `lora: null`, once a version: its weights are copied, compared with the checkpoint, and offered."""
 PATCHED = ("prepare.begin", "prepare.read", "prepare.done", "flip.begin", "flip.done", "prove.begin", "prove.done")
-"""Of its producers, once a version."""
+"""Points of its producers, once a version."""
 RETENTION = ("retention.begin", "retention.uncommitted", "retention.committed", "retention.done")
 
 _TIME_TO_LEAVE_S = 0.03  # for a message that ZeroMQ's own thread has yet to write

@@ -54,7 +54,7 @@ def digest_of_group(group: RolloutGroup) -> str:
 
 
 def digest_of_weights(tensors: Iterable[tuple[str, bytes]]) -> str:
-    """Of their names and bytes, in any order."""
+    """Return a digest of their names and bytes, in any order."""
     digest = hashlib.sha256()
     for name, data in sorted(tensors):
         digest.update(name.encode() + data)

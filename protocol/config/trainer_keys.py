@@ -242,7 +242,7 @@ MODEL_INIT_RESERVED: dict[str, str | None] = {
 
 
 SPREAD_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Those whose state has the shape of its parameter, each number by itself, so that every rank can keep a part."""
+"""Optimizers whose state has the shape of its parameter, each number by itself, so that every rank can keep a part."""
 
 
 def of_spread_weights(section: Mapping[str, Any]) -> Iterator[str]:

@@ -42,7 +42,7 @@ def halves(path: Path) -> dict[str, Any]:
 
 
 def worth_of_greedy(model_folder: Path, adapter: Path | None) -> list[float]:
-    """What transformers' greedy completions of the held-out prompts are worth, one by one."""
+    """Score transformers' greedy completions of the held-out prompts, one by one."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if adapter is not None:

@@ -1,4 +1,4 @@
-"""What `benchmarks.patches` says of its numbers, worked by hand, and the sides that `benchmarks.swap` starts."""
+"""Tables of `benchmarks.patches` with numbers worked by hand, and the sides that `benchmarks.swap` starts."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -127,7 +127,7 @@ def test_prompts_without_a_place_wait_up_to_a_bound(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 def test_an_environment_that_is_asked_less_leaves_its_places_to_the_others() -> None:
-    """As with `dataset.sampling: by_signal`: of 1,024 prompts 93 are of `rare`, of an epoch half."""
+    """Draws as `dataset.sampling: by_signal` makes them: of 1,024 prompts 93 are of `rare`, of an epoch half."""
     shares = EnvironmentShares({"rare": 0.5, "usual": 0.5}, StalenessBudget(8, 9))
     newest = {"rare": 93, "usual": 931}
     places = {name: 40 * count / 1024 for name, count in newest.items()}

@@ -92,7 +92,7 @@ def test_a_base_without_room_is_refused_before_it_is_loaded(
 def test_weights_that_train_take_four_bytes_each_on_every_rank(
     tmp_path: Path, tiny_model: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `shard_base: none` no rank keeps a part of them, so each must have room for all."""
+    """No rank keeps a part of them with `shard_base: none`, so each must have room for all."""
     needed = base_of(tiny_model, "float32", None)
     for ranks, choice in ((OneRank(), "auto"), (Several(), "none")):
         sections = {"lora": None, "trainer": {"bf16": False}, "pipeline": {"shard_base": choice}}

@@ -1,4 +1,4 @@
-"""What Anthropic's and OpenAI's newer clients may ask for, and in which form the rest is refused."""
+"""Requests of Anthropic's and OpenAI's newer clients, and the form in which the rest is refused."""
 
 import json
 
