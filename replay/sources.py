@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 FACT = "sources"
+SOURCES = "sources/"
+"""The beginning of the names of totals and numbers of sources."""
 
 
 @dataclass(frozen=True)
@@ -68,4 +70,4 @@ ONE = Sources()
 
 def total_of(source: str, what: str) -> str:
     """Return the name of a source's total, and of a number of a step."""
-    return f"sources/{source}/{what}"
+    return f"{SOURCES}{source}/{what}"

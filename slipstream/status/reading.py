@@ -82,6 +82,13 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     evaluation_prompts: int | None = None
     evaluation_prompts_done: int | None = None
     evaluations: dict[str, int] = {}
+    source_groups: dict[str, dict[str, int]] = {}  # by source and outcome; empty for one source, as those below
+    source_reward: dict[str, float] = {}
+    source_success_share: dict[str, float] = field(name="source_success_ratio", default_factory=dict)
+    source_batch_share: dict[str, float] = field(name="source_batch_ratio", default_factory=dict)
+    source_length_mean: dict[str, float] = field(name="source_completion_length_mean_tokens", default_factory=dict)
+    source_generation_s: dict[str, float] = field(name="source_generation_seconds", default_factory=dict)
+    evaluation_source_score: dict[str, float] = {}
     rank_step_s: dict[str, float] = field(name="rank_step_seconds", default_factory=dict)  # empty for one rank
     rank_waiting_s: dict[str, float] = field(name="rank_waiting_seconds", default_factory=dict)
     rank_tokens: dict[str, int] = {}

@@ -22,6 +22,7 @@ from slipstream.tables import clock, duration, percent, printable, rate, shorten
 NARROWEST = 80
 _WIDEST = 120
 _LABEL = 10
+_LONGEST_SOURCE = 14
 
 _TURNS = {
     "trainer": "with the trainer since {}",
@@ -43,6 +44,8 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
     if view.ended:
         parts.insert(0, Text(f"{view.ended.text}, {clock(view.ended.at)}", "bold"))
     parts.append(_warnings(warned))
+    if trainer.source_groups:
+        parts.append(_sources(trainer))
     if trainer.rank_step_s:
         parts.append(_ranks(trainer))
     if view.producers:
@@ -179,6 +182,24 @@ def _warnings(warned: Sequence[Warned]) -> RenderableType:
     table.add_column()
     for warning in warned:
         table.add_row("▲", Text.assemble((f"{printable(warning.text)}: ", "bold"), warning.cure))
+    return table
+
+
+def _sources(trainer: TrainerView) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
+    names = ("source", "trained", "no signal", "failed", "of batch", "reward", "success", "held out")
+    for name in names:
+        table.add_column(name, justify="left" if name == "source" else "right", no_wrap=True)
+    for source, groups in trainer.source_groups.items():
+        reward, held_out = trainer.source_reward.get(source), trainer.evaluation_source_score.get(source)
+        table.add_row(
+            shortened(printable(source), _LONGEST_SOURCE),
+            *(whole(groups.get(outcome, 0)) for outcome in ("trained", "no_signal", "failed")),
+            percent(trainer.source_batch_share.get(source)),
+            "-" if reward is None else three_digits(reward),
+            percent(trainer.source_success_share.get(source)),
+            "-" if held_out is None else three_digits(held_out),
+        )
     return table
 
 

@@ -39,9 +39,18 @@ def _learning(view: View) -> str:
     if len(values) < 2 * _FEW:
         return f"Its reward is {values[-1]:.3f}, after too few steps to say more{held_out}."
     first, last = (sum(part) / _FEW for part in (values[:_FEW], values[-_FEW:]))
+    held_out = _by_source(view.trainer) + held_out
     way = "rose" if last > first else "fell" if last < first else "stayed"
     of = f"steps {min(view.rewards):,} to {max(view.rewards):,}"
     return f"Its reward {way} from {first:.3f} to {last:.3f} over {of} (means of {_FEW}){held_out}."
+
+
+def _by_source(trainer: TrainerView | None) -> str:
+    found = trainer.source_reward if trainer else {}
+    if len(found) < 2:
+        return ""
+    best, worst = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
+    return f"; of its sources {best} has most, {found[best]:.3f}, and {worst} least, {found[worst]:.3f}"
 
 
 def _held_out(trainer: TrainerView | None) -> str:

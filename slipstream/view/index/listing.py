@@ -37,6 +37,8 @@ class Wanted:
     verdict: str | None = None
     producer: str | None = None
     prompt: int | None = None
+    least_prompt: int | None = None  # of a source
+    most_prompt: int | None = None
     least_step: int | None = None
     most_step: int | None = None
     least_version: int | None = None
@@ -147,7 +149,8 @@ def _filters(wanted: Wanted) -> Iterator[tuple[str, str, Any]]:
     if wanted.least_reward is not None or wanted.most_reward is not None:
         yield "reward > :unscored", "unscored", UNSCORED
     compared = {
-        "prompt": "prompt =", "least_step": "last_step >=", "most_step": "step > 0 AND step <=",
+        "prompt": "prompt =", "least_prompt": "prompt >=", "most_prompt": "prompt <=",
+        "least_step": "last_step >=", "most_step": "step > 0 AND step <=",
         "least_version": "version >=", "most_version": "version <=", "least_reward": "reward >=",
         "most_reward": "reward <=", "least_tokens": "tokens >=", "most_tokens": "tokens <=",
         "least_length": "longest >=", "most_length": "longest <=",

@@ -4,8 +4,10 @@ Guarantee: pure; a curve has at most `MOST_POINTS`, each the mean of the steps t
 have is a gap.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
+
+from replay.sources import SOURCES, total_of
 
 BINS = 1_200
 MOST_PRODUCERS = 12
@@ -150,6 +152,12 @@ _OF_STEPS = {
                               "completions cut off": "completions/clipped_ratio", "replayed": "replay/share"},
 }  # fmt: skip
 
+_OF_SOURCES = {
+    "Reward by source": "reward",
+    "Successes by source, share of the completions": "success_rate",
+    "Batch by source, share of the groups": "batch_share",
+}
+
 
 def charts(
     steps: Sequence[dict[str, Any]],
@@ -169,8 +177,27 @@ def charts(
         for title, curves in _OF_STEPS.items():
             shown = [Curve(name, [point.get(key) for point in points]) for name, key in curves.items()]
             found.append(Chart(title, x, [curve for curve in shown if any(v is not None for v in curve.values)], by=by))
+        found += [*_by_source(x, points, by), _scores_by_source(steps, evaluations, by)]
     found += [_timeline(lanes, *span)] if span else []
     return [chart for chart in found if chart.curves]
+
+
+def _by_source(x: list[float], points: Sequence[Mapping[str, float]], by: By) -> Iterator[Chart]:
+    """Draw numbers of steps by source; none where there are not several."""
+    names = sorted({key.split("/")[1] for point in points for key in point if key.startswith(SOURCES)})
+    for title, what in _OF_SOURCES.items():
+        values = {name: [point.get(total_of(name, what)) for point in points] for name in names}
+        known = [Curve(name, found) for name, found in values.items() if any(value is not None for value in found)]
+        yield Chart(title, x, known, by=by)
+
+
+def _scores_by_source(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], by: By) -> Chart:
+    """Draw held-out scores by source, at the steps whose policies they are of."""
+    places = {line["step"]: line[_X[by]] for line in _placed(steps)}
+    known = [line for line in evaluations if line.get("step") in places and isinstance(line.get("sources"), dict)]
+    names = sorted({name for line in known for name in line["sources"]})
+    curves = [Curve(name, [line["sources"].get(name, {}).get("score") for line in known], "points") for name in names]
+    return Chart("Held-out score by source", [places[line["step"]] for line in known], curves, by=by)
 
 
 def compared(

@@ -9,12 +9,13 @@ from typing import cast
 from urllib.parse import urlencode
 
 from replay.journal.schema import STATES
+from replay.sources import ONE, Sources
 from slipstream.view.index.listing import SORTS, Cursor, Sort, Wanted
 from slipstream.view.index.rows import VERDICTS
 
 FIELDS = (
-    "q", "state", "verdict", "step", "version", "reward", "tokens", "length", "prompt", "producer", "replayed", "truncated",
-    "sort", "order",
+    "q", "state", "verdict", "step", "version", "reward", "tokens", "length", "prompt", "source", "producer", "replayed",
+    "truncated", "sort", "order",
 )  # fmt: skip
 _MOST = 2**62
 _MAX_CHARS = 200
@@ -24,8 +25,9 @@ class FormError(ValueError):
     """A field of a request that makes no sense."""
 
 
-def wanted_of(query: Mapping[str, str]) -> Wanted:
+def wanted_of(query: Mapping[str, str], sources: Sources = ONE) -> Wanted:
     """The list that a URL names, or `FormError`."""
+    least_prompt, most_prompt = sources.range_of(_choice(query, "source", sources.names) or "") or (None, None)
     least_step, most_step = _whole_range(query, "step")
     least_version, most_version = _whole_range(query, "version")
     least_tokens, most_tokens = _whole_range(query, "tokens")
@@ -36,6 +38,8 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
         verdict=_choice(query, "verdict", VERDICTS),
         producer=_text(query, "producer") or None,
         prompt=_whole(query, "prompt"),
+        least_prompt=least_prompt,
+        most_prompt=most_prompt,
         least_step=least_step,
         most_step=most_step,
         least_version=least_version,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from replay.journal.reader import JournalReader
 from replay.journal.schema import STATES
+from replay.sources import Sources
 from slipstream.journal.content import ContentReader
 from slipstream.view.index.listing import MOST_FOUND, SORTS, Cursor, Page, Wanted, neighbours
 from slipstream.view.index.listing import page as page_of
@@ -30,11 +31,13 @@ class GroupPages:
         self._viewer = viewer
 
     def groups(self, request: Request) -> Response:
-        wanted, cursor = forms.wanted_of(request.query_params), forms.cursor_of(request.query_params)
-        fields = forms.list_fields(request.query_params)
+        cursor, fields = forms.cursor_of(request.query_params), forms.list_fields(request.query_params)
         with self._viewer.journal_if_any() as reader:
             if reader is None:
+                forms.wanted_of(request.query_params)
                 return page(request, "groups.html", self._viewer.name, **_empty(fields))
+            sources = Sources.of_facts(reader.facts())
+            wanted = forms.wanted_of(request.query_params, sources)
             found, names = self._listed(reader, wanted, cursor)
             rows = reader.rows_of(found.seqs)
             oldest, newest = reader.bounds()
@@ -44,7 +47,7 @@ class GroupPages:
                 request, "groups.html", self._viewer.name, rows=self._viewer.briefs(reader, rows), fields=fields,
                 query=urlencode(fields),
                 deleted=len(found.seqs) - len(rows), done=done, states=STATES, verdicts=VERDICTS, sorts=SORTS,
-                producers=names, newest=newest, most_found=MOST_FOUND if wanted.text else 0, wanted=wanted,
+                producers=names, sources=sources.names, newest=newest, most_found=MOST_FOUND if wanted.text else 0, wanted=wanted,
                 num_deleted=reader.num_deleted() if oldest != 1 and newest else 0,
                 before=forms.with_cursor(fields, found.before), after=forms.with_cursor(fields, found.after),
             )  # fmt: skip
@@ -73,7 +76,7 @@ class GroupPages:
             told = {"advantage": credit, "teacher": content.message.teacher_logprobs}
             colours = [name for name in COLOURS if told.get(name, True)]
             seen = colour if colour in colours else "logprob"
-            before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
+            before, after = self._neighbours(reader, forms.wanted_of(query, Sources.of_facts(facts)), row.seq)
             missing = ContentReader(reader).missing(row)
             shown = group_page(content, facts, decoder, seen, raw=raw, first=first, missing=missing, credit=credit)
             here = fields | {"id": row.lease_id, "colour": colour} | ({"raw": "1"} if raw else {})
@@ -121,7 +124,7 @@ def _in_order_of_arrival(reader: JournalReader, wanted: Wanted, cursor: Cursor |
 def _empty(fields: dict[str, str]) -> dict[str, Any]:
     return {
         "rows": [], "fields": fields, "query": "", "deleted": 0, "done": None, "states": STATES, "verdicts": VERDICTS,
-        "sorts": SORTS, "producers": [], "newest": None, "most_found": 0, "wanted": Wanted(), "num_deleted": 0,
+        "sorts": SORTS, "producers": [], "sources": (), "newest": None, "most_found": 0, "wanted": Wanted(), "num_deleted": 0,
         "before": None, "after": None,
     }  # fmt: skip
 
@@ -137,7 +140,7 @@ class HistoryPages:
             letters = [letter for letter in reader.dead_letters() if letter.prompt_id == prompt][-MOST:]
             return page(
                 request, "prompt.html", self._viewer.name, prompt=prompt, rows=self._viewer.briefs(reader, rows),
-                letters=letters, most=MOST,
+                letters=letters, most=MOST, source=Sources.of_facts(reader.facts()).name_of(prompt),
                 shown=self._viewer.shown(reader, rows[-1]) if rows else None,
                 versions=by_version(db, prompt) if db else [], done=progress(db, reader.bounds()[1]),
             )  # fmt: skip

@@ -151,7 +151,8 @@ def test_of_a_producer_that_waits_and_of_no_trainer_little_is_known() -> None:
 
 def test_every_number_of_these_tests_is_declared_by_a_daemon() -> None:
     for job, registry in (("rl-trainer", trainer_registry()), ("rl-producer", producer_registry())):
-        names = {sample.name for family in registry.collect() for sample in family.samples}
+        families = list(registry.collect())
+        names = {family.name for family in families} | {each.name for family in families for each in family.samples}
         prefix = f"{job.replace('-', '_')}_"
         assert SAID[job].numbers.keys() <= {name.removeprefix(prefix).removesuffix("_total") for name in names}
 

@@ -35,7 +35,7 @@ def test_every_line_is_as_wide_as_the_view_and_none_is_cut(width: int) -> None:
     assert rows == [
         *("step", "reward", "learning", "off-policy", "rollouts", "held"),
         *("waits", "staleness", "trainer", "tokens", "groups", "answers", "trouble", "storage"),
-        *("rank", "0", "1", "producer", "far-9-cd", "gpu0-7-ab"),
+        *("source", "sums", "products", "rank", "0", "1", "producer", "far-9-cd", "gpu0-7-ab"),
     ], "one line for each, so that none was wrapped"
     assert "…" not in "".join(shown)
 
@@ -60,6 +60,12 @@ def test_the_view_says_what_the_numbers_are() -> None:
         assert text in shown, text
     assert re.search(r"far-9-cd +- +- +20 held +- +- +- *$", shown, re.M)
     assert re.search(r"gpu0-7-ab +v29 +1 +1 · 20 · 0 · 1 +200/s +10 % +200 ms *$", shown, re.M)
+
+
+def test_each_of_several_sources_has_a_row() -> None:
+    shown = lines(full_view(), 80)
+    assert any(re.search(r"sums +298 +10 +3 +62 % +2\.25 +75 % +0\.625", line) for line in shown), shown
+    assert not any("of batch" in line for line in lines(seen({}), 80))
 
 
 def test_a_trainer_of_several_ranks_has_a_row_for_each() -> None:

@@ -19,6 +19,14 @@ def test_a_run_that_goes_on() -> None:
     assert trouble == "There is nothing to warn of; the trainer waits 25 % of the time."
 
 
+def test_the_best_and_the_worst_of_several_sources() -> None:
+    trainer = {"source_reward": {"sums": 0.75, "products": 0.25, "words": 0.5}}
+    rewards = {step: step / 64 for step in range(1, 33)}
+    told = said(trainer=trainer, rewards=rewards)[1]
+    assert "sums has most, 0.750, and products least, 0.250" in told
+    assert "sources" not in said(trainer={"source_reward": {"sums": 0.75}}, rewards=rewards)[1]
+
+
 def test_a_reward_that_falls_or_stays() -> None:
     for sign, way in ((-1, "fell"), (0, "stayed")):
         assert f"reward {way} from" in said(rewards={step: sign * step / 32 for step in range(32)})[1]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.journal.schema import STATES, GroupRow
+from replay.sources import Sources
 from slipstream.run_reader import RunReader
 from slipstream.view.index.cache import opened
 from slipstream.view.index.listing import SORTS, Cursor, Wanted, neighbours, page
@@ -57,6 +58,7 @@ def fits(row: GroupRow, wanted: Wanted) -> bool:
         and wanted.producer in (None, row.producer)
         and wanted.prompt in (None, row.prompt_id)
         and within(row.step, wanted.least_step, wanted.most_step)
+        and within(row.prompt_id, wanted.least_prompt, wanted.most_prompt)
         and within(row.policy_version, wanted.least_version, wanted.most_version)
         and within(row.reward, wanted.least_reward, wanted.most_reward)
         and within(row.num_tokens, wanted.least_tokens, wanted.most_tokens)
@@ -80,6 +82,7 @@ wanted_lists = st.builds(
     verdict=st.none() | st.sampled_from(VERDICTS),
     producer=st.sampled_from([None, "producer-0", "producer-9"]),
     prompt=st.none() | st.integers(0, 41),
+    least_prompt=st.sampled_from([None, 20]), most_prompt=st.sampled_from([None, 30]),
     least_step=bounds, most_step=bounds, least_version=bounds, most_version=bounds,
     least_reward=st.sampled_from([None, 0.0, 0.4]), most_reward=st.sampled_from([None, 0.0, 0.7]),
     least_tokens=st.sampled_from([None, 150]), most_tokens=st.sampled_from([None, 170]),
@@ -161,6 +164,18 @@ def test_a_url_says_all_of_a_list() -> None:
     assert wanted_of({}) == Wanted()
     assert wanted_of({}).is_plain
     assert not wanted_of({"sort": "step"}).is_plain
+
+
+def test_a_source_is_its_range_of_prompts() -> None:
+    sources = Sources.of(["sums", "words"], [10, 5])
+    assert wanted_of({"source": "sums"}, sources) == Wanted(least_prompt=0, most_prompt=9)
+    wanted = wanted_of({"source": "words"}, sources)
+    assert wanted.least_prompt == 10
+    assert wanted.most_prompt is not None
+    assert wanted.most_prompt > 1_000_000
+    assert "source" in list_fields({"source": "words"})
+    with pytest.raises(FormError, match=r"^source: "):
+        wanted_of({"source": "gone"}, sources)
 
 
 @pytest.mark.parametrize("back", [False, True])

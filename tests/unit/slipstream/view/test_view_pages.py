@@ -193,6 +193,25 @@ def test_curves_are_means_of_neighbours_and_scores_stand_at_their_step() -> None
     assert charts([], [], [], None) == []
 
 
+def test_several_sources_have_curves_of_their_own() -> None:
+    steps: list[dict[str, Any]] = [
+        {
+            "step": 1,
+            "t": 1.0,
+            "sources/sums/reward": 0.25,
+            "sources/words/reward": 0.5,
+            "sources/sums/batch_share": 1.0,
+        },
+        {"step": 2, "t": 2.0, "sources/sums/reward": 0.75},
+    ]
+    scores = [{"step": 2, "score": 0.5, "sources": {"sums": {"score": 0.75}, "words": {"score": 0.25}}}]
+    found = {chart.title: chart for chart in charts(steps, scores, [], None)}
+    assert found["Reward by source"].curves == [Curve("sums", [0.25, 0.75]), Curve("words", [0.5, None])]
+    assert found["Batch by source, share of the groups"].curves == [Curve("sums", [1.0, None])]
+    held_out = found["Held-out score by source"]
+    assert (held_out.x, held_out.curves) == ([2], [Curve("sums", [0.75], "points"), Curve("words", [0.25], "points")])
+
+
 def test_curves_stand_by_step_or_by_time() -> None:
     steps = [{"step": n, "t": 100.0 + 7 * n, "reward": n / 4, "policy_version": n - 1} for n in (1, 2, 3)]
     for by, x in (("step", [1, 2, 3]), ("time", [107.0, 114.0, 121.0])):
