@@ -28,6 +28,8 @@ def some(completion_ids, **_):
 """
 """There is something to learn from in every group, however long the run is, and each completion is a span with a reward."""
 
+SOURCES = ("sums", "others")
+
 NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory", "rl_trainer_teacher_divergence"}
 """The daemons of this test run without a GPU, and a policy that teaches itself gives no divergence."""
 
@@ -43,7 +45,12 @@ def run_dir() -> Iterator[Path]:
             "qwen2",
             [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)],
             REWARD,
-            dataset={"answer_column": "answer"},
+            dataset={
+                "path": None,
+                "sources": [
+                    {"name": name, "path": f"{folder}/data.jsonl", "answer_column": "answer"} for name in SOURCES
+                ],
+            },
             loss={"ce_coef": 0.01},
             rewards={"credit": "per_step"},
             teachers=[{"name": "self", "prompt": "Now: {prompt}"}],
@@ -52,7 +59,10 @@ def run_dir() -> Iterator[Path]:
             reroll={"delay_versions": 1},
             correction={"preset": "token_mask"},
             trainer={"max_steps": 1_000_000, "beta": 0.01},
-            evaluation={"dataset": {"path": f"{folder}/data.jsonl"}, "every_versions": 5},
+            evaluation={
+                "dataset": {"sources": [{"name": name, "path": f"{folder}/data.jsonl"} for name in SOURCES]},
+                "every_versions": 5,
+            },
         )
         for module, name in (("producer.app.cli", "producer"), ("consumer.app.cli", "trainer")):
             daemon = Daemon(module, folder / f"{name}.log", "--config", str(config))
