@@ -9,6 +9,8 @@ with a new server. Whatever a server sends stays in that process, apart from the
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 import httpx2
@@ -50,17 +52,18 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     def name(self) -> str:
         return self.url or " ".join(self.command or [])
 
-    def client(self) -> Client:
-        target: Any
-        if self.command is not None:
-            variables = {name: os.environ[name] for name in self.env}
-            target = StdioServerParameters(command=self.command[0], args=self.command[1:], env=variables)
-        else:
-            headers = {name: os.environ[variable] for name, variable in self.headers_env.items()}
-            target = streamable_http_client(
-                str(self.url), http_client=httpx2.AsyncClient(headers=headers, timeout=None)
-            )
-        return Client(target)
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Client]:
+        async with AsyncExitStack() as stack:
+            target: Any
+            if self.command is not None:
+                variables = {name: os.environ[name] for name in self.env}
+                target = StdioServerParameters(command=self.command[0], args=self.command[1:], env=variables)
+            else:
+                headers = {name: os.environ[variable] for name, variable in self.headers_env.items()}
+                http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=None))
+                target = streamable_http_client(str(self.url), http_client=http)
+            yield await stack.enter_async_context(Client(target))
 
 
 class Server:
@@ -94,7 +97,9 @@ class Server:
     async def close(self) -> None:
         if self._holding is not None:
             self._holding.cancel()
-            await asyncio.wait([self._holding])
+            await asyncio.gather(
+                self._holding, return_exceptions=True
+            )  # an error, if any, was told to the call that met it
         self._client = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -111,7 +116,7 @@ class Server:
         return text_of(result)
 
     async def _hold(self, connected: "asyncio.Future[Client]") -> None:
-        async with self.options.client() as client:
+        async with self.options.connection() as client:
             connected.set_result(client)
             await asyncio.Event().wait()
 
