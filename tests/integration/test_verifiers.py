@@ -175,7 +175,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     commands = {child: " ".join(child.cmdline()) for child in producer.family()}
     (program,) = [child for child, said in commands.items() if "producer.plugins" in said and "keeper.py" not in said]
     program.kill()
-    producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
+    producer.wait_for(r"the agent program of environment ended \(killed by SIGKILL\); starting another in 1 s")
     end_well(trainer, producer)
     assert producer.output.count("; starting another in") == 1, "the one that was killed"
     steps = read_steps(short_dir)
