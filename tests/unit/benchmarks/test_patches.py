@@ -38,6 +38,7 @@ def test_seconds_on_paper() -> None:
     assert on_paper(version).splitlines()[3] == "| 7B | 10 | 12.2 | 194.6 | 26.7 | 28.5 |"
 
 
+@pytest.mark.long
 def test_a_patch_is_measured_and_read_back(tmp_path: Path) -> None:
     model = torch.nn.ParameterDict({"embed_tokens": torch.zeros(6), "other": torch.zeros(5)})
     snapshots = WeightSnapshots(model)

@@ -380,6 +380,7 @@ def chance_after_training(distillation: DistillationRecipe | None, count: int) -
     return float(table.detach().softmax(-1)[torch.arange(PLACES), torch.from_numpy(RIGHT)].prod())
 
 
+@pytest.mark.long
 def test_a_teacher_teaches_what_rewards_alone_do_not() -> None:
     assert chance_after_training(None, COMPLETIONS) == pytest.approx(CHOICES**-PLACES), (
         "no group of the budget was solved"

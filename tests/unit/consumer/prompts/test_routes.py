@@ -41,6 +41,7 @@ def test_a_source_or_the_column_of_a_row_names_the_environment(tmp_path: Path) -
     assert prompts.digest == routed({"path": str(plain)}, {"path": str(mixed)}, {"path": str(plain)}).digest
 
 
+@pytest.mark.long
 def test_rows_that_a_transform_made_and_rows_that_a_filter_left(tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(
         "def made(row):\n    return row | {'environment': row['kind']}\n\ndef kept(row):\n    return row['kind'] != 'shop'\n"

@@ -225,6 +225,7 @@ async def test_a_server_that_stays_full_or_is_gone_fails_the_episode() -> None:
     await pool.close()
 
 
+@pytest.mark.long
 @asynchronous
 async def test_a_session_outlives_a_long_turn_of_the_policy() -> None:
     """A server ends the session of a client that does not answer its pings."""

@@ -310,6 +310,7 @@ def test_what_cannot_be_imported_is_refused_at_the_start(tmp_path, text, said):
         score(section(f"{tmp_path}/wrong.py:reward"))
 
 
+@pytest.mark.long
 def test_a_function_scores_rows_of_its_environments_alone(rewards_of):
     """`exits` would cost its worker; a row that no function scores is no failure."""
     limited = [{"environments": names} for names in (["shop"], ["maze"], None)]
