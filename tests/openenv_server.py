@@ -87,7 +87,7 @@ class OpenEnvServer:
 
 @asynccontextmanager
 async def running(server: OpenEnvServer) -> AsyncIterator[str]:
-    """Its address."""
+    """Serve while the context lasts; yield the address."""
     app = web.Application()
     app.add_routes([web.get("/schema", server.describe), web.get("/ws", server.play)])
     async with TestServer(app) as test_server:

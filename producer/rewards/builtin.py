@@ -73,15 +73,20 @@ def format_regex(**given: Any) -> Callable[..., Results]:
     return lambda completions, **_columns: _each(score, completions)
 
 
+def _lacks(name: str, package: str, extra: str, error: ImportError) -> ConfigError:
+    """The error for a reward whose package is not installed."""
+    return ConfigError(
+        f"rewards.functions: {name} needs the package {package} ({error}); install it in Slipstream's checkout: "
+        f"pip install '.[{extra}]'"
+    )
+
+
 def math_verify(**given: Any) -> Callable[..., Results]:
     options = MathVerify(**given)
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ConfigError(
-            f"rewards.functions: math_verify needs the package math-verify ({error}); install it in Slipstream's checkout: "
-            "pip install '.[math]'"
-        ) from error
+        raise _lacks("math_verify", "math-verify", "math", error) from error
     limit = {"parsing_timeout": options.time_s, "raise_on_error": True}
 
     def score(text: str, answer: Any) -> float:
@@ -98,10 +103,7 @@ def reasoning_gym(**given: Any) -> Callable[..., Results]:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise ConfigError(
-            f"rewards.functions: reasoning_gym needs the package reasoning-gym ({error}); install it in Slipstream's checkout: "
-            "pip install '.[reasoning]'"
-        ) from error
+        raise _lacks("reasoning_gym", "reasoning-gym", "reasoning", error) from error
 
     @lru_cache(_MOST_SETS)
     def made(name: str, config: str) -> Callable[[str, Any], float]:

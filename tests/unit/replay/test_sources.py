@@ -1,4 +1,4 @@
-"""Which prompt is from which source, and what the buffer counts of each."""
+"""Sources of prompts by their ids, and the counts of each in the buffer."""
 
 from collections import Counter
 

@@ -111,6 +111,13 @@ def test_responses_as_codex_sends_them_keep_what_a_template_shows():
     }
 
 
+def refused_field(check, request):
+    """Return the status of the refusal, and the field that it names."""
+    with pytest.raises(RefusedError) as refused:
+        check(request)
+    return refused.value.status, refused.value.body["error"]["param"]
+
+
 @pytest.mark.parametrize("check", [(check_messages, MESSAGES), (check_responses, RESPONSES)])
 def test_a_call_of_an_episode_is_sampled_as_the_run_is(check):
     sampling = Sampling(2, 8, 0.7)
@@ -153,9 +160,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 def test_what_messages_cannot_have_is_refused_by_name(changes, field):
-    with pytest.raises(RefusedError) as refused:
-        check_messages(MESSAGES | changes)
-    assert (refused.value.status, refused.value.body["error"]["param"]) == (400, field)
+    assert refused_field(check_messages, MESSAGES | changes) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +192,7 @@ def test_what_messages_cannot_have_is_refused_by_name(changes, field):
     ],
 )
 def test_what_responses_cannot_have_is_refused_by_name(changes, field):
-    with pytest.raises(RefusedError) as refused:
-        check_responses(RESPONSES | changes)
-    assert (refused.value.status, refused.value.body["error"]["param"]) == (400, field)
+    assert refused_field(check_responses, RESPONSES | changes) == (400, field)
 
 
 @asynchronous

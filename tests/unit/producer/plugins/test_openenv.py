@@ -328,7 +328,7 @@ async def test_the_key_goes_to_the_server(tmp_path: Any) -> None:
 
 
 def test_a_lost_session_costs_its_episode_alone() -> None:
-    """Its siblings are scored; it keeps its tokens, and has no reward."""
+    """The episode keeps its tokens and has no reward; its siblings are scored."""
 
     def says(asked: dict[str, Any], answer: dict[str, Any]) -> Any:
         return b"" if asked.get("data") == {"guess": "9"} else answer
