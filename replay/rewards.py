@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.config.environments import outcome_weights
 from protocol.config.run import RunConfig
 from protocol.errors import NoSignalError
 from replay.credit import CreditRecipe
@@ -59,11 +60,12 @@ class RewardRecipe:
     """The recipe by which rewards become one number per completion, fixed for a run. `aggregation` is TRL's
     `multi_objective_aggregation`."""
 
-    weights: NDArray[np.float32]
+    weights: NDArray[np.float32]  # of the rewards in a reported sum
     aggregation: str = "sum_then_normalize"
     overlong: OverlongPenalty | None = None
     credit: CreditRecipe | None = None  # None: a token has the advantage of its completion
     distillation: DistillationRecipe | None = None  # None: there are no teachers
+    outcome_weights: NDArray[np.float32] | None = None  # of the rewards in an advantage; None: `weights`
 
     @classmethod
     def of(cls, config: RunConfig, aggregation: str) -> "RewardRecipe":
@@ -72,12 +74,12 @@ class RewardRecipe:
         overlong = OverlongPenalty(
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
         )
-        weights = np.array(config.reward_weights, np.float32)
+        weights, of_outcome = (np.array(each, np.float32) for each in (config.reward_weights, outcome_weights(config)))
         credit, teachers = CreditRecipe.of(config.rewards), config.distillation
         distillation = None
         if teachers is not None:
             distillation = DistillationRecipe(teachers.coef, teachers.alone, teachers.num_top, teachers.mixture)
-        return cls(weights, aggregation, overlong if buffer_tokens else None, credit, distillation)
+        return cls(weights, aggregation, overlong if buffer_tokens else None, credit, distillation, of_outcome)
 
     @property
     def num_top(self) -> int:
@@ -86,10 +88,11 @@ class RewardRecipe:
 
     @cached_property
     def column_weights(self) -> NDArray[np.float32]:
-        """The weights of the columns of `columns`, float32 (F',)."""
+        """The weights of the columns of `columns` in an advantage, float32 (F',)."""
+        weights = self.weights if self.outcome_weights is None else self.outcome_weights
         if self.overlong is None:
-            return self.weights
-        return np.append(self.weights, np.float32(self.overlong.penalty))
+            return weights
+        return np.append(weights, np.float32(self.overlong.penalty))
 
     def columns(self, group: RolloutGroup) -> NDArray[np.float32]:
         """Return float32 (n, F'): the group's rewards, and the overlong punishment as if one more function had given it.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, Field
 
 from protocol.config.data import DatasetSection
+from protocol.config.environment_servers import SERVERS
 from protocol.config.rewards import ATROPOS_ITEMS, REWARD_NAME, EnvironmentSection
 from protocol.config.section import Label, Problems, nearest
 
@@ -25,6 +26,16 @@ SINGLE_TURN = "single_turn"
 def environment_of(columns: Mapping[str, Any]) -> str:
     """Return the name of the environment that plays a row with these columns."""
     return str(columns.get(COLUMN) or SINGLE_TURN)
+
+
+def outcome_weights(config: "RunConfig") -> tuple[float, ...]:
+    """Return the weights of rewards in a completion's advantage: `reward_weights`, but 0 for the sum of steps' rewards that
+    credit the turns of those steps."""
+    if config.rewards.credit == "outcome":
+        return config.reward_weights
+    of_steps = {name or REWARD_NAME for name, each in config.by_environment.items() if each.factory in SERVERS}
+    columns = zip(config.reward_names, config.reward_weights, strict=True)
+    return tuple(0.0 if name in of_steps else weight for name, weight in columns)
 
 
 def _name(value: str) -> str:

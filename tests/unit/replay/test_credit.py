@@ -30,13 +30,13 @@ def two_completions(credit: dict[int, float] | None) -> RolloutGroup:
     return rollout_group([[11, 12, 13, 14, 15], [16, 17, 18]], rewards=[1.0, 1.0], credit=credit)
 
 
-def two_episodes(credit: dict[int, float]) -> RolloutGroup:
+def two_episodes(credit: dict[int, float], rewards: Any = (1.0, 1.0)) -> RolloutGroup:
     """Turns 0-1, 4-5 and (in a second record, behind 6) 7; and of the other episode 8-9."""
     return rollout_group(
         [[11, 12, 13, 14, 15, 16], [17, 18], [19, 20]],
         sampled=[[True, True, False, False, True, True], [False, True], [True, True]],
         episodes=[0, 0, 1],
-        rewards=[1.0, 1.0],
+        rewards=list(rewards),
         credit=credit,
     )
 
@@ -179,6 +179,17 @@ def test_equal_to_plain_loops(group: RolloutGroup, unit: Literal["per_turn", "pe
     np.testing.assert_allclose(found, by_loops(group, unit, gamma, 0.5, [1.0, -1.0]), rtol=1e-11, atol=1e-11)
     only_spans = CreditRecipe(unit, gamma, 0.0)
     assert (only_spans.signal(group, 1.0) > 0) == bool((np.abs(only_spans.advantages(group, ZEROS)) > 1e-9).any())
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_rewards_of_steps_that_credit_their_turns_are_in_no_outcome(tmp_path: Any, aggregation: str) -> None:
+    server = {"factory": "openenv", "options": {"url": "http://127.0.0.1:8000"}}
+    config = run_config(tmp_path, rewards={"credit": "per_turn"}, environment=server)
+    found = RewardRecipe.of(config, aggregation)
+    group = two_episodes({1: 2.0, 9: 1.0}, rewards=[[3.0, 2.0], [3.0, 1.0]])
+    assert found.columns(group) @ found.column_weights == pytest.approx([3.0, 3.0])
+    assert found.signal(group) == 1.0, "of the turns alone: |2 - 1.5| + |1 - 1.5|"
+    assert found.mean_reward(group) == 4.5, "what is reported counts them"
 
 
 def test_the_recipe_is_the_configuration(tmp_path: Any) -> None:
