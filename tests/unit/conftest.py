@@ -24,6 +24,14 @@ def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("qwen2", tmp_path_factory.mktemp("one-layer") / "model", num_layers=1)
 
 
+@pytest.fixture(autouse=True)
+def _no_handler_is_left() -> Iterator[None]:
+    """A handler that stays on the root logger would write what later tests log into a file that is closed."""
+    before = list(logging.getLogger().handlers)
+    yield
+    assert logging.getLogger().handlers == before
+
+
 @pytest.fixture
 def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Logging is as it was afterwards, and its context is this test's own."""

@@ -129,7 +129,7 @@ def test_every_module_and_target_that_a_page_names_exists() -> None:
 
 
 def test_every_flag_of_a_command_that_a_page_shows_exists(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_logging: None
 ) -> None:
     """Of our own commands, in blocks and within a line."""
     shown: dict[tuple[str, ...], set[str]] = {}

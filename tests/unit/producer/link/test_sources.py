@@ -154,7 +154,10 @@ def test_a_bad_relay_costs_a_retry_at_the_next_or_at_the_trainer(
         assert is_left_to_the_trainer(find(asking, relay), here)
     with scripted(bad()) as relay, scripted(honest) as other:
         assert find(asking, relay, other).blob == BLOB
-    assert asking.counts.left == dict.fromkeys(asking.counts.left, 0) | {why: 2}
+    left = asking.counts.left
+    if why == "silent":  # on a busy machine what arrived before may have come so slowly that this is the first reason
+        left = left | {"silent": left["silent"] + left["slow"], "slow": 0}
+    assert left == dict.fromkeys(left, 0) | {why: 2}
 
 
 def test_a_relay_that_lied_is_not_asked_again(here: HostCache) -> None:
