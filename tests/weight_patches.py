@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from protocol.wire import patch_streams
-from protocol.wire.patch_streams import TwoWeights
+from protocol.wire.patch_streams import TwoWeights, element_sum
 from protocol.wire.weight_patch import WeightPatch
 
 State = Mapping[str, torch.Tensor]
@@ -20,5 +20,7 @@ def words_of(tensor: torch.Tensor) -> np.ndarray:
 
 def patch_between(old: State, new: State) -> WeightPatch:
     """Return the patch that makes `new` of `old`, whose tensors are bfloat16."""
-    tensors = (TwoWeights(name, list(each.shape), words_of(old[name]), words_of(each)) for name, each in new.items())
-    return patch_streams.patch_between(tensors)
+    return patch_streams.patch_between(
+        TwoWeights(name, list(each.shape), words := words_of(old[name]), words_of(each), element_sum(words))
+        for name, each in new.items()
+    )

@@ -22,7 +22,7 @@ from consumer.link.probe import Measurement
 from consumer.link.snapshots import lies_on_gpu
 from protocol.errors import ConfigError
 from protocol.gpu.model_files import weights_of
-from protocol.wire.patch_streams import PER_WORD, TwoWeights, patch_between
+from protocol.wire.patch_streams import PER_WORD, TwoWeights, Words, element_sum, patch_between
 from protocol.wire.weight_patch import WeightPatch, pack
 
 
@@ -74,6 +74,8 @@ class WeightSnapshots:
         self._copy_to(self._loaded)
         if lies_on_gpu(self._parameters.values()):
             torch.cuda.synchronize()
+        loaded = _words(self._loaded)
+        self._sums = {name: element_sum(loaded[place.words]) for name, place in self._places.items()}
 
     def take(self, probe: Measurement | None = None) -> WeightSnapshot:
         """Copy the weights of now, rounded to bfloat16; the probe of the present policy travels with them."""
@@ -90,10 +92,10 @@ class WeightSnapshots:
 
     def patch(self, weights: torch.Tensor) -> WeightPatch:
         """Return the patch that makes `weights` of the loaded ones."""
-        old, new = (each.view(torch.int64).numpy().view(np.uint64) for each in (self._loaded, weights))
+        old, new = _words(self._loaded), _words(weights)
         return patch_between(
-            TwoWeights(name, parameter.shape, old[self._places[name].words], new[self._places[name].words])
-            for name, parameter in self._parameters.items()
+            TwoWeights(name, self._parameters[name].shape, old[place.words], new[place.words], self._sums[name])
+            for name, place in self._places.items()
         )
 
     def _new_buffer(self) -> torch.Tensor:
@@ -105,6 +107,11 @@ class WeightSnapshots:
                 start, size = self._places[name]
                 values = whole(parameter, torch.bfloat16)
                 buffer[start : start + size].view(parameter.shape).copy_(values, non_blocking=True)
+
+
+def _words(buffer: torch.Tensor) -> Words:
+    words: Words = buffer.view(torch.int64).numpy().view(np.uint64)
+    return words
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

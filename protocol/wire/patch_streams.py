@@ -19,32 +19,37 @@ Places = NDArray[np.int64]
 Bits = NDArray[np.uint16]
 
 PER_WORD = 4
-_CHUNK = 2**18  # words that are compared at a time, which stay in the cache
+_CHUNK = 2**17  # words that are compared at a time, which stay in the cache
 _SUMMED = 2**16  # elements, whose sum is below 2**32
 
 
 class TwoWeights(NamedTuple):
-    """A tensor of a checkpoint, before and after."""
+    """A tensor of a checkpoint, before and after; `old_sum` is the `element_sum` before."""
 
     name: str
     shape: Sequence[int]
     old: Words
     new: Words
+    old_sum: int
 
 
 def patch_between(tensors: Iterable[TwoWeights]) -> WeightPatch:
     """Return the patch of a checkpoint that makes the new weights of the old ones. It names the tensors that differ."""
     patched: list[PatchedTensor] = []
-    streams: tuple[list[bytes], ...] = ([], [], [], [])
-    for name, shape, old, new in tensors:
-        places, bits = changes(old, new)
-        if not len(places):
-            continue
-        gaps = gaps_of(places)
-        patched.append(PatchedTensor(name, list(shape), len(places), len(gaps), element_sum(new)))
-        for stream, numbers in zip(streams, (gaps & 255, gaps >> 8, bits & 255, bits >> 8), strict=True):
-            stream.append(numbers.astype(np.uint8).tobytes())
-    return WeightPatch("", patched, [b"".join(stream) for stream in streams])
+    streams = [bytearray() for _ in range(4)]
+    for name, shape, old, new, total in tensors:
+        num_changes, num_gaps, last = 0, 0, -1
+        for places, bits, change in changes(old, new):
+            gaps = gaps_of(places, last)
+            num_changes += len(places)
+            num_gaps += len(gaps)
+            total += change
+            last = int(places[-1])
+            for stream, numbers in zip(streams, (gaps, gaps >> 8, bits, bits >> 8), strict=True):
+                stream += numbers.astype(np.uint8).data
+        if num_changes:
+            patched.append(PatchedTensor(name, list(shape), num_changes, num_gaps, total))
+    return WeightPatch("", patched, streams)
 
 
 def element_sum(words: Words) -> int:
@@ -53,18 +58,28 @@ def element_sum(words: Words) -> int:
     return sum(int(elements[at : at + _SUMMED].sum(dtype=np.uint32)) for at in range(0, len(elements), _SUMMED))
 
 
-def changes(old: Words, new: Words) -> tuple[Places, Bits]:
-    """Return which elements differ, in rising order, and their bits, XORed. 0 and -0 differ."""
-    found = [np.flatnonzero(old[at : at + _CHUNK] != new[at : at + _CHUNK]) + at for at in range(0, len(old), _CHUNK)]
-    words = np.concatenate(found) if found else np.empty(0, np.int64)
-    bits = (old[words] ^ new[words]).view(np.uint16).reshape(-1, PER_WORD)
-    row, column = np.nonzero(bits)
-    return words[row] * PER_WORD + column, bits[row, column]
+def changes(old: Words, new: Words) -> Iterator[tuple[Places, Bits, int]]:
+    """Yield which elements differ, in rising order, their bits, XORed, and by how much their sum rises, piece by piece. 0 and -0
+    differ."""
+    for at in range(0, len(old), _CHUNK):
+        before = old[at : at + _CHUNK]
+        differences = before ^ new[at : at + _CHUNK]
+        words = np.flatnonzero(differences != 0)
+        elements = differences[words].view(np.uint16)
+        found = np.flatnonzero(elements != 0)
+        if len(found):
+            bits, places = elements[found], (words[found >> 2] << 2) + (found & 3)
+            base = before.view(np.uint16)[places]
+            change = int((base ^ bits).sum(dtype=np.int64)) - int(base.sum(dtype=np.int64))
+            yield places + at * PER_WORD, bits, change
 
 
-def gaps_of(places: Places) -> NDArray[np.uint16]:
-    """Return the number of elements between each of these and the one before it; `GO_ON` stands for as many without a change."""
-    gaps = np.diff(places, prepend=-1) - 1
+def gaps_of(places: Places, last: int = -1) -> NDArray[np.uint16]:
+    """Return the number of elements between each of these and the one before it, of which the first is `last`; `GO_ON` stands for
+    as many without a change."""
+    gaps = np.diff(places, prepend=last) - 1
+    if not len(gaps) or gaps.max() < GO_ON:
+        return gaps.astype(np.uint16)
     repeats = gaps // GO_ON
     result = np.full(int((repeats + 1).sum()), GO_ON, np.uint16)
     result[np.cumsum(repeats + 1) - 1] = gaps % GO_ON

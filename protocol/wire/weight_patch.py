@@ -55,7 +55,7 @@ class WeightPatch(NamedTuple):
 
     anchor: str
     tensors: list[PatchedTensor]
-    streams: list[bytes]
+    streams: Sequence[bytes | bytearray]
 
 
 def pack(patch: WeightPatch) -> tuple[bytes, str]:

@@ -22,9 +22,14 @@ def words(elements: list[int]) -> Words:
 @given(ELEMENTS, st.data())
 def test_changes_are_the_elements_that_differ(old: list[int], data: st.DataObject) -> None:
     new = data.draw(st.lists(st.integers(0, 2**16 - 1) | st.sampled_from(old), min_size=len(old), max_size=len(old)))
-    places, bits = changes(words(old), words(new))
+    found = [
+        (place, bit)
+        for places, bits, _ in changes(words(old), words(new))
+        for place, bit in zip(places.tolist(), bits.tolist(), strict=True)
+    ]
     expected = [(place, one ^ other) for place, (one, other) in enumerate(zip(old, new, strict=True)) if one != other]
-    assert list(zip(places.tolist(), bits.tolist(), strict=True)) == expected
+    assert found == expected
+    assert sum(change for *_, change in changes(words(old), words(new))) == sum(new) - sum(old)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +39,25 @@ def test_changes_are_the_elements_that_differ(old: list[int], data: st.DataObjec
         ([0, 1, 5], [0, 0, 3]),
         ([GO_ON - 1], [GO_ON - 1]),
         ([GO_ON], [GO_ON, 0]),
+        ([3, 3 + GO_ON], [3, GO_ON - 1]),
         ([3, 4 + 2 * GO_ON], [3, GO_ON, GO_ON, 0]),
     ],
 )
 def test_gaps_by_hand(places: list[int], expected: list[int]) -> None:
     assert gaps_of(np.array(places, np.int64)).tolist() == expected
+    later = np.array([place + 7 for place in places], np.int64)
+    assert gaps_of(later, 6).tolist() == expected, "the change before it is the last one of another piece"
+
+
+@pytest.mark.parametrize("between", [1, GO_ON, GO_ON + 1])
+def test_a_gap_spans_two_pieces(between: int) -> None:
+    """`between` elements lie between the last change of one piece and the first of the next, which begins at 2**19."""
+    old = {"a": torch.zeros(2**20, dtype=torch.int16)}
+    new = {"a": old["a"].clone()}
+    new["a"][[3, 2**19 - 1, 2**19 + between, 2**20 - 1]] = torch.tensor([5, -1, 256, 1], dtype=torch.int16)
+    ((tensor, places, bits),) = changes_of(weight_patches.patch_between(old, new))
+    assert places.tolist() == [3, 2**19 - 1, 2**19 + between, 2**20 - 1]
+    assert (bits.tolist(), tensor.sum) == ([5, 65535, 256, 1], 5 + 65535 + 256 + 1)
 
 
 @pytest.mark.parametrize("count", [0, 4, 2**16, 2**16 + 4])
