@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-import pytest
-
 from tests.integration.runs import eventually
+from tests.tools import give_up
 
 _SYSTEMD = "/lib/systemd/systemd"
 _UNITS = "/run/machine/units"
@@ -91,7 +90,7 @@ class Machine:
     def __enter__(self) -> Self:
         for tool in ("unshare", "nsenter", _SYSTEMD):
             if shutil.which(tool) is None:
-                _give_up(f"this machine has no {tool}")
+                give_up(f"this machine has no {tool}")
         self._base = Path(tempfile.mkdtemp(prefix="sl-machine-"))
         for name in ("cgroup", "memory", "root"):
             (self._base / name).mkdir()
@@ -128,7 +127,7 @@ class Machine:
         if self._unshare.poll() is not None:
             reason = (self._base / "start.log").read_text().strip().splitlines()[-1:]
             self._close()
-            _give_up(f"this machine does not let us boot systemd in a namespace: {' '.join(reason)}")
+            give_up(f"this machine does not let us boot systemd in a namespace: {' '.join(reason)}")
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text().split()
         if not children:
             return False
@@ -163,7 +162,3 @@ class Machine:
         if check and done.returncode != 0:
             raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-5000:]}")
         return done.stdout.strip()
-
-
-def _give_up(reason: str) -> None:
-    (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)

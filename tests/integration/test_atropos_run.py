@@ -1,14 +1,12 @@
-"""Runs whose groups come from environments of Atropos: real vLLM, real trainer, a producer that is killed in the middle, and,
-where `atroposlib` is installed, an environment of its own."""
+"""Groups of environments of Atropos: in a run with real vLLM, real trainer and a producer that is killed in the middle; and
+those of an environment of the real `atroposlib`."""
 
+import asyncio
 import contextlib
 import gzip
-import importlib.util
+import itertools
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,26 +19,19 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from producer.groups import Rollouts
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
-from tests.integration.outsiders import (
-    NUM_STEPS,
-    address,
-    check_learned,
-    check_steps,
-    run_through_the_death_of_a_producer,
-)
-from tests.integration.pair import Daemon, end_well
+from tests.integration.models import char_tokenizer
+from tests.integration.outsiders import NUM_STEPS, check_learned, run_through_the_death_of_a_producer
+from tests.integration.pair import Daemon
 from tests.integration.test_pair import write_run
+from tests.tools import python_with
+from tests.unit.producer.plugins.atropos_scene import scene
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 GROUP_SIZE = 4
-
-
-def atropos_python() -> str | None:
-    """A Python that has atroposlib: this one, or that of another virtual environment, because its dependencies differ."""
-    return os.environ.get("ATROPOS_PYTHON") or (sys.executable if importlib.util.find_spec("atroposlib") else None)
 
 
 def write_atropos_run(folder: Path, max_steps: int) -> str:
@@ -163,33 +154,45 @@ def test_a_run_learns_from_what_environments_post_through_the_death_of_a_produce
     assert num_lost <= kept.total() / 4, "nearly all answers came"
 
 
-@pytest.mark.skipif(atropos_python() is None, reason="atroposlib is not installed; ATROPOS_PYTHON names another Python")
-def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: list[Daemon]):
-    config = write_atropos_run(short_dir, NUM_STEPS)
-    log = short_dir / "environment.log"
-    producer = Daemon("producer.app.cli", short_dir / "producer.log", "--config", config)
-    daemons.append(producer)
-    trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)
-    daemons.append(trainer)
-    producer.wait_for("OpenAI-compatible endpoint")
-    url = f"http://{address(short_dir / 'run')}/atropos"
-    options = {
-        "env.rollout_server_url": url,
-        "env.total_steps": -1,
-        "env.tokenizer_name": short_dir / "model",
-        "openai.base_url": f"{url}/v1",
-        "openai.tokenizer_name": short_dir / "model",
-    }
+def test_an_environment_of_atroposlib_posts_groups(tmp_path: Path):
+    python = python_with("atroposlib")
     script = Path(__file__).with_name("atropos_environment.py")
-    command = [str(atropos_python()), str(script), "serve", *(f"--{name}={value}" for name, value in options.items())]
-    with log.open("wb") as stream:
-        environment = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=short_dir)
-    try:
-        end_well(trainer, producer)
-    except AssertionError as failure:
-        failure.add_note(log.read_text()[-3000:])
-        raise
-    finally:
-        environment.kill()
-        environment.wait(10)
-    check_run(check_steps(short_dir))
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    async def body() -> list[Rollouts]:
+        async with scene(tmp_path) as it:
+            it.vllm.tokens = itertools.cycle(tokenizer.convert_tokens_to_ids(["7", "a"]))
+            url = f"http://127.0.0.1:{it.port}/atropos"
+            options = {
+                "env.rollout_server_url": url,
+                "env.total_steps": -1,
+                "env.tokenizer_name": tmp_path / "tokenizer",
+                "env.group_size": 2,
+                "openai.base_url": f"{url}/v1",
+                "openai.tokenizer_name": tmp_path / "tokenizer",
+            }
+            arguments = [f"--{name}={value}" for name, value in options.items()]
+            with (tmp_path / "environment.log").open("wb") as log:
+                environment = await asyncio.create_subprocess_exec(
+                    python, str(script), "serve", *arguments, stdout=log, stderr=log, cwd=tmp_path
+                )
+            try:
+                return await asyncio.wait_for(asyncio.gather(*(it.atropos.fulfil(12) for _ in range(3))), 100)
+            except TimeoutError as failure:
+                failure.add_note((tmp_path / "environment.log").read_text()[-3000:])
+                raise
+            finally:
+                environment.kill()
+                await environment.wait()
+
+    groups = sorted(asyncio.run(body()), key=lambda group: group.episodes[0].records[0].token_ids)  # as they came
+    for number, group in enumerate(groups):
+        assert [tokenizer.decode(episode.records[0].token_ids) for episode in group.episodes] == [
+            f"{number}+1=77",
+            f"{number}+1=aa",
+        ]
+        for episode in group.episodes:
+            assert episode.records[0].is_sampled.tolist() == [False] * 4 + [True] * 2
+            assert episode.records[0].logprobs[4:].tolist() == [-0.25, -0.5]
+        assert group.own_rewards.tolist() == [[2.0], [0.0]], "a digit is a point"

@@ -1,7 +1,6 @@
 """The player of OpenEnv against servers of the real package, in processes of their own."""
 
 import asyncio
-import os
 import socket
 import subprocess
 import time
@@ -15,15 +14,9 @@ import pytest
 from producer.environments.pool import EnvironmentFailedError
 from producer.plugins.openenv.pool import OpenEnvPool
 from protocol.config.rewards import EnvironmentSection
+from tests.tools import python_with
 
-INSTALLED = os.environ.get("SLIPSTREAM_TEST_OPENENV", "")
-"""A Python with the real openenv."""
-
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not INSTALLED, reason="set SLIPSTREAM_TEST_OPENENV to a Python that has openenv installed"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SERVERS = Path(__file__).parent / "other_environments" / "openenv_servers.py"
 
@@ -34,7 +27,7 @@ def serving(kind: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen([INSTALLED, str(SERVERS), kind, str(port)]) as server:
+    with subprocess.Popen([python_with("openenv"), str(SERVERS), kind, str(port)]) as server:
         try:
             while server.poll() is None:
                 with suppress(OSError), socket.create_connection(("127.0.0.1", port)):

@@ -11,6 +11,7 @@ import yaml
 
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
+from tests.tools import require
 
 pytestmark = pytest.mark.integration
 
@@ -21,8 +22,7 @@ SERVICES = ("rl-trainer.service", "rl-producer@0.service")
 
 def systemd(tool: str, *arguments: str, cwd: Path) -> str:
     """Everything that the tool said."""
-    if shutil.which(tool) is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"this machine has no {tool}")
+    require(tool, "systemd")
     command = [tool, *arguments]
     return subprocess.run(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True

@@ -21,20 +21,14 @@ from slipstream.cli import run as slipstream
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
+from tests.tools import python_with
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ENVIRONMENTS = Path(__file__).parent / "other_environments"
-INSTALLED = os.environ.get("SLIPSTREAM_TEST_VERIFIERS", "")
-"""A Python with the real verifiers."""
 
 
-needs_verifiers = pytest.mark.skipif(
-    not INSTALLED, reason="set SLIPSTREAM_TEST_VERIFIERS to a Python that has verifiers installed"
-)
-
-
-@pytest.fixture(params=["stand-in", pytest.param("installed", marks=needs_verifiers)])
+@pytest.fixture(params=["stand-in", "installed"])
 def section(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSection:
     """The doubling environment."""
     places = [str(ENVIRONMENTS)]
@@ -42,7 +36,7 @@ def section(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "stand-in":
         places.append(str(ENVIRONMENTS / "standin"))
     else:
-        verifiers["python"] = INSTALLED
+        verifiers["python"] = python_with("verifiers")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
     return EnvironmentSection.model_validate({"agent": "verifiers", "options": verifiers, "episode_timeout_s": 30})
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class CountingVllm:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self._tokens = itertools.count(100)
+        self.tokens: Iterator[int] = itertools.count(100)
 
     async def answer(self, request, call: Call) -> dict[str, Any]:
         self.requests.append(request.fields)
@@ -47,7 +47,7 @@ class CountingVllm:
         choices = []
         for index in range(request.fields.get("n", 1)):
             sampled = call.of("r", index, prompt)
-            sampled.token_ids = [next(self._tokens)] * 2
+            sampled.token_ids = [next(self.tokens)] * 2
             sampled.logprobs, sampled.finish_reason = [-0.25, -0.5], "stop"
             sampled.token_versions = [call.adapter.version] * 2
             text = "".join(map(chr, sampled.token_ids))
