@@ -37,10 +37,11 @@ from protocol.runtime.scratch import NO_MEMORY, SharedMemory
 from protocol.wire.messages import Sampling
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
+from replay.failures import FailureWatch
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompt_ledger import PromptLedger
-from replay.prompt_table import FailureClass, FailureWatch, RetryBudget
+from replay.prompt_table import FailureClass, RetryBudget
 from replay.rerolls import RerollRules
 from replay.rewards import RewardRecipe, SignalWatch
 from replay.staleness import StalenessBudget

@@ -16,16 +16,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from replay.batch_selection import BatchSelector, GroupStats, OfferedGroup, TrainingBatch, count_batch
+from replay.failures import SKIPPED, FailureWatch, skipped_before
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.recovery import RecoveredPrompt, recover
 from replay.journal.schema import DeadLetter, JournalEntry, Outcome
 from replay.journal.writer import Journal, JournalFullError
 from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompt_ledger import PromptLedger
-from replay.prompt_table import FailureWatch, Held, LeaseRecord, PromptTask, failure_class
+from replay.prompt_table import Held, LeaseRecord, PromptTask, failure_class
 from replay.rerolls import RerollRules, attempt_counts
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
@@ -38,6 +39,13 @@ Answer = Outcome | Literal["duplicate", "unknown_lease"]
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _MAX_STATS = 4096  # groups in the report of a step, the newest
+
+
+class EnvironmentState(NamedTuple):
+    """An environment in this moment."""
+
+    leases: int  # in flight
+    is_skipped: bool
 
 
 def _locked(
@@ -174,14 +182,25 @@ class RolloutBuffer:
             self._pending_dead_letters.setdefault(lease_id, (reason, detail))
             self.journal.add_dead_letter(DeadLetter(*task.key, task.attempt, failure_class(reason), reason, detail))
             self._count("dead_letters", task.key)
-            self.failures.note(f"{reason}: {detail}")
+            self.failures.note(self.ledger.environment_of(task.key.prompt_id), f"{reason}: {detail}")
 
         again = self.ledger.leases.fail(lease_id, reason, now, add_dead_letter)
         self._pending_dead_letters.pop(lease_id, None)
         self.totals[f"failed_{reason}"] += again is not None
         if again is not None:
             self.sources.count(self.totals, "failed", [LeaseId.parse(lease_id).key.prompt_id])
+        if again is False:
+            self._skip_failing()
         return again
+
+    def _skip_failing(self) -> None:
+        """Go on without the environments whose prompts are given up. On a full disk the next prompt that is given up decides."""
+        for name, skip in self.failures.due():
+            with contextlib.suppress(JournalFullError):
+                self.journal.note_facts(self.failures.with_skipped(name, skip))
+                self.failures.skip(name, skip)
+                self.ledger.close(name)
+                self.shares = self.shares.without(name) if self.shares else None
 
     def _take_back(self, records: Sequence[LeaseRecord[Key]], reason: str, now: float) -> list[LeaseRecord[Key]]:
         """Return the leases that ended; on a full disk the others stay, and `expire` tries again."""
@@ -245,7 +264,7 @@ class RolloutBuffer:
         if outcome == "stale":
             self.ledger.requeue(key)
             return
-        self.failures.note()
+        self.failures.note(self.ledger.environment_of(key.prompt_id))
         self.signals.note(group, entry.reward, has_signal=outcome == "accepted")
         if (draws := self.ledger.draws) is not None:
             known = (key.prompt_id, grade.verdict, outcome == "accepted", entry.policy_version)
@@ -399,6 +418,7 @@ class RolloutBuffer:
             lambda lease_ids: [shape.load(frame) for frame in self.journal.frames(lease_ids)],
             state["replay"] if state and comparable else [],
         )
+        self._try_again()
         self.newest_version = self.journal.newest_version
         self.totals["quarantined"] += found.quarantined
         self.totals.update(found.counts)
@@ -406,6 +426,15 @@ class RolloutBuffer:
             numbers = (len(found.ready), len(found.batches), found.quarantined)
             text = "journal: %d groups ready, %d steps to train again with the same batches, %d groups quarantined"
             logger.info(text, *numbers)
+
+    def _try_again(self) -> None:
+        """Open the environments that an earlier process skipped."""
+        before = skipped_before(self.journal.facts())
+        for name, skip in before.items():
+            text = "environments.%s: it was skipped, and is tried again now. Then its last prompt was given up because of %s"
+            logger.warning(text, name, skip.reason)
+        if before:
+            self.journal.note_facts({SKIPPED: "{}"})
 
     def _restore_prompts(self, recovered: Sequence[RecoveredPrompt]) -> None:
         for key, status, verdict, policy_version, is_new in recovered:
@@ -417,6 +446,12 @@ class RolloutBuffer:
                 self.ledger.requeue(key)
             elif status == "settled":
                 self._finish(key)
+
+    @_locked
+    def environments(self) -> dict[str, EnvironmentState]:
+        """Return the state of each environment; nothing in a run without several."""
+        in_lane, skipped = self.ledger.leases.in_lane, self.failures.skipped
+        return {name: EnvironmentState(in_lane[name], name in skipped) for name in sorted(self.failures.environments)}
 
     @_locked
     def depth(self) -> dict[str, int]:

@@ -64,11 +64,11 @@ class PromptDraws:
             try:
                 self.journal.note_draw(epoch, block, mask)
             except JournalFullError:
-                return [each is None or self._share(each) > 0.0 for each in prompt_ids]
+                return [each is None or self.share(each) > 0.0 for each in prompt_ids]
         return [bool(mask >> place & 1) for place in range(len(prompt_ids))]
 
     def _choose(self, epoch: int, prompt_ids: Sequence[int | None]) -> list[bool]:
-        shares = {each: self._share(each) for each in prompt_ids if each is not None}
+        shares = {each: self.share(each) for each in prompt_ids if each is not None}
         chances = {each: self._chance(each) for each, share in shares.items() if share > 0.0}
         best = max(chances.values(), default=1.0)
         return [
@@ -76,7 +76,8 @@ class PromptDraws:
             for each in prompt_ids
         ]
 
-    def _share(self, prompt_id: int) -> float:
+    def share(self, prompt_id: int) -> float:
+        """Return the probability with which the level of a prompt lets it be asked."""
         return 1.0 if self.curriculum is None else self.curriculum.share(prompt_id)
 
     def _chance(self, prompt_id: int) -> float:

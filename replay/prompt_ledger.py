@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from protocol.config.learning import RerollSection
-from protocol.errors import DatasetError
+from protocol.errors import DataFailuresError, DatasetError
 from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompt_draws import BLOCK, PromptDraws
 from replay.prompt_table import (
@@ -91,33 +91,53 @@ def _mixed(value: int) -> int:
 
 class EpochOrder:
     """The order of an epoch's first attempts. Prompt ids are 0..num_prompts-1; without `shuffle` they keep their order. With
-    `draws` some of them are not asked in the epoch.
+    `draws` some of them are not asked in the epoch. Prompts that are closed are passed over.
 
     Attributes:
         num_skipped: first attempts that were not asked so far.
     """
 
-    def __init__(self, num_prompts: int, seed: int, *, shuffle: bool, draws: PromptDraws | None = None) -> None:
+    def __init__(
+        self,
+        num_prompts: int,
+        seed: int,
+        *,
+        shuffle: bool,
+        draws: PromptDraws | None = None,
+        is_closed: Callable[[int], bool] = lambda prompt_id: False,
+    ) -> None:
         self.num_prompts = num_prompts
         self.num_skipped = 0
         self._seed = seed
         self._shuffle = shuffle
         self._draws = draws
+        self._is_closed = is_closed
         self._cooldowns: dict[int, int] = {}  # prompt -> the last epoch that it sits out
         self._block = -1  # of the epoch's order, the one that was looked at last
         self._asked: list[bool] = []  # for each of its places
         self._begin_epoch(0)
 
     def next(self, wanted: Key | None = None) -> Key:
-        """Move the cursor to the next prompt that is asked and not in cooldown, or is `wanted`."""
+        """Move the cursor to the next prompt that is asked and not in cooldown, or is `wanted`. Raise DataFailuresError if an
+        epoch has none that is open."""
+        may_come = True
         while True:
             if self._position == self.num_prompts:
+                if not may_come and not self._cooldowns:
+                    raise DataFailuresError(
+                        "environments: those that are left have no prompts that dataset.curriculum opens now; repair those that "
+                        "were skipped, then go on with --resume"
+                    )
                 self._begin_epoch(self.epoch + 1)
+                may_come = False
             key = Key(self.epoch, self._prompt_at(self._position))
             is_asked = self._is_asked(self._position)
             self._position += 1
             if key == wanted:
                 return key
+            if self._is_closed(key.prompt_id):
+                continue
+            may_come = may_come or self._draws is None or self._draws.share(key.prompt_id) > 0.0
             if self._cooldowns.get(key.prompt_id, -1) < self.epoch:
                 if is_asked:
                     return key
@@ -141,7 +161,10 @@ class EpochOrder:
         if self._block != block:
             places = range(block * BLOCK, min((block + 1) * BLOCK, self.num_prompts))
             prompt_ids = [self._prompt_at(each) for each in places]
-            can_come = [each if self._cooldowns.get(each, -1) < self.epoch else None for each in prompt_ids]
+            can_come = [
+                each if self._cooldowns.get(each, -1) < self.epoch and not self._is_closed(each) else None
+                for each in prompt_ids
+            ]
             self._asked = self._draws.asked(self.epoch, block, can_come)
             self._block = block
         return self._asked[inside]
@@ -194,9 +217,10 @@ class PromptLedger:
         draws: PromptDraws | None = None,
         environment_of: Callable[[int], str] = lambda prompt_id: "",
     ) -> None:
-        self.order = EpochOrder(num_prompts, seed, shuffle=shuffle, draws=draws)
+        self.order = EpochOrder(num_prompts, seed, shuffle=shuffle, draws=draws, is_closed=self._is_closed)
         self.draws = draws
-        self._environment_of = environment_of
+        self.environment_of = environment_of
+        self._closed: frozenset[str] = frozenset()
         self.newest: Counter[str] = Counter()  # the environments of the newest first attempts
         self._newest: deque[str] = deque()
         self.leases: PromptTable[Key] = PromptTable(budgets, lambda key: environment_of(key.prompt_id))
@@ -225,12 +249,21 @@ class PromptLedger:
         """Lease the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return, else
         the next first attempt. `version` is the newest policy that it may serve, `policy_floor` the oldest that may answer.
         Prompts of environments that are `full` are put off; None if too many of them wait."""
-        task = self.leases.next_waiting(now, version, full) or self._next_task(version, full)
+        without = self._closed.union(full)
+        task = self.leases.next_waiting(now, version, without) or self._next_task(version, full)
         if task is None:
             return None
         task = replace(task, attempt=task.attempt + 1)
         lease_id = str(LeaseId(task.key, task.attempt, self._session))
         return self.leases.lease(LeaseRecord(lease_id, task, producer, max(policy_floor, task.min_version), deadline))
+
+    def close(self, environment: str) -> None:
+        """Lease no more prompts of an environment: its first attempts are passed over, what waits goes on waiting, and its
+        deferred prompts do not return."""
+        self._closed |= {environment}
+
+    def _is_closed(self, prompt_id: int) -> bool:
+        return bool(self._closed) and self.environment_of(prompt_id) in self._closed
 
     def adopt(self, lease: LeaseId, producer: str, *, deadline: float, of_this_run: bool = True) -> bool:
         """A producer still works on a lease of an earlier trainer process. Returns whether it may go on: not when the prompt
@@ -358,7 +391,10 @@ class PromptLedger:
 
     def _next_task(self, version: int, full: Collection[str]) -> PromptTask[Key] | None:
         due = self.leases.next_deferred(version) if self._share.allows_one else None
-        if due is not None and self._environment_of(due.key.prompt_id) in full:
+        while due is not None and self._is_closed(due.key.prompt_id):
+            self._withdraw(due.key)
+            due = self.leases.next_deferred(version)
+        if due is not None and self.environment_of(due.key.prompt_id) in full:
             due = None
         task = self._next_with_place(full) if due is None else due
         if task is not None:
@@ -371,7 +407,7 @@ class PromptLedger:
         """The next first attempt of an environment that is not full; those before it wait."""
         while all(self.leases.num_waiting(name) < MOST_PUT_OFF for name in full):
             task = self._next_first_attempt()
-            if self._environment_of(task.key.prompt_id) not in full:
+            if self.environment_of(task.key.prompt_id) not in full:
                 return task
             self.leases.put(task, Waiting())
         return None
@@ -379,7 +415,7 @@ class PromptLedger:
     def _next_first_attempt(self, wanted: Key | None = None) -> PromptTask[Key]:
         """The prompt does not return as well."""
         key = self.order.next(wanted)
-        self._newest.append(self._environment_of(key.prompt_id))
+        self._newest.append(self.environment_of(key.prompt_id))
         self.newest[self._newest[-1]] += 1
         if len(self._newest) > NEWEST:
             self.newest[self._newest.popleft()] -= 1

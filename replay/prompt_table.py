@@ -17,19 +17,15 @@ that wait or are deferred.
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
-
-from protocol.errors import DataFailuresError
 
 FailureClass = Literal["data", "infra"]
 _DATA = ("prompt_too_long", "bad_prompt", "reward_failed", "environment_failed")
 _HOPELESS = ("prompt_too_long", "bad_prompt")
 _MAX_BACKOFF_S = 60.0
-FAILURE_WINDOW = 64
-"""The number of finished prompts over which the share of dead letters is judged."""
 
 
 def failure_class(reason: str) -> FailureClass:
@@ -51,27 +47,6 @@ class RetryBudget:
     def delay_s(self, failures: int) -> float:
         """The wait after failure number `failures` (from 1): doubling, at most a minute."""
         return min(_MAX_BACKOFF_S, self.backoff_s * 2.0 ** min(failures - 1, 30))
-
-
-class FailureWatch:
-    """The last finished prompts. At most the share `max_share` of them may be dead letters."""
-
-    def __init__(self, max_share: float) -> None:
-        self._max_share = max_share
-        self._finished: deque[str | None] = deque(maxlen=FAILURE_WINDOW)
-
-    def note(self, given_up: str | None = None) -> None:
-        """Note that a prompt has its group, or the reason why it is a dead letter."""
-        self._finished.append(given_up)
-
-    def check(self) -> None:
-        """Raise DataFailuresError if too many are dead letters."""
-        reasons = [reason for reason in self._finished if reason is not None]
-        if len(self._finished) == FAILURE_WINDOW and len(reasons) > self._max_share * FAILURE_WINDOW:
-            raise DataFailuresError(
-                f"{len(reasons)} of the last {FAILURE_WINDOW} prompts were given up, more than "
-                f"pipeline.max_failed_share={self._max_share} allows. The last one: {reasons[-1]}"
-            )
 
 
 K = TypeVar("K", bound=Hashable)

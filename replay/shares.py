@@ -26,11 +26,16 @@ class EnvironmentShares:
     parts: Mapping[str, float]
     budget: StalenessBudget
 
+    def without(self, name: str) -> "EnvironmentShares":
+        """Return the shares of the others, to whom that of an environment goes."""
+        left = {other: part for other, part in self.parts.items() if other != name}
+        return EnvironmentShares({other: part / sum(left.values()) for other, part in left.items()}, self.budget)
+
     def places(self, capacity: int, newest: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, float]:
         """Return the places of each environment, of producers that take `capacity` leases. `newest` counts the newest prompts,
         `waiting` those that were put off."""
         step, most = self.budget.groups_per_step, self.budget.most_pending
-        total, known = min(capacity, most), sum(newest.values())
+        total, known = min(capacity, most), sum(newest.get(name, 0) for name in self.parts)
         limit = min(total - len(self.parts) + 1, most - step if most > step else most)
         prior = max(0, _FEW - known)
         found = {}

@@ -54,11 +54,12 @@ from protocol.wire.handshake import TrainerNeeds
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.curriculum import Curriculum
+from replay.failures import FailureWatch
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompt_draws import PromptDraws
 from replay.prompt_ledger import PromptLedger
-from replay.prompt_table import FailureClass, FailureWatch, RetryBudget
+from replay.prompt_table import FailureClass, RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import RerollRules
 from replay.rewards import SignalWatch
@@ -99,7 +100,9 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
 
     warn = Throttle(logger)
     prompts, sampling = setup.prompts, config.sampling.message
-    evaluation = evaluation_of(setup, channel, store, session, start.step, report.say)
+    evaluation = evaluation_of(
+        setup, channel, store, session, start.step, report.say, lambda: frozenset(buffer.failures.skipped)
+    )
     dispatcher = LeaseDispatcher(
         channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn,
         evaluations=evaluation.leases if evaluation else None,
@@ -238,9 +241,10 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         draws=draws,
         environment_of=setup.prompts.environment_of,
     )
-    shares = None
+    shares, parts = None, dict[str, float]()
     if config.environments and isinstance(setup.prompts, PromptDataset):
-        shares = EnvironmentShares(setup.prompts.environment_parts(), setup.budget)
+        parts = setup.prompts.environment_parts()
+        shares = EnvironmentShares(parts, setup.budget)
     selector = BatchSelector(
         setup.budget,
         journal,
@@ -255,7 +259,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         journal,
         _reroll_rules(config, setup.prompts.sources),
         setup.rewards.mean_reward,
-        FailureWatch(pipeline.max_failed_share),
+        FailureWatch(pipeline.max_failed_share, parts, config.may_skip),
         SignalWatch(config.guards.max_groups_without_signal),
         shares,
         sources=setup.prompts.sources,
@@ -285,12 +289,14 @@ def evaluation_of(
     session: str,
     first_step: int,
     say: Callable[..., None],
+    skipped: Callable[[], frozenset[str]],
 ) -> EvaluationControl | None:
     """Wire the evaluations of a run; None for a run without.
 
     Args:
         session: unique per trainer process.
         first_step: steps taken before this process.
+        skipped: returns the environments whose prompts are left out.
     """
     config, section = setup.config, setup.config.evaluation
     if section is None or setup.held_out is None:
@@ -329,7 +335,7 @@ def evaluation_of(
         section,
         due,
         results,
-        EvaluationLeases(store, channel, due, setup.held_out, rules, Throttle(logger)),
+        EvaluationLeases(store, channel, due, setup.held_out, rules, Throttle(logger), skipped=skipped),
         run_dir=run_dir,
         reward_names=config.reward_names,
         last_version=setup.budget.version_at(setup.arguments.max_steps),

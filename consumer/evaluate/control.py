@@ -95,6 +95,7 @@ class EvaluationControl:
             "metric": self.section.score_name,
             **summary(finished.answers(), self.reward_names),
             **by_source(finished.kept(), self.sources),
+            **({"without": list(finished.without)} if finished.without else {}),
             "duration_s": round(finished.duration_s, 3),
             "digest": policy.digest,
         }
@@ -117,6 +118,8 @@ class EvaluationControl:
         shown = "no score" if score is None else f"{result['metric']} {score:.4g}"
         notes = [f"{name} {value:.4g}" for name, value in scores_of_sources(result).items()]
         notes += [f"{result['num_prompts']} prompts", f"{result['duration_s']:.1f} s"]
+        if without := result.get("without"):
+            notes.append(f"without {', '.join(without)}, which the run skips")
         if unscored:
             notes.append(f"{unscored} without a score")
         if not self.results.is_valid(result):

@@ -6,7 +6,7 @@ failed, or has too few scored completions, has no score; it is counted, and the 
 An evaluation knows nothing of training. It shares `PromptTable` with the ledger, and its lease ids are of another form.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,12 +76,14 @@ class Answer:
 @dataclass(eq=False)
 class Evaluation:
     """The evaluation of a version that is due. It takes from its first lease to its last answer, and keeps what was answered,
-    within bounds. Times are of the caller's clock, in seconds; `session` is unique per trainer process."""
+    within bounds. Times are of the caller's clock, in seconds; `session` is unique per trainer process; `without` names the
+    environments whose prompts are not among those that are `asked`."""
 
     due: DueVersion
-    num_prompts: int
+    asked: Sequence[int]
     budgets: Mapping[FailureClass, RetryBudget]
     session: str
+    without: tuple[str, ...] = ()
     began: float | None = None
     duration_s: float = 0.0
     _answers: dict[int, Answer] = field(default_factory=dict)
@@ -96,6 +98,10 @@ class Evaluation:
     def version(self) -> int:
         """The policy version that is evaluated."""
         return self.due.policy.version
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.asked)
 
     @property
     def num_done(self) -> int:
@@ -118,12 +124,12 @@ class Evaluation:
 
     def next_task(self, now: float) -> PromptTask[int] | None:
         """The prompt that is leased next; None when none is due."""
-        fresh = PromptTask(self._num_leased) if self._num_leased < self.num_prompts else None
+        fresh = PromptTask(self.asked[self._num_leased]) if self._num_leased < self.num_prompts else None
         return self.leases.next_waiting(now, 0) or fresh
 
     def lease(self, task: PromptTask[int], producer: str, *, deadline: float) -> LeaseRecord[int]:
         """Lease what `next_task` named."""
-        self._num_leased = max(self._num_leased, task.key + 1)
+        self._num_leased += self._num_leased < self.num_prompts and task.key == self.asked[self._num_leased]
         task = replace(task, attempt=task.attempt + 1)
         lease_id = str(EvaluationLeaseId(self.version, task.key, task.attempt, self.session))
         return self.leases.lease(LeaseRecord(lease_id, task, producer, self.version, deadline))

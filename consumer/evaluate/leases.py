@@ -9,12 +9,12 @@ Nothing of this reaches the ledger, the journal or the replay table.
 import functools
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from consumer.evaluate.evaluation import Answer, Evaluation, Metric
-from consumer.evaluate.results import EvaluationQueue
+from consumer.evaluate.results import DueVersion, EvaluationQueue
 from consumer.link.dispatcher import Prompts
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
@@ -33,6 +33,14 @@ class Progress(NamedTuple):
     num_done: int = 0
     num_prompts: int = 0
     num_out: int = 0
+
+
+class HeldOut(Prompts, Protocol):
+    """The held-out prompts."""
+
+    def environment_of(self, prompt_id: int) -> str:
+        """Return the name of a prompt's environment, in a run with several."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,11 @@ class EvaluationLeases:
     store: PolicyStore
     channel: ServerChannel
     due: EvaluationQueue
-    prompts: Prompts
+    prompts: HeldOut
     rules: EvaluationRules
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
+    skipped: Callable[[], frozenset[str]] = frozenset  # environments whose prompts are left out
     finished: queue.SimpleQueue[Evaluation] = field(default_factory=queue.SimpleQueue)
     _running: Evaluation | None = None
 
@@ -76,10 +85,9 @@ class EvaluationLeases:
 
     def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
         """End and begin evaluations, and give leases. Return the producers that cannot be reached."""
-        rules = self.rules
         if self._running is None and (due := self.due.begin()) is not None:
             self.store.pin(due.published)
-            self._running = Evaluation(due, rules.num_prompts, rules.budgets, rules.session)
+            self._running = self._begin(due)
         if (running := self._running) is None:
             return []
         able = [(peer, session) for peer, session in producers if session.evaluates]
@@ -134,6 +142,13 @@ class EvaluationLeases:
         for lease_id in leases.difference(keep):
             running.fail(lease_id, "released", self.clock())
         return leases.intersection(keep)
+
+    def _begin(self, due: DueVersion) -> Evaluation:
+        rules, skipped = self.rules, self.skipped()
+        asked: Sequence[int] = range(rules.num_prompts)
+        if skipped:
+            asked = [each for each in asked if self.prompts.environment_of(each) not in skipped]
+        return Evaluation(due, asked, rules.budgets, rules.session, tuple(sorted(skipped)))
 
     def _give(self, running: Evaluation, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         rules, policy, work = self.rules, running.due.policy, running.next_task(now)

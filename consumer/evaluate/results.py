@@ -36,7 +36,8 @@ _REMEMBERED = 1024  # versions; requests name only the newest
 
 class EvaluationResults:
     """The results of a run, which belong to the main thread. An evaluation in which more than `max_unscored_share` of the prompts
-    have no score is reported and nothing else. Lines after `first_step` belong to steps that were undone. `unpack`
+    have no score is reported and nothing else. A result without an environment that the run skips is compared with such alone.
+    Lines after `first_step` belong to steps that were undone. `unpack`
     writes the files of a policy."""
 
     def __init__(
@@ -61,6 +62,7 @@ class EvaluationResults:
         self.num_without_improvement = (
             0  # evaluations since the last one that was more than `min_delta` above all before it
         )
+        self._without: list[str] = []  # environments that the newest result leaves out
         for line in rotated_lines.read(self._file.path):
             self._note(line)
         restore_folder(self._best)
@@ -72,7 +74,8 @@ class EvaluationResults:
             found: dict[str, Any] = json.loads((self._best / _RESULT).read_text(encoding="utf-8"))
         except OSError:
             return None
-        return found if found["metric"] == self._section.score_name else None
+        same = found["metric"] == self._section.score_name and found.get("without", []) == self._without
+        return found if same else None
 
     @property
     def stop_reason(self) -> str | None:
@@ -96,6 +99,7 @@ class EvaluationResults:
         OSError nothing was recorded."""
         if answers:
             self._answers.write(result["version"], result["step"], answers)
+        self._compare_without(result)
         best = self.best
         is_best = self.is_valid(result) and (best is None or result["score"] > best["score"])
         if is_best and self._section.keep_best:
@@ -107,6 +111,7 @@ class EvaluationResults:
 
     def _note(self, result: dict[str, Any]) -> None:
         """Take the numbers that the run needs again; the file has the others."""
+        self._compare_without(result)
         self.versions.append(int(result["version"]))
         del self.versions[:-_REMEMBERED]
         if self.is_valid(result):
@@ -115,6 +120,12 @@ class EvaluationResults:
             self.num_without_improvement = 0 if improved else self.num_without_improvement + 1
             if best is None or score > best:
                 self.best_score, self._best_version = score, int(result["version"])
+
+    def _compare_without(self, result: dict[str, Any]) -> None:
+        """Forget the scores before, where the result leaves other environments out."""
+        without = result.get("without", [])
+        if without != self._without:
+            self._without, self.best_score, self._best_version, self.num_without_improvement = without, None, None, 0
 
     def _keep(self, result: dict[str, Any], blob: bytes) -> None:
         with staged(self._best) as partial:

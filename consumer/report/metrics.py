@@ -100,6 +100,7 @@ def watch_trainer(
     Info("rl_trainer", "The run and this release.", registry=registry).info({"run": run_id, "release": __version__})
     readings = Readings(registry)
     _watch_buffer(readings, storage.buffer)
+    _watch_environments(readings, storage.buffer)
     _watch_fleet(readings, intake)
     _, journal, disk = storage
     readings.counters(
@@ -160,6 +161,21 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
             for outcome in _OF_A_SOURCE
         },
     )
+
+
+def _watch_environments(readings: Readings, buffer: RolloutBuffer) -> None:
+    readings.gauge(
+        "rl_trainer_environments_skipped", "Environments that the run goes on without (on_failure: skip).",
+        lambda: len(buffer.failures.skipped),
+    )  # fmt: skip
+    for name, text, field in (
+        ("leases", "Leases in flight by environment (environments).", "leases"),
+        ("skipped", "1 for an environment that the run goes on without.", "is_skipped"),
+    ):
+        readings.gauges(
+            f"rl_trainer_environment_{name}", text, "environment",
+            lambda field=field: {name: getattr(each, field) for name, each in buffer.environments().items()},  # type: ignore[misc]
+        )  # fmt: skip
 
 
 def _watch_fleet(readings: Readings, intake: Intake) -> None:

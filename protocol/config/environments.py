@@ -5,7 +5,7 @@ Guarantee: each name that a row, a source or a reward gives is that of an enviro
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -49,6 +49,11 @@ class NamedEnvironment(EnvironmentSection):
 
     name: Annotated[Label, AfterValidator(_name)] = Field(
         description="Its name in `dataset`, in rows, and of its own reward."
+    )
+    on_failure: Literal["end", "skip"] = Field(
+        "end",
+        description="`skip`: the run goes on without it once 16 of its prompts in a row, or pipeline.max_failed_share of 64, are "
+        "dead letters; --resume tries it again. `end`: they count for the run.",
     )
 
     def problems(self) -> Problems:
@@ -111,6 +116,8 @@ def _of_names(config: "RunConfig") -> Problems:
     if None not in training:
         for name in filter(lambda name: name not in training, names):
             yield f"environments: no source has {name!r} as its `environment`, so it gets no rows; name it in one, or remove it"
+        if len(names) == 1 and config.may_skip:
+            yield f"environments.{names[0]}.on_failure: skip: every row is of this environment, so no other is left; remove it"
     yield from _of_rewards(config, names)
 
 

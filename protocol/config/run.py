@@ -127,6 +127,11 @@ class RunConfig(Section):
         return {each.name: each for each in self.environments} or alone
 
     @property
+    def may_skip(self) -> tuple[str, ...]:
+        """The environments that the run may go on without."""
+        return tuple(each.name for each in self.environments if each.on_failure == "skip")
+
+    @property
     def routes(self) -> tuple[str, ...]:
         """The names that the column `environment` of a row may have; none in a run without `environments`."""
         return (SINGLE_TURN, *self.by_environment) if self.environments else ()

@@ -89,6 +89,8 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     source_length_mean: dict[str, float] = field(name="source_completion_length_mean_tokens", default_factory=dict)
     source_generation_s: dict[str, float] = field(name="source_generation_seconds", default_factory=dict)
     evaluation_source_score: dict[str, float] = {}
+    environment_leases: dict[str, int] = {}  # empty in a run without several environments, as the next
+    environment_skipped: dict[str, int] = {}  # 1 for one that the run goes on without
     rank_step_s: dict[str, float] = field(name="rank_step_seconds", default_factory=dict)  # empty for one rank
     rank_waiting_s: dict[str, float] = field(name="rank_waiting_seconds", default_factory=dict)
     rank_tokens: dict[str, int] = {}

@@ -2,14 +2,18 @@
 
 import json
 import math
+import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from replay.failures import Skip, skipped_before
+from replay.journal.reader import JournalReader
 from slipstream.cli import run as slipstream
 
 from .pair import Daemon, end_well
-from .test_pair import read_steps, write_run
+from .test_pair import read_steps, status, write_run
 
 pytestmark = pytest.mark.integration
 
@@ -35,6 +39,24 @@ class Hangs:
 
     def get_reward(self):
         return 1.0
+"""
+
+
+FAILS = """
+import itertools
+
+class Dice:
+    rolls = itertools.count()
+
+    def reset(self, **_):
+        pass
+
+    def get_reward(self):
+        return float(next(self.rolls) % 2)
+
+class Fails(Dice):
+    def reset(self, **_):
+        raise RuntimeError('broken')
 """
 
 
@@ -80,3 +102,64 @@ def test_each_row_is_played_by_its_environment_and_one_that_hangs_stops_no_other
     assert found["hangs"] == []
     assert {tuple(group) for group in found["single_turn"]} == {(0.0, 1.0)}
     assert {tuple(sorted(group)) for group in found["dice"]} == {(0.0, 1.0)}
+
+
+def test_the_run_goes_on_without_one_that_always_fails_and_tries_it_again_when_resumed(
+    short_dir: Path, daemons: list[Daemon]
+) -> None:
+    config = write_run(
+        short_dir, "qwen2", [row(name, number) for number in range(100) for name in ("dice", "fails")], FAILS,
+        sampling={"num_generations": 2}, rewards={"functions": []},
+        pipeline={"groups_per_step": 2, "max_data_attempts": 1, "max_failed_share": 0.1},
+        trainer={"max_steps": 100_000, "save_steps": 100_000},
+        environments=[
+            {"name": name, "factory": f"{short_dir}/rewards.py:{name.title()}", "reward_weight": 1.0, "max_turns": 1}
+            | ({"on_failure": "skip"} if name == "fails" else {})
+            for name in ("dice", "fails")
+        ],
+        evaluation={"dataset": {"path": str(short_dir / "data.jsonl")}, "every_versions": 1, "max_prompts": 4},
+    )  # fmt: skip
+    (short_dir / "model" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+
+    def start(name: str, *arguments: str) -> Daemon:
+        module = {"producer": "tests.integration.spans_producer", "trainer": "consumer.app.cli"}[name]
+        daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", str(config), *arguments))
+        return daemons[-1]
+
+    producer, trainer = start("producer"), start("trainer")
+    said = trainer.wait_for(r"environments\.fails: (\d+) of its last (\d+) prompts were given up.*", beside=producer)
+    assert said[1] == said[2] == "16"
+    assert [word for word in ("environment_failed", "broken", "--resume") if word not in said[0]] == [], said[0]
+    trainer.wait_for(r"evaluation of v.*without fails", beside=producer)
+    assert status(short_dir / "run")["trainer"]["environment_skipped"] == {"dice": 0, "fails": 1}
+    stop(trainer, producer)
+    assert trainer.output.count("environments.fails: ") == 1
+    assert facts(short_dir)["fails"][0] == 16
+    with closing(JournalReader(short_dir / "run" / "journal.sqlite")) as reader:
+        letters = list(reader.dead_letters())
+    assert {letter.reason for letter in letters} == {"environment_failed"}
+    assert len(letters) < 40, "what was in flight may fail, too"
+    assert "without" in json.loads((short_dir / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
+    steps = len(read_steps(short_dir))
+
+    (short_dir / "rewards.py").write_text(FAILS.replace("raise RuntimeError('broken')", "pass"))
+    producer, trainer = start("producer"), start("trainer", "--resume")
+    trainer.wait_for(r"environments\.fails: it was skipped", beside=producer)
+    trainer.wait_for(rf"step {steps + 8}/", beside=producer)
+    assert facts(short_dir) == {}, "until it fails again"
+    assert status(short_dir / "run")["trainer"]["environment_skipped"] == {"dice": 0, "fails": 0}
+    stop(trainer, producer)
+
+
+def facts(folder: Path) -> dict[str, Skip]:
+    with closing(JournalReader(folder / "run" / "journal.sqlite")) as reader:
+        return skipped_before(reader.facts())
+
+
+def stop(trainer: Daemon, producer: Daemon) -> None:
+    """Both as by Ctrl-C, the trainer first."""
+    for daemon in (trainer, producer):
+        daemon.process.send_signal(signal.SIGINT)
+        assert daemon.end() in (0, 130), daemon.last_words

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ from protocol.wire.codec import encode
 from protocol.wire.messages import Group
 from replay.batch_selection import BatchSelector, OfferedGroup, TrainingBatch
 from replay.buffer import Answer, RolloutBuffer
+from replay.failures import FailureWatch
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
 from replay.prompt_draws import PromptDraws
 from replay.prompt_ledger import PromptLedger
-from replay.prompt_table import FailureWatch, RetryBudget
+from replay.prompt_table import RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import Grade, RerollRules
 from replay.rewards import SignalWatch
+from replay.shares import EnvironmentShares
 from replay.sources import ONE, Sources
 from replay.staleness import StalenessBudget
 
@@ -147,10 +149,20 @@ def unpublished_buffer(
     partial: bool = False,
     draws: PromptDraws | None = None,
     sources: Sources = ONE,
+    failures: FailureWatch | None = None,
+    shares: EnvironmentShares | None = None,
+    environment_of: Callable[[int], str] = lambda prompt_id: "",
     **budget: Any,
 ) -> RolloutBuffer:
     return RolloutBuffer(
-        ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session, draws=draws),
+        ledger(
+            num_prompts,
+            data_attempts=data_attempts,
+            backoff_s=backoff_s,
+            session=session,
+            draws=draws,
+            environment_of=environment_of,
+        ),
         BatchSelector(
             StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
             journal,
@@ -162,8 +174,9 @@ def unpublished_buffer(
         journal,
         rules or reroll_rules(),
         mean_reward,
-        FailureWatch(max_failed_share),
+        failures or FailureWatch(max_failed_share),
         SignalWatch(max_groups_without_signal),
+        shares,
         sources=sources,
     )
 

@@ -23,8 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
+from replay.failures import FailureWatch
 from replay.journal.writer import JournalFullError
-from replay.prompt_table import FailureWatch
 from replay.replay_table import ReplayTable
 from replay.rewards import SignalWatch
 from replay.staleness import StalenessBudget

@@ -75,7 +75,7 @@ def test_the_numbers_of_an_evaluation() -> None:
 
 def evaluation_of(num_prompts: int) -> Evaluation:
     """Of version 4."""
-    return Evaluation(DueVersion(PolicyInfo(4, "0" * 64, 1), 40, b""), num_prompts, BUDGETS, "s")
+    return Evaluation(DueVersion(PolicyInfo(4, "0" * 64, 1), 40, b""), range(num_prompts), BUDGETS, "s")
 
 
 def lease(evaluation: Evaluation, now: float, producer: str = "p", deadline: float = 99.0) -> LeaseRecord:

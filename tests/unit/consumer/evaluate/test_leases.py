@@ -322,6 +322,44 @@ def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path
     assert process.due.versions == [0], "--resume takes it up"
 
 
+@pytest.mark.long
+def test_prompts_of_an_environment_that_is_skipped_are_left_out_and_scores_are_compared_with_such(
+    tmp_path: Path,
+) -> None:
+    process = Process(tmp_path, patience=2)
+
+    def evaluate(version: int, reward: float) -> dict[str, Any]:
+        process.publish(version)
+        process.tick()
+        while process.sent:
+            lease = process.sent.popleft()[1]
+            process.answer(lease, reward)
+            process.tick()
+        process.collect()
+        return process.control.last or {}
+
+    assert "without" not in evaluate(0, 1.0)
+    process.leases.skipped = lambda: frozenset({"odd"})
+    process.leases.prompts.environment_of = lambda prompt_id: "odd" if prompt_id % 2 else "even"  # type: ignore[method-assign]
+    first = evaluate(2, 0.25)
+    assert (first["without"], first["num_prompts"], first["score"]) == (["odd"], (NUM_PROMPTS + 1) // 2, 0.25)
+    assert "odd" in process.said[-1]
+    assert (process.results.best_score, best_version(process.results)) == (0.25, 2), "1.0 was of all"
+    evaluate(4, 0.25)
+    assert process.results.num_without_improvement == 1
+    process.leases.skipped = frozenset
+    assert "without" not in evaluate(6, 0.0)
+    assert (process.results.best_score, process.results.num_without_improvement) == (0.0, 0)
+    again = EvaluationResults(tmp_path, tmp_path / "checkpoints", process.control.section, 70, 0.5)
+    assert (again.best_score, best_version(again)) == (0.0, 6)
+    process.leases.skipped = lambda: frozenset({"odd", "even"})
+    assert (evaluate(8, 1.0)["score"], process.control.totals["incomplete"]) == (None, 1)
+
+
+def best_version(results: EvaluationResults) -> int | None:
+    return results.best["version"] if results.best else None
+
+
 @pytest.mark.parametrize(("version", "due"), [(0, False), (1, False), (2, True), (3, False), (4, True), (7, True)])
 def test_which_versions_are_due(tmp_path: Path, version: int, due: bool) -> None:
     process = Process(tmp_path, before_training=False)

@@ -96,6 +96,19 @@ def source(**values: Any) -> dict[str, Any]:
         ({"evaluation": {"dataset": {"path": "h.jsonl", "environment": "mze"}}}, "evaluation.dataset.environment", "'mze'"),
         ({"serve": {}}, "environments.maze", "serve.enabled"),
         (source() | {"loss": {"ce_coef": 0.1}}, "loss.ce_coef", "environment"),
+        ({"environments": [SHOP | {"on_failure": "ignore"}]}, "environments.0.on_failure", "skip"),
+        (
+            source(environment="shop") | {"environments": [SHOP | {"on_failure": "skip"}], "rewards": {"functions": [EXACT]}},
+            "environments.shop.on_failure", "no other",
+        ),
+        (
+            source() | {"environments": [], "environment": {"factory": "shop:Shop", "on_failure": "skip"}},
+            "environment", "on_failure",
+        ),
+        (
+            {"dataset": {"sources": [{"path": "a.jsonl", "environment": "shop", "weight": 0}, {"path": "b.jsonl", "weight": 1}]}},
+            "dataset.sources.0.weight", "greater than 0",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_name_is_refused_with_its_key_and_the_value(sections: dict[str, Any], key: str, value: str) -> None:
