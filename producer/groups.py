@@ -101,6 +101,7 @@ class Episode:
     truncated: bool = False
     reward: float | None = None  # the environment's own
     failure: str = ""  # why it is not scored
+    branch_length: int = 0  # tokens up to where it branched from a trunk
 
     @classmethod
     def of(cls, prompt_ids: list[int], completion: Completion) -> "Episode":
@@ -110,9 +111,10 @@ class Episode:
         return cls(len(prompt_ids), [record], truncated=completion.truncated)
 
     def reward_spans(self, spans: Iterable[tuple[int, float]]) -> None:
-        """Add rewards of spans; an end counts the tokens of the last record after the prompt."""
+        """Add rewards of spans; an end counts the tokens of the last record after the prompt. Spans of a trunk are left out."""
         for end, reward in spans:
-            self.records[-1].reward(self.prompt_length + end, reward)
+            if self.prompt_length + end > self.branch_length:
+                self.records[-1].reward(self.prompt_length + end, reward)
 
     def forget_spans(self) -> None:
         """Drop all rewards of spans."""

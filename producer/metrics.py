@@ -81,6 +81,15 @@ class Counters:
         "rl_producer_episodes_failed_total",
         "Episodes that failed or took too long.",
     )
+    branched_groups: int = _total(
+        "rl_producer_groups_branched_total", "Groups that branched from a trunk (environment.branch_after_turns)."
+    )
+    trunk_tokens: int = _total(
+        "rl_producer_trunk_tokens_total", "Tokens of trunks behind the prompt, once per branched group."
+    )
+    trunk_saved_tokens: int = _total(
+        "rl_producer_trunk_tokens_saved_total", "Sampled tokens of trunks, times completions of the group less one."
+    )
     groups: int = _total("rl_producer_groups_generated_total", "Groups generated and scored.")
     failed: int = _total("rl_producer_leases_failed_total", "Leases answered with a refusal.")
     timed_out: int = _total("rl_producer_leases_timed_out_total", "Leases refused at their deadline.")

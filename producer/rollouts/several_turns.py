@@ -4,13 +4,14 @@ them, or a limit, ends it.
 Guarantee: the policy goes on from the very tokens that it sampled (`producer.rollouts.chat`); no record is longer than
 `sampling.max_completion_length` after its episode's first prompt; an episode whose environment fails, or that takes longer than
 it may, keeps its tokens and the reason for its failure. An episode without a sampled token is played again, a few times; then its
-group fails.
+group fails. So it does at once if the trunk that it is to branch from fails.
 """
 
 import asyncio
 import copy
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from producer.environments.pool import EnvironmentFailedError
 from producer.groups import Episode, LeaseFailure, Record, Rollouts
 from producer.metrics import Counters
 from producer.rollouts.admission import EngineAccess, Progress
+from producer.rollouts.branching import Branch, Place, RecordedSession, trunk_turns
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
 from producer.rollouts.in_flight import Sample
 from producer.rollouts.prompts import malformed
@@ -55,9 +57,11 @@ class PlayedRollouts:
         try:
             async with self.access.enter(lease, progress) as sample:
                 started = time.monotonic()
+                branch = await self._branch(lease, sample)
+                play = partial(self._play, lease, sample, branch)
                 async with asyncio.TaskGroup() as group:
-                    plays = [self._episode(lease, sample) for _ in range(lease.sampling.num_generations)]
-                    tasks = [group.create_task(play) for play in plays]
+                    plays = [self._episode(play) for _ in range(lease.sampling.num_generations)]
+                    tasks = [group.create_task(each) for each in plays]
         except ExceptionGroup as errors:  # what is no failure of the lease ends the daemon, whatever failed before it
             raise next(
                 (e for e in errors.exceptions if not isinstance(e, LeaseFailure)), errors.exceptions[0]
@@ -67,14 +71,51 @@ class PlayedRollouts:
         own = [[each.reward] for each in episodes] if self.reward_names else [[]]
         return Rollouts(episodes, generation_s, [each.messages for each in episodes], np.array(own, np.float32))
 
-    async def _episode(self, lease: Lease, sample: Sample) -> Episode:
+    async def _branch(self, lease: Lease, sample: Sample) -> Branch | None:
+        """Play the trunk of a group and return the last place before which the policy took a turn there, at most as many turns
+        after the prompt as are wanted. Return None if that is the prompt."""
+        num_turns, branches = trunk_turns(self.section, lease), list[Branch]()
+        if not num_turns:
+            return None
+        trunk = await self._episode(partial(self._play_trunk, lease, sample, num_turns, branches))
+        self.counters.tokens += trunk.num_sampled
+        if trunk.failure:
+            self.counters.failed_episodes += 1
+            raise LeaseFailure("environment_failed", f"the trunk of the group failed: {trunk.failure}")
+        branch = branches[-1]
+        if branch.place.turn == 1:
+            return None
+        self.counters.branched_groups += 1
+        self.counters.trunk_tokens += len(branch.token_ids) - branch.prompt_length
+        self.counters.trunk_saved_tokens += branch.num_sampled * (lease.sampling.num_generations - 1)
+        return branch
+
+    async def _play_trunk(
+        self,
+        lease: Lease,
+        sample: Sample,
+        num_turns: int,
+        branches: list[Branch],
+        environment: Session,
+        episode: Episode,
+    ) -> None:
+        recorded = RecordedSession(environment)
+        place: Place | None = await self._begin(lease, recorded, episode)
+        branches.clear()
+        while place is not None:
+            branches.append(Branch.at(self.section.key, place, episode, recorded))
+            if len(branches) > num_turns:
+                break
+            place = await self._take_turn(lease.sampling, sample, recorded, episode, place)
+
+    async def _episode(self, play: Callable[[Session, Episode], Awaitable[None]]) -> Episode:
         limit_s = self.section.episode_timeout_s
         for attempt in range(_RESETS):
             await asyncio.sleep(attempt * _RESET_PAUSE_S)
             episode = Episode(0, [])
             try:
                 async with self.pool.session() as environment, asyncio.timeout(limit_s) as limit:
-                    await self._play(lease, sample, environment, episode)
+                    await play(environment, episode)
             except TimeoutError:
                 if not limit.expired():
                     raise
@@ -90,36 +131,49 @@ class PlayedRollouts:
             self.counters.failed_episodes += 1
         raise LeaseFailure("environment_failed", episode.failure)
 
-    async def _play(self, lease: Lease, sample: Sample, environment: Session, episode: Episode) -> None:
-        observation = await environment.reset(lease.columns | {"prompt": lease.prompt}, lease.prompt_id)
-        messages = _with_observation(lease.prompt, observation)
-        text, first = await self.chat.in_thread(self.chat.prompt, messages), len(messages)
-        prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)
-        what = "the prompt with tools and what `reset` returned"
-        self.chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
-        episode.prompt_length = len(prompt_ids)
-        episode.records.append(Record.of(prompt_ids))
-        num_calls = 0
-        for turn in range(1, self.section.max_turns + 1):
-            ended_by, calls = await self._turn(lease.sampling, sample, episode, messages, num_calls)
-            episode.messages = messages[first:]
-            is_last = turn == self.section.max_turns
-            answers = await self._answers(environment, episode, calls, num_calls, is_last=is_last)
-            await self._reward_turn(environment, episode.records[-1])
-            if is_last or environment.done or not answers:
-                break
-            num_calls += len(calls)
-            messages += answers
-            following = await self.chat.in_thread(self.chat.go_on, text, messages, len(answers), ended_by)
-            if not await self._continue(episode, following, lease.sampling.max_completion_length):
-                episode.truncated = True
-                break
-            text, episode.messages = following.text, messages[first:]
+    async def _play(
+        self, lease: Lease, sample: Sample, branch: Branch | None, environment: Session, episode: Episode
+    ) -> None:
+        begin = partial(self._begin, lease) if branch is None else branch.begin
+        place: Place | None = await begin(environment, episode)
+        while place is not None:
+            place = await self._take_turn(lease.sampling, sample, environment, episode, place)
         if self.reward_names:
             try:
                 episode.reward = await environment.reward()
             except EnvironmentFailedError as error:
                 self._warn("reward", f"the environment's reward is missing: {error}")
+
+    async def _begin(self, lease: Lease, environment: Session, episode: Episode) -> Place:
+        observation = await environment.reset(lease.columns | {"prompt": lease.prompt}, lease.prompt_id)
+        messages = _with_observation(lease.prompt, observation)
+        text = await self.chat.in_thread(self.chat.prompt, messages)
+        prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)
+        what = "the prompt with tools and what `reset` returned"
+        self.chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
+        episode.prompt_length = len(prompt_ids)
+        episode.records.append(Record.of(prompt_ids))
+        return Place(1, messages, len(messages), text)
+
+    async def _take_turn(
+        self, sampling: Sampling, sample: Sample, environment: Session, episode: Episode, place: Place
+    ) -> Place | None:
+        """Play a turn and what answers it. Return the place before the next one, None if the episode is over."""
+        messages = list(place.messages)
+        ended_by, calls = await self._turn(sampling, sample, episode, messages, place.num_calls)
+        episode.messages = messages[place.num_given :]
+        is_last = place.turn == self.section.max_turns
+        answers = await self._answers(environment, episode, calls, place.num_calls, is_last=is_last)
+        await self._reward_turn(environment, episode.records[-1])
+        if is_last or environment.done or not answers:
+            return None
+        messages += answers
+        following = await self.chat.in_thread(self.chat.go_on, place.text, messages, len(answers), ended_by)
+        if not await self._continue(episode, following, sampling.max_completion_length):
+            episode.truncated = True
+            return None
+        episode.messages = messages[place.num_given :]
+        return Place(place.turn + 1, messages, place.num_given, following.text, place.num_calls + len(calls))
 
     async def _reward_turn(self, environment: Session, record: Record) -> None:
         """Put the reward of the turn with which the record ends on its last token."""

@@ -234,7 +234,8 @@ REWARD_NAME = "environment"
 ATROPOS_ITEMS = "atropos"
 """`dataset.path` of a run whose prompts are the items of environments of Atropos."""
 
-_OF_A_FACTORY = ("tool_parser", "max_turns", "max_turn_tokens", "call_timeout_s")
+_OF_A_FACTORY = ("tool_parser", "max_turns", "max_turn_tokens", "call_timeout_s", "branch_after_turns")
+_NEVER_ALIKE = ("simulated_user",)  # factories that do not answer the same turns alike
 
 
 class AgentOptions(Section):
@@ -313,6 +314,10 @@ class EnvironmentSection(Section):
         description="Weight of the reward `environment`. Required with `get_reward`; with an `agent` or `openenv` 1 by default.",
     )
     max_turns: Positive = Field(8, description="Turns of the model in an episode; tool calls of the last are not run.")
+    branch_after_turns: Count | Annotated[list[Count], Field(min_length=2, max_length=2)] = Field(
+        0,
+        description="Turns played once for all completions of a group. `[0, 2]`: drawn for each group.",
+    )
     max_turn_tokens: Positive | None = Field(
         None, description="Longest turn, in tokens. Default: what sampling.max_completion_length leaves."
     )
@@ -343,6 +348,7 @@ class EnvironmentSection(Section):
         return value
 
     def problems(self) -> Problems:
+        yield from self._branch_problems()
         if self.factory and self.agent:
             yield "give one of factory and agent"
         elif schema := (AGENTS | FACTORIES).get(self.agent or self.factory or ""):
@@ -353,6 +359,31 @@ class EnvironmentSection(Section):
             if getattr(self, key) != type(self).model_fields[key].default:
                 hint = "; set serve.tool_call_parser" if key == "tool_parser" else ""
                 yield f"{key} is for a factory, and {self.agent} decides that itself{hint}; remove it"
+
+    def _branch_problems(self) -> Problems:
+        least, most = self.trunk_turns
+        if least == most == 0:
+            return
+        if self.factory is None and not self.is_played_outside:
+            others = f"{self.agent} decides that itself" if self.agent else "agents of yours decide that themselves"
+            yield f"branch_after_turns is for a factory, and {others}; remove it"
+        elif self.factory in _NEVER_ALIKE:
+            yield (
+                f"branch_after_turns: {self.factory} answers the same turns otherwise, and trunks are played again; remove it"
+            )
+        elif least > most:
+            yield f"branch_after_turns: the range {self.branch_after_turns} ends before it begins; give [least, most]"
+        elif most >= self.max_turns:
+            yield (
+                f"branch_after_turns: {most} turns of a trunk leave none of max_turns={self.max_turns}; lower one or raise the "
+                "other"
+            )
+
+    @property
+    def trunk_turns(self) -> tuple[int, int]:
+        """The fewest and the most turns of a trunk."""
+        turns = self.branch_after_turns
+        return (turns, turns) if isinstance(turns, int) else (turns[0], turns[1])
 
     @property
     def key(self) -> str:

@@ -48,14 +48,15 @@ class AlwaysBuys:
         return f"{len(token_ids)} tokens", [ToolCall("buy", {"count": 1})]
 
 
-def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
+def play(live: LiveEngine, folder, template: str, branch: int) -> RolloutGroup:
     """A group of one to three turns on version 1, which a swap to version 2 does not take away."""
     counters = Counters()
     tokenizer = AutoTokenizer.from_pretrained(live.model)
     tokenizer.chat_template = template
     section = EnvironmentSection(
-        factory="tests.unit.producer.toys:Shop", reward_weight=1.0, max_turns=3, max_turn_tokens=30, max_concurrent=3
-    )
+        factory="tests.unit.producer.toys:Shop", reward_weight=1.0, max_turns=3, max_turn_tokens=60, max_concurrent=3,
+        branch_after_turns=branch,
+    )  # fmt: skip
 
     async def body() -> RolloutGroup:
         registry = registry_of(live.engine.weights, folder, counters)
@@ -78,6 +79,7 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
             await pool.close()
             registry.start_session(PolicyInfo(0, "0" * 64, 0))
             await registry.unload_idle()
+        assert counters.branched_groups == branch
         message = group_message("lease", played.episodes, played.own_rewards, 120, 0.0, 0.0)
         return GroupShape(6, 1, 120, len(tokenizer)).parse(message)
 
@@ -85,22 +87,27 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
 
 
 @pytest.mark.parametrize(
-    ("template", "forks"),
-    [(CHAT_TEMPLATE, False), ("<|system|>{{ messages | length }}<|end|>" + CHAT_TEMPLATE, True)],
-    ids=["stitched", "forked"],
+    ("template", "forks", "branch"),
+    [
+        (CHAT_TEMPLATE, False, 0),
+        ("<|system|>{{ messages | length }}<|end|>" + CHAT_TEMPLATE, True, 0),
+        (CHAT_TEMPLATE, False, 1),
+    ],
+    ids=["stitched", "forked", "branched"],
 )
-def test_the_log_probs_of_every_record_are_those_of_transformers_and_peft(live, tmp_path, template, forks):
-    group = play(live, tmp_path, template)
+def test_the_log_probs_of_every_record_are_those_of_transformers_and_peft(live, tmp_path, template, forks, branch):
+    group = play(live, tmp_path, template, branch)
     assert group.num_completions == 6
     assert (len(group.records) > 6) == forks
     assert group.sampled is not None
     assert group.newest_version == group.policy_version == 1
     prompt = group.prompt_ids.tolist()
+    assert AutoTokenizer.from_pretrained(live.model).decode(prompt).count("sold 1") == branch
     for tokens in group.records:
         ids, sampled = group.completion_ids[tokens].tolist(), group.is_sampled[tokens]
         expected = reference_logprobs(live.model, live.peft_folder(1), prompt, ids, 1.0).numpy()
         np.testing.assert_allclose(group.logprobs[tokens][sampled], expected[sampled], atol=1e-3)
-    assert set(group.rewards[:, 0].tolist()) <= {0.0, np.float32(0.2), np.float32(0.4)}
+    assert set(group.rewards[:, 0].tolist()) <= {np.float32(0.2 * sold) for sold in range(branch, 3)}
     assert group.rewards.max() > 0
 
 

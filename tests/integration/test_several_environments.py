@@ -1,4 +1,5 @@
-"""A run with two environments and single turns: both daemons are real, vLLM is scripted, and one environment hangs."""
+"""A run with three environments and single turns: both daemons are real, vLLM is scripted, one environment hangs, and groups of
+another branch off a trunk."""
 
 import json
 import math
@@ -32,6 +33,19 @@ class Dice:
 
     def get_reward(self):
         return float(next(self.rolls) % 2)
+
+class Talks:
+    rolls = itertools.count()
+
+    def reset(self, **_):
+        self.num_said = 0
+
+    def reply(self, text):
+        self.num_said += 1
+        return f"more {self.num_said}"
+
+    def get_reward(self):
+        return 10.0 * self.num_said + float(next(self.rolls) % 2)
 
 class Hangs:
     def reset(self, **_):
@@ -67,20 +81,21 @@ def row(name: str | None, number: int) -> dict[str, object]:
 def test_each_row_is_played_by_its_environment_and_one_that_hangs_stops_no_other(
     short_dir: Path, daemons: list[Daemon]
 ) -> None:
-    rows = [row(name, number) for number in range(10) for name in ("dice", "hangs", None)]
+    rows = [row(name, number) for number in range(10) for name in ("dice", "talks", "hangs", None)]
     place = f"{short_dir}/rewards.py"
     limits = {"reward_weight": 0.5, "max_turns": 1, "max_concurrent": 1, "call_timeout_s": 1.0}
     config = write_run(
-        short_dir, "qwen2", rows, CODE, sampling={"num_generations": 2},
+        short_dir, "qwen2", rows, CODE, sampling={"num_generations": 2, "max_completion_length": 64},
         pipeline={"groups_per_step": 2}, trainer={"max_steps": 4, "save_steps": 4},
         rewards={"functions": [{"function": f"{place}:count", "environments": ["single_turn"]}]},
         environments=[
             {"name": "dice", "factory": f"{place}:Dice"} | limits,
+            {"name": "talks", "factory": f"{place}:Talks", "branch_after_turns": 1} | limits | {"max_turns": 2},
             {"name": "hangs", "factory": f"{place}:Hangs"} | limits,
         ],
     )  # fmt: skip
     (short_dir / "model" / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content }}{% endfor %}"
+        "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
     )
     for module, name in (("tests.integration.spans_producer", "producer"), ("consumer.app.cli", "trainer")):
         daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", str(config)))
@@ -90,18 +105,20 @@ def test_each_row_is_played_by_its_environment_and_one_that_hangs_stops_no_other
     trained = short_dir / "trained.jsonl"
     arguments = ["journal", "--run", str(short_dir / "run"), "export", "--state", "trained", "--to", str(trained)]
     assert slipstream(arguments) == 0
-    found: dict[str, list[list[float]]] = {"dice": [], "hangs": [], "single_turn": []}
+    found: dict[str, list[list[float]]] = {"single_turn": [], "dice": [], "talks": [], "hangs": []}
     for group in map(json.loads, trained.read_text().splitlines()):
-        assert group["reward_names"] == ["count", "dice", "hangs"]
+        assert group["reward_names"] == ["count", "dice", "talks", "hangs"]
         rewards = [[math.nan if each is None else each for each in row] for row in group["rewards"]]
-        scored = [
-            name for name, worth in zip(("single_turn", "dice", "hangs"), rewards[0], strict=True) if worth == worth
-        ]
+        scored = [name for name, worth in zip(found, rewards[0], strict=True) if worth == worth]
         assert len(scored) == 1, "rows of others are missing"
-        found[scored[0]].append([row[("single_turn", "dice", "hangs").index(scored[0])] for row in rewards])
+        found[scored[0]].append([row[list(found).index(scored[0])] for row in rewards])
+        has_trunk = group["prompt_ids"][5:9] == [5, 6, 7, 8]
+        assert (has_trunk, len(group["prompt_ids"]) > 9) == (scored == ["talks"],) * 2
+        assert group["completion_ids"] == [[5, 6, 7, 8]] * 2
     assert found["hangs"] == []
     assert {tuple(group) for group in found["single_turn"]} == {(0.0, 1.0)}
     assert {tuple(sorted(group)) for group in found["dice"]} == {(0.0, 1.0)}
+    assert {tuple(sorted(group)) for group in found["talks"]} == {(20.0, 21.0)}, "of two replies, one to the trunk"
 
 
 def test_the_run_goes_on_without_one_that_always_fails_and_tries_it_again_when_resumed(

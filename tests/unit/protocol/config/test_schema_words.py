@@ -21,4 +21,4 @@ def test_the_schema_s_compound_fields_are_known() -> None:
         for key, field in getattr(section.annotation, "model_fields", {}).items()
         if is_compound(field.annotation)
     }
-    assert found == {"pipeline.trainer_tokens_per_micro_batch"}
+    assert found == {"pipeline.trainer_tokens_per_micro_batch", "environment.branch_after_turns"}
