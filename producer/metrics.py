@@ -81,14 +81,10 @@ class Counters:
         "rl_producer_episodes_failed_total",
         "Episodes that failed or took too long.",
     )
-    branched_groups: int = _total(
-        "rl_producer_groups_branched_total", "Groups that branched from a trunk (environment.branch_after_turns)."
-    )
-    trunk_tokens: int = _total(
-        "rl_producer_trunk_tokens_total", "Tokens of trunks behind the prompt, once per branched group."
-    )
+    branched_groups: int = _total("rl_producer_groups_branched_total", "Groups that branched from a trunk.")
+    trunk_tokens: int = _total("rl_producer_trunk_tokens_total", "Tokens of trunks, without prompts.")
     trunk_saved_tokens: int = _total(
-        "rl_producer_trunk_tokens_saved_total", "Sampled tokens of trunks, times completions of the group less one."
+        "rl_producer_trunk_tokens_saved_total", "Tokens that completions share and did not sample."
     )
     groups: int = _total("rl_producer_groups_generated_total", "Groups generated and scored.")
     failed: int = _total("rl_producer_leases_failed_total", "Leases answered with a refusal.")
