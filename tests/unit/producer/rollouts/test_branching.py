@@ -128,8 +128,25 @@ def test_a_trunk_without_room_for_another_turn_ends(room: int, turn_tokens: int 
 
 def test_turns_of_the_trunk_count() -> None:
     more = '{"add": {"a": 2}}'
-    first, _ = Setup({"": [CALL], TRUNK: [more, "1"]}, 2, max_turns=2).play()
-    assert (first.messages[-1]["tool_calls"][0]["id"], first.reward) == ("000000001", 5.0), "the call is not run"
+    second = f"{more}<|end|>\n[tool]7<|end|>\n[assistant]"
+    setup = Setup({"": [CALL], TRUNK: [more], TRUNK + second: [more, "1"]}, 2, 2, max_turns=3)
+    first, _ = setup.play()
+    assert [each["tool_calls"][0]["id"] for each in first.messages[::2]] == ["000000000", "000000001", "000000002"]
+    assert (len(first.messages), first.reward) == (5, 7.0), "the last call is not run"
+
+
+def test_a_trunk_that_failed_before_its_first_token_is_played_again() -> None:
+    setup = Setup({"": [CALL], TRUNK: ["5", "6"]}, 2)
+    sampler = setup.sampler
+
+    async def failing_at_first(*given: Any) -> list[Completion]:
+        if len(setup.pool.resets) == 1:
+            raise EnvironmentFailedError("it took too long")
+        return await sampler(*given)  # type: ignore[no-any-return]
+
+    setup.sampler = failing_at_first
+    assert [sampled_text(each) for each in setup.play()] == [["5<|end|>"], ["6<|end|>"]]
+    assert (setup.counters.branched_groups, setup.counters.failed_episodes) == (1, 1)
 
 
 def test_the_trunk_earns_no_credit() -> None:
@@ -200,8 +217,8 @@ def test_a_trunk_that_fails_fails_the_lease() -> None:
     with pytest.raises(LeaseFailure, match="the trunk of the group failed: tool add did not return") as caught:
         setup.play()
     assert (caught.value.reason, setup.counters.failed_episodes, setup.counters.tokens) == ("environment_failed", 1, 19)
-    setup = Setup({"": ['{"add": {"a": -2}}']}, 2, episode_timeout_s=0.05)
-    with pytest.raises(LeaseFailure, match=r"the trunk .*environment\.episode_timeout_s=0\.05"):
+    setup = Setup({"": ['{"add": {"a": -2}}']}, 2, episode_timeout_s=0.5)
+    with pytest.raises(LeaseFailure, match=r"the trunk .*environment\.episode_timeout_s=0\.5"):
         setup.play()
 
 
