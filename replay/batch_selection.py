@@ -8,8 +8,9 @@ rollout buffer holds its lock.
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +84,10 @@ class TrainingBatch(NamedTuple):
     arrivals: Sequence[GroupStats] = ()
     answers: Answers = ()
     weights: LossWeights = ()
-    curriculum: CurriculumState | None = None  # when the batch was cut
+    curriculum: CurriculumState | None = None  # when the batch was cut, as are those below
+    prompt_weights: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # of dataset.sampling=by_signal, by their names in a step
 
 
 def count_batch(totals: Counter[str], batch: TrainingBatch, sources: Sources) -> None:

@@ -331,8 +331,10 @@ class RolloutBuffer:
             if self.ledger.is_held(group.lease.key):  # a batch that the checkpoint knows as begun has none
                 self._finish(group.lease.key)
         count_batch(totals, batch, self.sources)
-        curriculum = self.ledger.draws.curriculum if self.ledger.draws else None
-        batch = batch._replace(arrivals=list(self._stats), curriculum=curriculum.now if curriculum else None)
+        batch = batch._replace(arrivals=list(self._stats))
+        if (draws := self.ledger.draws) is not None:
+            now = draws.curriculum.now if draws.curriculum else None
+            batch = batch._replace(curriculum=now, prompt_weights=draws.weights(self.sources))
         self._stats.clear()
         return batch
 

@@ -16,6 +16,7 @@ from typing import Any
 from replay.curriculum import Curriculum
 from replay.journal.writer import Journal, JournalFullError
 from replay.signal_chances import GradedGroup, SignalChances
+from replay.sources import SOURCES, Sources, total_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,12 @@ BLOCK = 32
 
 LEAST = 0.1
 """The least probability with which a prompt is asked."""
+
+SAID_CHANGE = 0.1
+"""The log has a weight that differs by so much from what it had last."""
+
+BY_SIGNAL = "by_signal"
+"""The beginning of the names of weights in a step's numbers."""
 
 
 @dataclass(eq=False)
@@ -35,11 +42,30 @@ class PromptDraws:
     seed: int
     curriculum: Curriculum | None = None
     version: int = field(default=0, init=False)  # the newest policy
+    _said: dict[str, float] = field(default_factory=dict, init=False)  # weights that the log has
 
     def note(self, group: GradedGroup) -> None:
         """Learn from a group that arrived."""
         for part in self._parts.values():
             part.note(group)
+
+    def weights(self, sources: Sources) -> dict[str, float]:
+        """Return the weights of prompts, which are their chances in relation to the best that is known, by source and verdict of
+        the last group. Log those that changed by `SAID_CHANGE`."""
+        known = self.chances.estimates(self.version) if self.chances else {}
+        best = max((each.chance for each in known.values()), default=1.0)
+        found, changes = dict[str, float](), list[str]()
+        for (source, verdict), (chance, with_signal, groups) in sorted(known.items()):
+            key = f"{BY_SIGNAL}/{verdict}"
+            name = total_of(sources.names[source], key) if sources.names else key
+            weight = found[name] = probability(chance, best)
+            if abs(weight - (before := self._said.get(name, 1.0))) >= SAID_CHANGE:
+                self._said[name] = weight
+                numbers = f"{with_signal:.1f} of {groups:.1f} groups had signal, so the chance is {chance:.2f}"
+                changes.append(f"{name.removeprefix(SOURCES)} {weight:.2f}, was {before:.2f} ({numbers})")
+        if changes:
+            logger.info("dataset.sampling: weights changed; the best chance is %.2f: %s", best, "; ".join(changes))
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return all that is known as plain data."""

@@ -13,6 +13,7 @@ HALF_LIFE = 16.0
 
 _PRIOR = 2.0  # groups with signal, which every estimate begins with
 _NEW = "new"  # no group of the prompt is here yet
+VERDICTS = ("failed", "solved", "mixed", "unscored", _NEW)
 
 
 class GradedGroup(NamedTuple):
@@ -49,6 +50,14 @@ class _Evidence(NamedTuple):
         return _Evidence(self.with_signal * left, self.groups * left, version)
 
 
+class Estimate(NamedTuple):
+    """The chance that a group of some kind of prompts has signal, and the faded counts behind it."""
+
+    chance: float
+    with_signal: float
+    groups: float
+
+
 class SignalChances:
     """The table of estimates. `source_of` tells the source of a prompt."""
 
@@ -67,10 +76,11 @@ class SignalChances:
     def chance(self, prompt_id: int, version: int) -> float:
         """Return the estimate for a group of this policy: (s + 2) / (n + 2) of n faded groups, s of them with signal."""
         known = self._evidence.get(self._kind(prompt_id))
-        if known is None:
-            return 1.0
-        known = known.at(version)
-        return (known.with_signal + _PRIOR) / (known.groups + _PRIOR)
+        return 1.0 if known is None else _estimate(known.at(version)).chance
+
+    def estimates(self, version: int) -> dict[tuple[int, str], Estimate]:
+        """Return what is known for groups of this policy, by source and verdict of the last group."""
+        return {(kind.source, kind.verdict): _estimate(known.at(version)) for kind, known in self._evidence.items()}
 
     def state(self) -> dict[str, Any]:
         """Return all that is known as plain data."""
@@ -87,3 +97,8 @@ class SignalChances:
 
     def _kind(self, prompt_id: int) -> _Kind:
         return _Kind(self._source_of(prompt_id), self._verdicts.get(prompt_id, _NEW))
+
+
+def _estimate(known: _Evidence) -> Estimate:
+    chance = (known.with_signal + _PRIOR) / (known.groups + _PRIOR)
+    return Estimate(chance, known.with_signal, known.groups)

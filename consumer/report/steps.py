@@ -29,7 +29,9 @@ from replay.batch_selection import GroupStats, TrainingBatch
 from replay.credit import CreditRecipe
 from replay.groups import RolloutGroup
 from replay.lease_ids import LeaseId
+from replay.prompt_draws import BY_SIGNAL
 from replay.rewards import RewardRecipe, weighted_sums
+from replay.signal_chances import VERDICTS
 from replay.sources import ONE, Sources, total_of
 
 logger = logging.getLogger(__name__)
@@ -176,6 +178,13 @@ class LearningMetrics:
         for key, (name, text) in _GAUGES_OF_A_SOURCE.items():
             by_source = gauge(f"source_{name}", text, ["source"])
             self._gauges |= {total_of(source, key): by_source.labels(source) for source in sources}
+        labels = ["source", "verdict"] if sources else ["verdict"]
+        weights = gauge("prompt_weight", "Weight of prompts in dataset.sampling=by_signal.", labels)
+        for verdict in VERDICTS:
+            key = f"{BY_SIGNAL}/{verdict}"
+            found: dict[str, tuple[str, ...]] = {total_of(each, key): (each, verdict) for each in sources}
+            found = found or {key: (verdict,)}
+            self._gauges |= {name: weights.labels(*values) for name, values in found.items()}
         for each in self._gauges.values():
             each.set(math.nan)
         self._gauges["pipeline/max_staleness"].set(max_staleness)
@@ -253,6 +262,7 @@ def batch_metrics(
     if batch.curriculum is not None:
         level, rate = batch.curriculum
         metrics |= {"curriculum/level": level, "curriculum/success_rate": rate}
+    metrics |= batch.prompt_weights
     if replayed:
         metrics |= {"replay/age/mean": float(np.mean(replayed)), "replay/age/max": float(max(replayed))}
     for column, name in enumerate(names):

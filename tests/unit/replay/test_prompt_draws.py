@@ -1,15 +1,19 @@
 """The choice of prompts: probabilities by hand, decisions that outlive a kill, and a full disk on which all are asked."""
 
 import json
+import logging
 import shutil
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from replay.buffer import RolloutBuffer
 from replay.lease_ids import Key, LeaseId
 from replay.prompt_draws import BLOCK, LEAST, PromptDraws, probability
 from replay.prompt_ledger import EpochOrder
 from replay.signal_chances import GradedGroup, SignalChances
+from replay.sources import ONE, Sources
 from tests.unit.replay.builders import FillableJournal, buffer, full_disk, lease, offer, resumed
 
 SIZE = 300
@@ -131,3 +135,41 @@ def test_a_run_that_was_killed_asks_what_it_would_have_asked(journal: FillableJo
         assert again.state()["ledger"]["chances"] == replay.state()["ledger"]["chances"]
     finally:
         copy.close()
+
+
+def test_weights_are_relative_to_the_best_and_the_log_has_those_that_change_by_a_tenth(
+    journal: FillableJournal, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    draws, sources = (
+        PromptDraws(journal, SignalChances(lambda prompt_id: prompt_id // 100), seed=1),
+        Sources.of("ab", (100, 100)),
+    )
+    assert draws.weights(sources) == {}
+    for number in range(8):
+        draws.chances.note(GradedGroup(number, "failed", False, 0))
+    draws.chances.note(GradedGroup(100, "mixed", True, 0))
+    found = {"sources/a/by_signal/new": 2 / 10, "sources/b/by_signal/new": 1.0}
+    assert draws.weights(sources) == pytest.approx(found)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert [word for word in ("a/by_signal/new 0.20, was 1.00", "0.0 of 8.0", "0.20", "1.00") if word not in line] == []
+    assert "b/" not in line, "it is as it was"
+    draws.version = 16  # 4 of 4 and a half: the weights are those of half as many groups
+    assert draws.weights(sources)["sources/a/by_signal/new"] == pytest.approx(2 / 6)
+    assert len(caplog.records) == 2
+    draws.chances.note(GradedGroup(9, "failed", False, 16))
+    draws.chances.note(GradedGroup(0, "solved", False, 16))
+    assert draws.weights(sources) == pytest.approx(
+        {"sources/a/by_signal/new": 2 / 7, "sources/a/by_signal/failed": 2 / 3, "sources/b/by_signal/new": 1.0}
+    )
+    assert [record.getMessage().count(", was ") for record in caplog.records] == [1, 1, 1]
+    assert draws.weights(ONE).keys() == {"by_signal/new", "by_signal/failed"}
+
+
+def test_a_batch_has_the_weights_of_the_moment(journal: FillableJournal) -> None:
+    replay = buffer(journal, draws=draws_of(journal), groups_per_step=1)
+    offer(replay, lease(replay), signal=False)
+    offer(replay, lease(replay))
+    batch = replay.next_batch(0.0)
+    assert batch is not None
+    assert batch.prompt_weights == {"by_signal/new": 1.0}

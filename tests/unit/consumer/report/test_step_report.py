@@ -130,6 +130,8 @@ def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
     at_level = TrainingBatch(4, 1, 4, [group], 1, curriculum=CurriculumState(2, 0.25))
     found = batch_metrics(at_level, 3, recipe(2.0), ["first"])
     assert (found["curriculum/level"], found["curriculum/success_rate"]) == (2, 0.25)
+    weighted = TrainingBatch(4, 1, 4, [group], 1, prompt_weights={"by_signal/failed": 0.5})
+    assert batch_metrics(weighted, 3, recipe(2.0), ["first"])["by_signal/failed"] == 0.5
     metrics = batch_metrics(TrainingBatch(4, 1, 4, [group], 1), 3, recipe(2.0), ["first"])
     numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
     assert numbers == (1.0, 2.0, 1.0)
