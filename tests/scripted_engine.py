@@ -109,7 +109,7 @@ def digests(config: Any) -> dict[str, str]:
 
 class ScriptedEngine(EngineWithoutWeights):
     def __init__(self, config: Any, pace: Pace, chance: random.Random, reach: Callable[[str], None]) -> None:
-        super().__init__(config, **digests(config), reward_names=list(config.reward_names))
+        super().__init__(config, **digests(config), reward_names=list(config.reward_names), dtype=config.model.dtype)
         self._pace = pace
         self._random = chance
         self._reach = reach

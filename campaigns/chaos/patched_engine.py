@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 from torch import nn
 
@@ -83,8 +82,7 @@ class PatchedEngine(ScriptedEngine):
         self, config: Any, chance: random.Random, reach: Callable[[str], None], note: Callable[..., None]
     ) -> None:
         super().__init__(config, DEFAULT_PACE, chance, reach)
-        facts = msgspec.structs.replace(self.capabilities.facts, dtype="bfloat16")
-        self.capabilities = replace(self.capabilities, facts=facts, holds_versions=False)
+        self.capabilities = replace(self.capabilities, holds_versions=False)
         worker = Worker(self.capabilities.tokenizer_folder)
         self.exchanged = MergedWeights(worker)  # type: ignore[arg-type]
         self.weights: Any = self.exchanged

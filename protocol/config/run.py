@@ -395,8 +395,6 @@ def _of_full_weights(config: RunConfig) -> Problems:
         yield "engine.quantization: patches are of the weights as the checkpoint has them; remove it, or train an adapter"
     if config.engine_server is not None:
         yield "engine_server: a server can only be given adapters; remove it, or train an adapter"
-    if config.pipeline.gpu == "turns":
-        yield "pipeline.gpu: turns: it moves no weights that train; use shared or own, or train an adapter"
     if config.pipeline.shard_base == "layers":
         yield from trainer_keys.of_spread_weights(config.trainer)
 

@@ -76,10 +76,14 @@ def test_a_trainer_that_shares_its_gpu_has_its_share(machine: Machine) -> None:
     assert run.column("step") == [1, 2, 3]
 
 
-def test_a_trainer_and_producers_take_turns_on_the_gpu(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [{}, {"lora": None, "model": {"dtype": "bfloat16"}}], ids=["adapter", "full"])
+def test_a_trainer_and_producers_take_turns_on_the_gpu(
+    weights: dict[str, Any], machine: Machine, tmp_path: Path
+) -> None:
     reward = "def reward(completions, **_):\n    return [float(len(text)) for text in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
     run = machine.run(
+        **weights,
         pipeline={"gpu": "turns", "gpu_handover_s": 60, "max_staleness": 1},
         rewards={"functions": [{"function": f"{tmp_path}/rewards.py:reward"}], "num_workers": 1},
     )

@@ -13,6 +13,7 @@ from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.device_moves import DeviceMoves
 from consumer.link.probe import PolicyProbe
 from consumer.link.snapshots import AdapterSnapshots
+from consumer.link.weight_snapshots import WeightSnapshots
 from replay.batch_selection import TrainingBatch
 from tests.gpu.conftest import Model
 from tests.gpu.stand_in.cuda import Gpu
@@ -21,6 +22,7 @@ from tests.gpu.trainers import trainer
 pytestmark = pytest.mark.stand_in
 
 _SMALLEST_BLOCK = 512  # bytes
+_FULL = {"lora": None, "trainer": {"beta": 0.1}}
 
 
 class Turns:
@@ -31,14 +33,16 @@ class Turns:
         self.moves = DeviceMoves(made.accelerator.device, made.kept_tensors, made.forget_batch)
         self.left: list[int] = []  # bytes of the GPU in use when it has left, by turn
         self.published: list[bytes] = []
-        peft_model = made.accelerator.unwrap_model(made.model)
-        self.probe = PolicyProbe(np.arange(8, dtype=np.int32)[None], 1, peft_model, made.accelerator.autocast)
-        self.snapshots = AdapterSnapshots(peft_model)
+        model = made.accelerator.unwrap_model(made.model)
+        self.probe = PolicyProbe(np.arange(8, dtype=np.int32)[None], 1, model, made.accelerator.autocast)
+        self.snapshots = AdapterSnapshots(model) if hasattr(model, "peft_config") else WeightSnapshots(model)
         self._batches = made._batches
         made._batches = self._in_turns()
 
     def _in_turns(self) -> Iterator[TrainingBatch]:
         for number, batch in enumerate(self._batches):
+            if not number and isinstance(self.snapshots, WeightSnapshots):
+                self.probe.measure_base()
             if number:
                 self.publish(number)
                 self.moves.out()
@@ -54,7 +58,7 @@ class Turns:
         policy.release()
 
 
-@pytest.mark.parametrize("options", [{}, {"trainer": {"beta": 0.1, "gradient_checkpointing": True}}])
+@pytest.mark.parametrize("options", [{}, {"trainer": {"beta": 0.1, "gradient_checkpointing": True}}, _FULL])
 def test_nothing_of_a_step_stays_on_the_gpu_between_turns(
     options: dict[str, Any], tmp_path: Path, model: Model
 ) -> None:
@@ -68,11 +72,12 @@ def test_nothing_of_a_step_stays_on_the_gpu_between_turns(
     assert max(turns.left) <= 2 * _SMALLEST_BLOCK, "two losses that transformers keeps, whatever the size of the step"
 
 
-def test_turns_change_no_bit_of_a_policy(tmp_path: Path, model: Model) -> None:
+@pytest.mark.parametrize("options", [{}, _FULL], ids=["adapter", "full"])
+def test_turns_change_no_bit_of_a_policy(options: dict[str, Any], tmp_path: Path, model: Model) -> None:
     def published(name: str, sharing: str) -> list[bytes]:
         folder = tmp_path / name
         folder.mkdir()
-        turns = Turns(trainer(folder, model("llama"), steps=3, pipeline={"gpu": sharing}))
+        turns = Turns(trainer(folder, model("llama"), steps=3, pipeline={"gpu": sharing}, **options))
         if sharing == "turns":
             turns.moves.back()
         else:

@@ -39,10 +39,8 @@ def trainer(
     """
     sections["trainer"] = {"max_steps": steps, "save_strategy": "no"} | sections.get("trainer", {})
     sections["sampling"] = {"max_completion_length": max(map(len, completions))} | sections.get("sampling", {})
-    config = run_config(folder, model, **sections)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": dtype, **(model_options or {})})}
-    )
+    config = run_config(folder, model, dtype, **sections)
+    config = config.model_copy(update={"model": config.model.model_copy(update=model_options or {})})
     if by_memory:
         del config.trainer["gradient_checkpointing"]
 

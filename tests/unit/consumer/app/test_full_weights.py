@@ -142,7 +142,6 @@ def test_recomputed_layers_give_the_same_bits(tmp_path: Path, one_layer_model: P
         ({"swap": {"in_flight": "finish"}}, "swap.in_flight"),
         ({"engine": {"quantization": "fp8"}}, "engine.quantization"),
         ({"engine_server": {"url": "http://h:1", "adapter_dir": "/a"}}, "engine_server"),
-        ({"pipeline": {"gpu": "turns"}}, "pipeline.gpu"),
         ({"pipeline": {"shard_base": "layers"}, "trainer": {"optim": "adafactor"}}, "trainer.optim: adafactor"),
         ({"pipeline": {"shard_base": "layers"}, "trainer": {"fp16": True}}, "trainer.fp16"),
     ],
