@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from docs.markdown import grouped, reserved, row
 from docs.trainer_section import trainer_section
 from protocol.config import library_section as rules
+from protocol.config import lora_section
 from protocol.config import run as schema
 from protocol.config.environment_servers import FACTORIES
 from protocol.config.reward_options import SHIPPED, RewardModel, RewardService
@@ -117,7 +118,11 @@ LORA = """\
 
 [`peft.LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora), read by the trainer. Slipstream's defaults are
 {default}; the others are PEFT's. `r` may be at most {largest}, vLLM's largest
-rank. Options that change more than the LoRA matrices, or that vLLM has no kernels for, are refused:
+rank. With other values than these the trainer [merges](architecture.md#the-swap) the adapter:
+"""
+
+LORA_REFUSED = """\
+Others are refused:
 """
 
 OWN = """\
@@ -246,7 +251,7 @@ def refused(keys: dict[str, str]) -> Iterator[str]:
     yield from grouped(("keys", "each"), keys)
 
 
-def unservable(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
+def values_of(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
     shown = {
         key: [
             str(value).lower() if isinstance(value, bool) else "none" if value is None else f"{value}"
@@ -255,7 +260,7 @@ def unservable(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
         for key, allowed in options.items()
     }
     allowed = {key: " or ".join(f"`{v}`" for v in values if v not in ("[]", "{}")) for key, values in shown.items()}
-    yield from grouped(("keys", "may only be"), allowed)
+    yield from grouped(("keys", "values"), allowed)
 
 
 def options_of_rewards() -> Iterator[str]:
@@ -299,7 +304,8 @@ def page() -> str:
             lines += [AGENT_OPTIONS, *options_of_agents()]
     lines += [LIBRARIES, ENGINE, *reserved(rules.ENGINE_RESERVED)]
     lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
-    lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]
+    lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *values_of(lora_section.LORA_SERVABLE)]
+    lines += [LORA_REFUSED, *values_of(lora_section.LORA_REFUSED)]
     lines += own("lora")
     lines += trainer_section()
     lines += [SFT, *own("sft"), *reserved(rules.SFT_RESERVED)]

@@ -1,5 +1,5 @@
 """`slipstream export` merges an adapter into its base model and writes a folder that needs no PEFT, or the adapter alone. Where
-the weights themselves were trained it writes the model.
+policies travel as patches it writes the model with the bits that were published.
 
 Guarantee: the folder appears whole and on the disk, with a model card. A merged model, when it is read back, computes what base
 model and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written
@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import TENSORS_FILE, AdapterFolder
 from consumer.learn.checkpoints import CONFIG_FILE
 from consumer.learn.model import use_cache_as
+from consumer.learn.options import build_lora
+from consumer.link.merging import adapt, merged_weights
 from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
@@ -56,7 +59,7 @@ def run(
     `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained. It is merged into
     the base model, or into what is left of that when it was quantized as for training and is `dequantized`. If `is_adapter`, the
     folder has the adapter alone."""
-    full = config.weights == "full"
+    full = config.lora is None
     if full and is_adapter:
         raise ConfigError(
             "--adapter: with `lora: null` the weights themselves were trained, and there is no adapter; leave it out"
@@ -68,8 +71,10 @@ def run(
         chosen = choose_adapter(Path(config.run_dir), which)
         if full and (chosen / CONFIG_FILE).is_file():
             raise ConfigError(f"lora: null: {chosen} is an adapter; give the configuration that it was trained with")
-        if full:
-            said = f"{chosen}: {to}; {write_model(RunInputs(config), chosen, partial)}"
+        if is_adapter:
+            _check_adapter(config, chosen)
+        if config.weights == "full" and not is_adapter:
+            said = f"{chosen}: {to}; {write_model(config, RunInputs(config), chosen, partial)}"
         elif AdapterFolder.read(chosen, "--checkpoint") and is_adapter:
             for name in (CONFIG_FILE, TENSORS_FILE):
                 shutil.copyfile(chosen / name, partial / name)
@@ -84,6 +89,20 @@ def run(
     if repository is not None:
         print_progress(f"slipstream export: uploaded to {upload(to, repository)}")
     return ExitCode.OK
+
+
+def _check_adapter(config: RunConfig, chosen: Path) -> None:
+    """Refuse to write the adapter alone where there is none, or it is of another base."""
+    if (chosen / weight_patch.FILE).is_file():
+        raise ConfigError(
+            f"--adapter: the best policy was kept as it travelled, as a patch of the weights ({chosen}); leave --adapter out, or "
+            "name a checkpoint"
+        )
+    if config.changes_base:
+        raise ConfigError(
+            f"--adapter: with lora.init_lora_weights={config.lora_section['init_lora_weights']} it is of a base from which PEFT "
+            "took a part; leave --adapter out, and the model is written whole"
+        )
 
 
 def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path, *, dequantized: bool) -> str:
@@ -104,14 +123,16 @@ def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to:
     return f"log-probs agree to {difference:.1e} (the adapter moves them by up to {moved:.2g})"
 
 
-def write_model(inputs: RunInputs, policy: Path, to: Path) -> str:
+def write_model(config: RunConfig, inputs: RunInputs, policy: Path, to: Path) -> str:
     """Write the model that a run's own weights became, in the dtype of the run. Returns how it was compared, in words.
 
     Args:
-        policy: a checkpoint, the final model, or the patch of the best one.
+        policy: a checkpoint, the final model or adapter, or the patch of the best one.
     """
     if (policy / weight_patch.FILE).is_file():
         model = patched(inputs.model("cpu"), inputs.model_folder, policy)
+    elif (policy / CONFIG_FILE).is_file():
+        model = merged(config, inputs, AdapterFolder.read(policy, "--checkpoint"))
     else:
         model = inputs.model("cpu", policy)
         use_cache_as(model.config, inputs.model_folder)
@@ -122,6 +143,20 @@ def write_model(inputs: RunInputs, policy: Path, to: Path) -> str:
     if wrong := [name for name, tensor in state.items() if not torch.equal(written[name], tensor)]:
         raise ConfigError(f"{wrong[0]} differs when the written model is read back; nothing was written")
     return f"{len(state)} tensors were read back, bit for bit"
+
+
+def merged(config: RunConfig, inputs: RunInputs, adapter: AdapterFolder) -> Any:
+    """Return the base model with the weights that the trainer published of an adapter. Raises ConfigError if it does not fit."""
+    model, lora = inputs.model("cpu"), build_lora(config)
+    assert lora is not None
+    set_seed(config.seed)  # as the trainer, for the beginning of the adapter
+    policy = adapt(inputs.model("cpu"), lora)
+    adapter.load_into(policy)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for each in merged_weights(policy):
+            parameters[each.name].copy_(each.now())
+    return model
 
 
 def patched(base: Any, base_folder: Path, policy: Path) -> Any:

@@ -150,13 +150,15 @@ class Run(TrainerCallback):
             begin(ranks, len(setup.prompts), setup.shape.vocab_size, self.start.step, folder, trains=trains)
 
     def attach(self, trainer: SlipstreamTrainer, probe: PolicyProbe) -> None:
-        """Run with this trainer, whose weights are as they were loaded if they train themselves."""
+        """Run with this trainer. Weights that train themselves, or with a part of which an adapter begins, are as they were
+        loaded."""
         config = self.setup.config
         self.trainer, self._probe = trainer, probe
         self._snapshots: AdapterSnapshots | WeightSnapshots
         if config.weights == "full":
             self._snapshots = WeightSnapshots(trainer.model)
-            probe.measure_base()
+            if config.lora is None or config.changes_base:
+                probe.measure_base()
         else:
             self._snapshots = AdapterSnapshots(trainer.model)
         self._rollouts = RolloutLog(config, trainer.recipe, trainer.processing_class.decode, self.start.step)
@@ -355,7 +357,7 @@ class Run(TrainerCallback):
             if self._has_trained:
                 trainer, name, then = self.trainer, "adapter", "go on with --resume to have it written"
                 write: Callable[[str], object] = trainer.save_model
-                if self.setup.config.weights == "full":
+                if self.setup.config.lora is None:
                     name, write = "model", trainer.save_weights
                 what = f"the {name}"
                 self._write(self._run_dir / name, write, what)

@@ -87,7 +87,7 @@ class Setup:
         weights = LossWeights(column, prompts) if (column := config.loss.weights_column) else None
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
-        check_model(arguments, model, vision_language(model_folder), trains_weights=lora is None)
+        check_model(arguments, model, vision_language(model_folder), patched_by=config.patched_by)
         shape = GroupShape(
             config.sampling.num_generations,
             len(config.reward_names),

@@ -194,7 +194,7 @@ def _terms(
         base_model_digest=facts["base_model_digest"],
         tokenizer_digest=facts["tokenizer_digest"],
         dtype=config.model.dtype,
-        lora_rank=config.lora_section.get("r", 0),
+        lora_rank=config.max_lora_rank and config.lora_section["r"],
         max_loras=config.training_loras,
         max_completion_length=config.sampling.max_completion_length,
         reward_names=config.reward_names,

@@ -19,13 +19,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from consumer.learn.checkpoints import CONFIG_FILE
-from protocol.config.library_section import LORA_UNSERVABLE
+from protocol.config.lora_section import LORA_REFUSED
 from protocol.errors import ConfigError
 
 TENSORS_FILE = "adapter_model.safetensors"
 _PART = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?$")
-_AGREE = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out")
-_FREE = ("init_lora_weights",)  # of the way in which it was made; the adapter itself does not depend on it
+_AGREE = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "use_dora", "rank_pattern", "alpha_pattern")
+_BASE_STAYS = (
+    "gaussian",
+    "orthogonal",
+    "eva",
+    "mica",
+)  # values of init_lora_weights; with others PEFT changes the base
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,20 @@ def initial_adapter(place: str, lora: LoraConfig) -> AdapterFolder:
     found = AdapterFolder.read(_resolve(place, key), key)
     for name in _AGREE:
         theirs, ours = found.settings.get(name, getattr(LoraConfig(), name)), getattr(lora, name)
-        if theirs != ours:
+        if (theirs or None) != (ours or None):
             raise ConfigError(
                 f"{key}: {place} has {name}={theirs}, the lora section {name}={ours}; set lora.{name}={theirs}"
             )
-    for name, allowed in LORA_UNSERVABLE.items():
+    for name, allowed in LORA_REFUSED.items():
         value = found.settings.get(name)
-        if name not in _FREE and value is not None and value not in allowed:
+        if value is not None and value not in allowed:
             raise ConfigError(f"{key}: {place} has {name}={value}, which vLLM cannot serve")
+    init = found.settings.get("init_lora_weights")
+    if isinstance(init, str) and init not in _BASE_STAYS:
+        raise ConfigError(
+            f"{key}: {place} was made with init_lora_weights={init}, so it is of a base from which PEFT took a part; convert it "
+            "(PEFT's path_initial_model_for_weight_conversion), or export the merged model and start from that"
+        )
     return found
 
 

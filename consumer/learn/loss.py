@@ -300,8 +300,9 @@ class EntropyBonus:
 
 
 class ReferencePolicy:
-    """The policy that the KL term is measured from: the base model, or the adapter that a run started from. Where the weights
-    themselves train, it keeps those of now; of linear layers as autocast to bfloat16 rounds them in each pass.
+    """The policy that the KL term is measured from: the base model, or the adapter that a run started from, also one that
+    began with a part of the base (PiSSA). Where the weights themselves train, it keeps those of now; of linear layers as autocast
+    to bfloat16 rounds them in each pass.
 
     A context for forward passes without a gradient: inside, the model computes as its reference policy; afterwards as before,
     with the very same parameters.

@@ -36,6 +36,7 @@ from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
 from consumer.learn.shards import shard_weights
+from consumer.link.merging import adapt
 from consumer.link.probe import PolicyProbe
 from consumer.link.weight_snapshots import check_names
 from consumer.ranks.exchange import ALONE, Ranks
@@ -91,7 +92,7 @@ def load_policy(
         choose_trainable(base, config.trainable)
         check_names(base, folder)
     else:
-        model = get_peft_model(base, within_text_model(lora, folder))
+        model = _adapted(config, base, within_text_model(lora, folder), folder)
         if isinstance(base.get_output_embeddings(), BaseTunerLayer):
             raise ConfigError(
                 "lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out"
@@ -112,8 +113,20 @@ def load_policy(
     if (
         gpu != "turns" and getattr(base, "quantization_method", None) != "bitsandbytes"
     ):  # which lies where it was loaded
-        shard_base(config.pipeline.shard_base, base, ranks, options.device, trains=lora is None, casts=options.bf16)
+        shard_base(config.shard_base, base, ranks, options.device, trains=lora is None, casts=options.bf16)
         model.to(options.device)
+    return model
+
+
+def _adapted(config: RunConfig, base: Any, lora: LoraConfig, folder: Path) -> PeftModel:
+    if not config.merged_keys:
+        return get_peft_model(base, lora)
+    model = adapt(base, lora)
+    check_names(model, folder)
+    logger.info(
+        "vLLM cannot serve an adapter with lora.%s: the trainer merges it, and policies travel as patches of the weights",
+        ", lora.".join(config.merged_keys),
+    )
     return model
 
 
@@ -223,7 +236,7 @@ def check_room(config: RunConfig, folder: Path, num_ranks: int) -> None:
     Raises:
         DeviceError: the GPU has less room than the base takes.
     """
-    may_spread = num_ranks > 1 and config.pipeline.shard_base != "none"
+    may_spread = num_ranks > 1 and config.shard_base != "none"
     if config.pipeline.gpu == "turns" or may_spread:
         return
     shared = "let several GPUs share it (--gpu 0,1 and pipeline.shard_base: auto)"

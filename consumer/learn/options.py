@@ -38,6 +38,7 @@ CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 """Options that TRL only looks at in the middle of a step."""
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")  # vLLM's list
 
 
 class RunArguments(GRPOConfig):  # type: ignore[misc]
@@ -92,7 +93,10 @@ def build_lora(config: RunConfig) -> LoraConfig | None:
     """
     if config.lora is None:
         return None
-    return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | for_library("lora", config.lora))
+    values, ours = {"task_type": "CAUSAL_LM"} | for_library("lora", config.lora), {}
+    if config.changes_base:  # checked already, and PEFT's types know no `pissa_niter_16`
+        ours["init_lora_weights"] = values.pop("init_lora_weights")
+    return build("lora", LoraConfig, values, **ours)
 
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
 def casts(config: RunConfig, section: Mapping[str, Any], *, on_gpu: bool) -> bool:
     """Tell whether passes are under autocast to bfloat16, unless `section` says otherwise. A base that is frozen has 16 bits
     already."""
-    return (on_gpu or config.lora is None) and config.model.dtype == "bfloat16" and not section.get("fp16")
+    return (on_gpu or config.weights == "full") and config.model.dtype == "bfloat16" and not section.get("fp16")
 
 
 def checkpoints_by_memory(config: RunConfig) -> bool:
@@ -148,22 +152,26 @@ def _generations(config: RunConfig) -> int:
     return given if given > 1 else config.completions_per_step
 
 
-def check_model(
-    arguments: Any, model_config: Any, seen: VisionLanguage | None = None, *, trains_weights: bool = False
-) -> None:
+def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None, *, patched_by: str = "") -> None:
     """Refuse options that cannot be combined with this model.
 
     Args:
         model_config: of its text model.
         seen: facts of its vision-language checkpoint; None: it is of text alone.
-        trains_weights: whether its own weights train.
+        patched_by: the key for which its policies travel as patches; "": they do not.
 
     Raises:
         ConfigError: names the key and the fix.
     """
-    if trains_weights and seen is not None:  # the model that is written would have no tower
+    if patched_by and seen is not None:  # the model that is written would have no tower
         raise ConfigError(
-            f"lora: null: the weights of a vision-language checkpoint ({seen.architecture}) do not train; train an adapter"
+            f"{patched_by}: the weights of a vision-language checkpoint ({seen.architecture}) do not travel as patches; train an "
+            "adapter that vLLM serves"
+        )
+    if patched_by and any(getattr(model_config, name, None) for name in _EXPERTS):
+        raise ConfigError(
+            f"{patched_by}: no patch can be made of a model with experts, whose weights vLLM lays out anew; train an adapter "
+            "that vLLM serves"
         )
     if arguments.cast_lm_head_to_fp32 and seen is not None:
         raise ConfigError(

@@ -32,6 +32,7 @@ _MUST_BE_EQUAL = {
     "initial_adapter_digest": _Fact("lora.init_from", "run"),
     "full_weights": _Fact("lora", "run"),
     "trainable": _Fact("trainable", "run"),
+    "merged_keys": _Fact("lora (what the trainer merges)", "run"),
     "tokenizer_digest": _Fact("model.path (its tokenizer)", "run"),
     "num_generations": _Fact("sampling.num_generations", "groups"),
     "max_completion_length": _Fact("sampling.max_completion_length", "groups"),
@@ -71,8 +72,10 @@ def run_facts(
         "quantization": config.model.quantization or "",
         "num_threads": num_threads,
     }
-    if config.weights == "full":
+    if config.lora is None:
         facts |= {"full_weights": "null (full weights)", "trainable": sorted(config.trainable) or ["*"]}
+    if config.merged_keys:
+        facts["merged_keys"] = {key: config.lora_section[key] for key in config.merged_keys}
     if config.teachers:
         facts["has_teachers"] = True
     if config.loss.ce_coef or config.loss.weights_column:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from transformers import PrinterCallback, Trainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -161,8 +161,9 @@ class SlipstreamTrainer(Trainer):
         if is_here and not self.is_sharded:
             self._choose_kernel()
         self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
-        keeps = lora is None and options.beta != 0.0
-        self._reference = ReferencePolicy(model, keeps_weights=keeps, casts=options.bf16)
+        has_kl = options.beta != 0.0
+        tensors = get_peft_model_state_dict(model) if has_kl and config.changes_base else None
+        self._reference = ReferencePolicy(model, tensors, keeps_weights=has_kl and lora is None, casts=options.bf16)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
         self.recipe = self._recipe(config)

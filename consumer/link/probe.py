@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from peft.tuners.lora import Linear
+from peft.tuners.lora.layer import Linear
 from torch.distributed.fsdp import FSDPModule
 
+from consumer.link.merging import merged_weight
 from protocol.errors import DatasetError
 from protocol.wire.messages import Probe
 
@@ -81,7 +82,7 @@ class PolicyProbe:
         rows: token ids, int32 (R, L).
         model: a PeftModel, or one whose own weights train.
         autocast: makes the context of the trainer's forward passes.
-        merged: whether the engine merges the adapter into weights of the base's dtype.
+        merged: whether the adapter is merged into weights of the base's dtype.
     """
 
     rows: np.ndarray
@@ -107,7 +108,8 @@ class PolicyProbe:
         return Measurement(self._known, self._passes(is_base=False) if is_due else None)
 
     def measure_base(self) -> None:
-        """Measure the base, which the model must be now: one whose own weights train is it only as it was loaded."""
+        """Measure the base, which the model must be now: one whose own weights train, or whose adapter begins with a part of
+        them, is it only as it was loaded."""
         if self.every:
             base, *exact = self._passes(is_base=True).cpu().numpy().astype("<f4")
             ids = self.rows.astype("<i4").tobytes()
@@ -119,7 +121,7 @@ class PolicyProbe:
         model.eval()
         try:
             with torch.no_grad():
-                merge = merged_layers(model) if self.merged and not is_base else contextlib.nullcontext()
+                merge = merged_layers(model) if self.merged else contextlib.nullcontext()
                 with self.autocast(), merge:
                     passes = [self._logprobs(model)]
                 self._has_exact &= may_be_cast(model)
@@ -177,21 +179,23 @@ def in_float32(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged_layers(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model compute with round(base + scaling B A) in the base's dtype, one layer at a time, in place of the adapter."""
+    """Let the model compute with merged weights, rounded to the base's dtype, one layer at a time, in place of the adapter,
+    unless that is disabled."""
     held: dict[torch.nn.Module, torch.Tensor] = {}
 
     def merge(module: Any, *_: Any) -> None:
         weight = module.base_layer.weight
-        delta = sum((module.get_delta_weight(name).float() for name in module.active_adapters), start=0.0)
         held[module] = weight.data
-        weight.data = (weight.data.float() + delta).to(weight.dtype)
+        weight.data = merged_weight(module).to(weight.dtype)
         module._disable_adapters = True
 
     def restore(module: Any, *_: Any) -> None:
         module._disable_adapters = False
         module.base_layer.weight.data = held.pop(module)
 
-    with _around_forward(model, merge, restore, lambda module: isinstance(module, Linear)):
+    with _around_forward(
+        model, merge, restore, lambda module: isinstance(module, Linear) and not module.disable_adapters
+    ):
         yield
 
 

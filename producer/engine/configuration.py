@@ -113,7 +113,8 @@ def _check_sleep(config: RunConfig) -> None:
 def _check_exchange(config: RunConfig, vllm_config: Any) -> None:
     """Refuse an engine whose own weights cannot be replaced, merged or patched."""
     full = config.weights == "full"
-    key, fix = ("lora: null", "train an adapter") if full else ("swap.mode: merged", "set swap.mode: adapter")
+    key = config.patched_by or "swap.mode: merged"
+    fix = "train an adapter that vLLM serves" if full else "set swap.mode: adapter"
     on_cpu, model = current_platform.is_cpu(), vllm_config.model_config
     what = "a patch cannot be applied to" if full else "an adapter cannot be merged into"
     for cannot, reason in (

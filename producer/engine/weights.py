@@ -152,7 +152,8 @@ class MergedWeights:
         """Raise ConfigError if a worker's weights are not the checkpoint's, so that no patch could be applied to them."""
         if reason := next(filter(None, await self.core.call_workers("weights_start")), None):
             raise ConfigError(
-                f"lora: null cannot be used here: {reason}; train an adapter of this model (remove `lora: null`)"
+                f"policies as patches cannot be used here: {reason}; train an adapter that vLLM serves (remove `lora: null`, or "
+                "the keys of `lora` for which the trainer merges)"
             )
 
     async def load(self, adapter: Adapter) -> dict[str, float]:

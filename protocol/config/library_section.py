@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from protocol.config import trainer_keys
+from protocol.config import lora_section, trainer_keys
 from protocol.config.section import nearest
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
@@ -85,20 +85,6 @@ SFT_RESERVED = {
     "disable_tqdm": "observability.progress",
     "remove_unused_columns": None,
 }
-LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "use_bdlora": (None,),
-    "use_qalora": (False,),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # the others change the base weights or need data
-}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {"lora": LORA_DEFAULTS, "trainer": trainer_keys.DEFAULTS}
@@ -165,9 +151,7 @@ def _of_lora(section: dict[str, Any]) -> Iterator[str]:
     yield from _unless_positive("r", section["r"])
     if section["r"] > SERVABLE_RANKS[-1]:
         yield f"`r: {section['r']}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}"
-    for key, allowed in LORA_UNSERVABLE.items():
-        if key in section and section[key] not in allowed:
-            yield f"`{key}: {section[key]}` cannot be served by vLLM; remove it"
+    yield from lora_section.problems(section)
 
 
 def _of_sft(section: dict[str, Any]) -> Iterator[str]:

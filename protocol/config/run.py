@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config import trainer_keys
+from protocol.config import lora_section, trainer_keys
 from protocol.config.data import WEIGHTED_SUM, DatasetSection, EvaluationSection, ModelSection, SamplingSection
 from protocol.config.distillation import DistillationSection, TeacherSection
 from protocol.config.environments import SINGLE_TURN, NamedEnvironment, environment_problems
@@ -25,6 +25,7 @@ from protocol.config.learning import (
     PipelineSection,
     ReplaySection,
     RerollSection,
+    ShardBase,
 )
 from protocol.config.library_section import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.operation import (
@@ -90,8 +91,8 @@ class RunConfig(Section):
     )
     lora: dict[str, Any] | None = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),
-        description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them. `null`: no adapter; "
-        "the weights themselves train ([how](architecture.md#the-swap)).",
+        description="peft.LoraConfig. The trainer merges what vLLM cannot serve, such as DoRA. `null`: no adapter; the weights "
+        "themselves train ([how](architecture.md#the-swap)).",
     )
     trainable: list[str] = Field(
         [], description="With `lora: null`: patterns (`*.norm.*`) of the parameters that train. Default: all."
@@ -172,8 +173,30 @@ class RunConfig(Section):
 
     @property
     def weights(self) -> Literal["adapter", "merged", "full"]:
-        """The form of a policy in an engine: an adapter beside its weights, one merged into them, or the weights themselves."""
-        return "full" if self.lora is None else self.swap.mode
+        """The form of a policy in an engine: an adapter beside its weights, one that it merges into them, or all weights."""
+        return "full" if self.patched_by else self.swap.mode
+
+    @property
+    def merged_keys(self) -> tuple[str, ...]:
+        """The keys of `lora` for which the trainer merges the adapter, because vLLM cannot serve it."""
+        return lora_section.merged_keys(self.lora_section)
+
+    @property
+    def patched_by(self) -> str:
+        """The key for which policies travel as patches; "": they do not."""
+        if self.lora is None:
+            return "lora: null"
+        return f"lora.{self.merged_keys[0]}" if self.merged_keys else ""
+
+    @property
+    def changes_base(self) -> bool:
+        """Tell whether the adapter begins with a part of the base, as that of PiSSA does."""
+        return lora_section.changes_base(self.lora_section)
+
+    @property
+    def shard_base(self) -> ShardBase:
+        """The way in which ranks share the base: a trainer that merges needs whole layers."""
+        return "none" if self.merged_keys else self.pipeline.shard_base
 
     @property
     def trainer_dtype(self) -> str:
@@ -220,12 +243,14 @@ class RunConfig(Section):
     @property
     def is_merged_in_16_bits(self) -> bool:
         """Tell whether merged weights are rounded to a format that swallows small updates."""
-        return self.weights == "merged" and self.model.dtype != "float32"
+        return (self.weights == "merged" or bool(self.merged_keys)) and self.model.dtype != "float32"
 
     @property
     def max_lora_rank(self) -> int:
         """The smallest rank that vLLM serves and that holds `lora.r`; 0 without adapters."""
-        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora["r"]) if self.lora else 0
+        if not self.lora or self.merged_keys:
+            return 0
+        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora["r"])
 
     @property
     def training_loras(self) -> int:
@@ -260,7 +285,7 @@ class RunConfig(Section):
 
 
 def _problems(config: RunConfig) -> Problems:
-    yield from _of_full_weights(config)
+    yield from lora_section.patch_problems(config)
     yield from _of_rewards(config)
     yield from _of_teachers(config)
     yield from _of_answers(config)
@@ -373,30 +398,6 @@ def _of_quantization(config: RunConfig) -> Problems:
             "engine.quantization: quantized weights cannot take up an adapter without another rounding; set swap.mode=adapter, "
             "or remove it"
         )
-
-
-def _of_full_weights(config: RunConfig) -> Problems:
-    if config.lora is not None:
-        if config.trainable:
-            yield "trainable: parameters are chosen with `lora: null` alone; an adapter has lora.target_modules"
-        return
-    if config.model.dtype != "bfloat16":
-        yield (
-            f"model.dtype: {config.model.dtype}: with `lora: null` policies travel as changes of 16 bits; set bfloat16, or "
-            "train an adapter"
-        )
-    if config.swap.mode == "merged":
-        yield "swap.mode: merged: with `lora: null` there is no adapter to merge; remove it"
-    if config.swap.in_flight == "finish":
-        yield "swap.in_flight: finish needs the old weights, which were replaced; use continue or restart, or an adapter"
-    if config.model.quantization is not None:
-        yield f"model.quantization: weights in {config.model.quantization} cannot train; remove it, or train an adapter"
-    if config.engine.get("quantization"):
-        yield "engine.quantization: patches are of the weights as the checkpoint has them; remove it, or train an adapter"
-    if config.engine_server is not None:
-        yield "engine_server: a server can only be given adapters; remove it, or train an adapter"
-    if config.pipeline.shard_base == "layers":
-        yield from trainer_keys.of_spread_weights(config.trainer)
 
 
 def _of_turns(config: RunConfig) -> Problems:

@@ -84,7 +84,7 @@ def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds
 def trainer_needs(config: RunConfig, model: ModelShape, num_ranks: int = 1) -> TrainerNeeds:
     """Compute the needs of a trainer of one rank, or of one of several ranks that share the weights that train."""
     num_parts = num_ranks if config.spreads_weights else 1
-    full, longest = config.weights == "full", longest_row(config, model)
+    full, longest = config.lora is None, longest_row(config, model)
     dtype_bytes = _DTYPE_BYTES[config.trainer_dtype]
     setting = config.pipeline.trainer_tokens_per_micro_batch
     least, wanted = (longest, max(longest, FIRST_TOKENS)) if setting == "auto" else [max(longest, setting)] * 2
@@ -222,7 +222,16 @@ def longest_context(config: RunConfig, model: ModelShape) -> int | None:
 def _num_trained(config: RunConfig, model: ModelShape) -> int:
     if config.lora is None:
         return sum(weight.num_elements for weight in _own_trained(config, model))
-    return adapter_parameters(model.weights, config.lora["r"], config.lora["target_modules"] or "all-linear")
+    section, total = config.lora, 0
+    ranks, targets = section.get("rank_pattern") or {}, section["target_modules"] or "all-linear"
+    for weight in model.weights:
+        if weight.module.endswith(tuple(section.get("modules_to_save") or ())):
+            total += weight.num_elements
+        elif weight.is_linear and _is_target(weight.module, targets):
+            own = (rank for name, rank in ranks.items() if re.fullmatch(rf"(.*\.)?({name})", weight.module))
+            total += adapter_parameters([weight], next(own, section["r"]), "all-linear")
+            total += weight.shape[0] if section.get("use_dora") else 0
+    return total
 
 
 def _num_embedded(config: RunConfig, model: ModelShape) -> int:

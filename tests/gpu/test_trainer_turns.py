@@ -23,6 +23,10 @@ pytestmark = pytest.mark.stand_in
 
 _SMALLEST_BLOCK = 512  # bytes
 _FULL = {"lora": None, "trainer": {"beta": 0.1}}
+_MERGED = {
+    "lora": {"init_lora_weights": "pissa", "use_dora": True, "modules_to_save": ["lm_head"]},
+    "trainer": {"beta": 0.1},
+}
 
 
 class Turns:
@@ -35,7 +39,9 @@ class Turns:
         self.published: list[bytes] = []
         model = made.accelerator.unwrap_model(made.model)
         self.probe = PolicyProbe(np.arange(8, dtype=np.int32)[None], 1, model, made.accelerator.autocast)
-        self.snapshots = AdapterSnapshots(model) if hasattr(model, "peft_config") else WeightSnapshots(model)
+        adapter = getattr(model, "peft_config", {}).get("default")
+        is_served = adapter is not None and not adapter.use_dora
+        self.snapshots = AdapterSnapshots(model) if is_served else WeightSnapshots(model)
         self._batches = made._batches
         made._batches = self._in_turns()
 
@@ -72,7 +78,7 @@ def test_nothing_of_a_step_stays_on_the_gpu_between_turns(
     assert max(turns.left) <= 2 * _SMALLEST_BLOCK, "two losses that transformers keeps, whatever the size of the step"
 
 
-@pytest.mark.parametrize("options", [{}, _FULL], ids=["adapter", "full"])
+@pytest.mark.parametrize("options", [{}, _FULL, _MERGED], ids=["adapter", "full", "merged by the trainer"])
 def test_turns_change_no_bit_of_a_policy(options: dict[str, Any], tmp_path: Path, model: Model) -> None:
     def published(name: str, sharing: str) -> list[bytes]:
         folder = tmp_path / name

@@ -186,7 +186,7 @@ def test_a_model_and_an_engine_that_cannot_be_patched_are_refused_by_name(tmp_pa
     part = SimpleNamespace(**{"quant_config": None, "speculative_config": None, **facts, **found})
     whole = SimpleNamespace(**vars(part), model_config=part, parallel_config=part)
     config = run_config(tmp_path, tmp_path, **FULL)
-    with pytest.raises(ConfigError, match=rf"lora: null cannot be used here: .*{named}.* train an adapter"):
+    with pytest.raises(ConfigError, match=rf"cannot be used here: .*{named}.* train an adapter"):
         _check_exchange(config, whole)
     merged = run_config(tmp_path, tmp_path, swap={"mode": "merged"})
     if named in ("experts", "MLA"):

@@ -77,6 +77,35 @@ def test_the_pair_trains_the_weights_themselves(short_dir: Path, daemons: list[D
             assert all(torch.equal(each, final[name]) for name, each in exported.items())
 
 
+def test_the_pair_trains_an_adapter_that_vllm_cannot_serve(short_dir: Path, daemons: list[Daemon]) -> None:
+    """The engine's log-probs are the trainer's on every version, and what is exported is the last of them."""
+    (short_dir / "held-out.jsonl").write_text('{"prompt": "2+3="}\n')
+    file = write_run(
+        short_dir,
+        "llama",  # whose head is a tensor of its own
+        [{"prompt": f"{i}+1="} for i in range(20)],
+        REWARD,
+        model={"dtype": "bfloat16"},
+        lora={"use_dora": True, "modules_to_save": ["lm_head"]},
+        pipeline={"max_staleness": 0, "groups_per_step": 2},
+        trainer={"max_steps": 3, "learning_rate": 5e-3},
+        evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 3},
+    )
+    run_pair(short_dir, str(file), daemons)
+    steps = read_steps(short_dir)
+    assert [line["policy_version"] for line in steps] == [0, 1, 2]
+    ratios = "sampling/importance_sampling_ratio"
+    assert min(line[f"{ratios}/effective_sample_share"] for line in steps) > 0.99
+    assert export.run(load_config(str(file)), [], which="last", to=short_dir / "merged", repository=None) == 0
+    model = AutoModelForCausalLM.from_pretrained(short_dir / "model", dtype=torch.bfloat16)
+    base, merged = dict(model.named_parameters()), loaded(short_dir / "merged")
+    assert {name for name, each in merged.items() if torch.equal(each, base[name])} == {
+        name for name in base if "norm" in name or "embed" in name
+    }
+    evaluations = {line["version"]: line for line in RunReader(short_dir / "run").lines(EVALUATIONS)}
+    assert evaluations[3]["digest"] == weight_patch.pack(patch_between(base, merged))[1]
+
+
 def test_a_killed_run_of_whole_weights_ends_as_one_that_never_was(start: Callable[..., Run]) -> None:
     run = start(**FULL, replay={"keep_all": True}, trainer={"max_steps": 6, "save_steps": 2})
     run.producer(changes={"dtype": "bfloat16"})

@@ -80,7 +80,10 @@ def test_it_becomes_the_policy_and_what_the_policy_is_measured_from(tiny_model: 
     assert [p for p in model.parameters() if p.requires_grad] == parameters
 
 
-@pytest.mark.parametrize(("key", "value"), [("r", 8), ("lora_alpha", 16), ("use_rslora", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("r", 8), ("lora_alpha", 16), ("use_rslora", True), ("use_dora", True), ("rank_pattern", {"q": 2})],
+)
 def test_settings_that_do_not_agree(copy: Path, key: str, value: Any) -> None:
     change(copy, **{key: value})
     ours = getattr(LORA, key)
@@ -90,8 +93,15 @@ def test_settings_that_do_not_agree(copy: Path, key: str, value: Any) -> None:
 
 
 def test_what_vllm_cannot_serve(copy: Path) -> None:
-    change(copy, use_dora=True)
-    assert refused(copy).endswith("has use_dora=True, which vLLM cannot serve")
+    change(copy, lora_bias=True)
+    assert refused(copy).endswith("has lora_bias=True, which vLLM cannot serve")
+
+
+def test_an_adapter_of_a_base_that_has_lost_a_part(copy: Path) -> None:
+    change(copy, init_lora_weights="gaussian", rank_pattern=None)
+    initial_adapter(str(copy), LORA)
+    change(copy, init_lora_weights="pissa_niter_4")
+    assert "init_lora_weights=pissa_niter_4" in refused(copy)
 
 
 def test_another_kind_of_adapter(copy: Path) -> None:

@@ -116,6 +116,18 @@ def test_the_adapter(model: ModelShape, targets: str | list[str], expected: int)
     assert adapter_parameters(model.weights, 2, targets) == expected
 
 
+def test_an_adapter_that_the_trainer_merges(model: ModelShape, tmp_path: Path) -> None:
+    """16 more for each q_proj, 64 magnitudes of rows in each layer, and 256 weights of the head."""
+    merged = {"use_dora": True, "rank_pattern": {"q_proj": 3}, "modules_to_save": ["lm_head"]}
+    plain, more = (
+        trainer_needs(run_of(tmp_path / "model", pipeline={}, lora={"r": 2} | options), model)
+        for options in ({}, merged)
+    )
+    assert plain.trained == 512 * 16
+    assert more.trained == (512 + 2 * 16 + 2 * 64 + 256) * 16
+    assert more.base == plain.base
+
+
 def test_the_optimizer() -> None:
     names = ("", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "ademamix", "adafactor", "sgd", "paged_adamw_32bit")
     assert [optimizer_bytes(name) for name in names] == [8, 8, 2, 1, 12, 0, 0, 0]
