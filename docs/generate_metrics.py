@@ -43,6 +43,7 @@ from protocol.runtime.health import (
     Health,
     Notifier,
 )
+from replay.sources import ENVIRONMENTS, Parts
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")
@@ -88,7 +89,8 @@ def trainer_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_trainer", [])
     add_watch_metrics(registry, "rl_trainer", _healthy(), Counter())
-    LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0, sources=["SOURCE"])
+    environments = Parts(ENVIRONMENTS, ("ENVIRONMENT",), str)
+    LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0, sources=["SOURCE"], environments=environments)
     parts: Any = Nought()
     parts.fleet, parts.sources = Nought(), Nought()
     parts.sources.names = ["SOURCE"]

@@ -92,7 +92,7 @@ class TrainingBatch(NamedTuple):
 
 def count_batch(totals: Counter[str], batch: TrainingBatch, sources: Sources) -> None:
     """Add the groups of a batch to the totals of what was trained and replayed."""
-    prompt_ids = [group.lease.key.prompt_id for group in batch.groups] if sources.names else []
+    prompt_ids = [group.lease.key.prompt_id for group in batch.groups]
     totals["trained"] += batch.num_fresh
     totals["replayed"] += len(batch.groups) - batch.num_fresh
     sources.count(totals, "trained", prompt_ids[: batch.num_fresh])

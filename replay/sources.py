@@ -1,19 +1,39 @@
-"""The sources of a run's prompts (`dataset.sources`): which prompt is from which, and counts of each.
+"""The sources of a run's prompts (`dataset.sources`) and their environments: which prompt is of which, and counts of each.
 
 Guarantee: a source has a range of prompt ids, as the journal's fact `sources` says it, so that whoever reads a journal can name
-the source of each group. Prompts of one source alone have no name, and nothing is counted for them.
+the source of each group. Prompts of one source alone have no name, and nothing is counted for them; so it is with environments.
 """
 
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 FACT = "sources"
 SOURCES = "sources/"
 """The beginning of the names of totals and numbers of sources."""
+ENVIRONMENTS = "environments/"
+"""The beginning of those of environments."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A division of the prompts. `prefix` begins the names of totals and numbers of its parts; `name_of` names that of a
+    prompt."""
+
+    prefix: str
+    names: tuple[str, ...]
+    name_of: Callable[[int], str]
+
+    def total_of(self, name: str, what: str) -> str:
+        """Return the name of a part's total, and of a number of a step."""
+        return f"{self.prefix}{name}/{what}"
+
+
+ONE_ENVIRONMENT = Parts(ENVIRONMENTS, (), str)
+"""The environments of prompts that have one alone."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,15 @@ class Sources:
 
     names: tuple[str, ...] = ()
     firsts: tuple[int, ...] = ()
+    environments: Parts = field(default=ONE_ENVIRONMENT, compare=False)  # of the same prompts
+
+    @property
+    def parts(self) -> Iterator[Parts]:
+        """The divisions of the prompts that have more than one part."""
+        if self.names:
+            yield Parts(SOURCES, self.names, self.name_of)
+        if self.environments.names:
+            yield self.environments
 
     @classmethod
     def of(cls, names: Iterable[str], counts: Iterable[int]) -> "Sources":
@@ -58,10 +87,11 @@ class Sources:
         return self.firsts[number], ends[number] - 1
 
     def count(self, totals: Counter[str], what: str, prompt_ids: Iterable[int], amount: int = 1) -> None:
-        """Add `amount` for each of these prompts to the total of its source."""
-        if self.names:
+        """Add `amount` for each of these prompts to the totals of its source and of its environment."""
+        prompt_ids = list(prompt_ids)
+        for parts in self.parts:
             for prompt_id in prompt_ids:
-                totals[total_of(self.name_of(prompt_id), what)] += amount
+                totals[parts.total_of(parts.name_of(prompt_id), what)] += amount
 
 
 ONE = Sources()

@@ -144,6 +144,7 @@ class Setup:
             max_steps=self.arguments.max_steps,
             max_staleness=self.config.pipeline.max_staleness,
             sources=self.prompts.sources.names,
+            environments=self.prompts.sources.environments,
         )
         return StepReport(
             Path(self.config.run_dir),

@@ -8,6 +8,7 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from protocol.config.data import DatasetSection
 from protocol.config.environments import COLUMN, SINGLE_TURN
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from replay.sources import ONE, Sources
+from replay.sources import ENVIRONMENTS, ONE, Parts, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,9 @@ class PromptDataset:
         weights = [source.weight for source in given if source.weight is not None]
         self._mixture = Mixture([len(rows) for rows in self._sources], weights or None)
         self.sources = Sources.of(section.source_names, self._mixture.counts)
+        if len(self.environments) > 1:
+            several = Parts(ENVIRONMENTS, tuple(sorted(self.environments)), self.environment_of)
+            self.sources = replace(self.sources, environments=several)
         shares = ", ".join(
             f"{count} of {source.name or source.path} ({len(rows)} rows)"
             for count, source, rows in zip(self._mixture.counts, given, self._sources, strict=True)

@@ -168,6 +168,17 @@ def _watch_environments(readings: Readings, buffer: RolloutBuffer) -> None:
         "rl_trainer_environments_skipped", "Environments that the run goes on without (on_failure: skip).",
         lambda: len(buffer.failures.skipped),
     )  # fmt: skip
+    environments = buffer.sources.environments
+    readings.counters(
+        "rl_trainer_environment_groups_total",
+        "Like `rl_trainer_source_groups_total`, by environment.",
+        ("environment", "outcome"),
+        lambda: {
+            (name, outcome): buffer.totals[environments.total_of(name, outcome)]
+            for name in environments.names
+            for outcome in _OF_A_SOURCE
+        },
+    )
     for name, text, field in (
         ("leases", "Leases in flight by environment (environments).", "leases"),
         ("skipped", "1 for an environment that the run goes on without.", "is_skipped"),

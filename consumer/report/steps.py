@@ -32,7 +32,7 @@ from replay.lease_ids import LeaseId
 from replay.prompt_draws import BY_SIGNAL
 from replay.rewards import RewardRecipe, weighted_sums
 from replay.signal_chances import VERDICTS
-from replay.sources import ONE, Sources, total_of
+from replay.sources import ONE, ONE_ENVIRONMENT, Parts, Sources, total_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,10 @@ _GAUGES = {
     "learning_rate": ("learning_rate", "Learning rate, as last logged."),
 }
 
+_GAUGES_OF_AN_ENVIRONMENT = {
+    "reward": ("reward", "Mean weighted reward by environment."),
+    "success_rate": ("success_ratio", "Share of completions above the threshold of failure, by environment."),
+}
 _GAUGES_OF_A_SOURCE = {
     "reward": ("reward", "Mean weighted reward by source, like `rl_trainer_reward`."),
     "reward_std": ("reward_std", "Standard deviation of rewards by source."),
@@ -153,8 +157,8 @@ class StepRecord:
 
 
 class LearningMetrics:
-    """The metrics of steps, which belong to the main thread. `max_staleness` is in versions, as configured; `sources` are the
-    names, where there are several."""
+    """The metrics of steps, which belong to the main thread. `max_staleness` is in versions, as configured; `sources` and
+    `environments` are those of the prompts, where there are several."""
 
     def __init__(
         self,
@@ -164,6 +168,7 @@ class LearningMetrics:
         max_steps: int,
         max_staleness: int,
         sources: Sequence[str] = (),
+        environments: Parts = ONE_ENVIRONMENT,
     ) -> None:
         gauge = partial(Gauge, namespace="rl_trainer", registry=registry)
         counter = partial(Counter, namespace="rl_trainer", registry=registry)
@@ -178,6 +183,11 @@ class LearningMetrics:
         for key, (name, text) in _GAUGES_OF_A_SOURCE.items():
             by_source = gauge(f"source_{name}", text, ["source"])
             self._gauges |= {total_of(source, key): by_source.labels(source) for source in sources}
+        for key, (name, text) in _GAUGES_OF_AN_ENVIRONMENT.items():
+            by_environment = gauge(f"environment_{name}", text, ["environment"])
+            self._gauges |= {
+                environments.total_of(each, key): by_environment.labels(each) for each in environments.names
+            }
         labels = ["source", "verdict"] if sources else ["verdict"]
         weights = gauge("prompt_weight", "Weight of prompts in dataset.sampling=by_signal.", labels)
         for verdict in VERDICTS:
@@ -288,15 +298,25 @@ def _arrival_metrics(arrivals: Sequence[GroupStats], recipe: RewardRecipe) -> di
 def _source_metrics(
     batch: TrainingBatch, arrivals: Sequence[GroupStats], recipe: RewardRecipe, sources: Sources
 ) -> dict[str, float]:
-    """Return numbers by source: of what arrived, where anything did, and the share of the batch, replayed groups included."""
+    """Return numbers by source and by environment."""
+    found: dict[str, float] = {}
+    for parts in sources.parts:
+        found |= _part_metrics(batch, arrivals, recipe, parts)
+    return found
 
-    def source_of(lease_id: str) -> str:
-        return sources.name_of(LeaseId.parse(lease_id).key.prompt_id)
+
+def _part_metrics(
+    batch: TrainingBatch, arrivals: Sequence[GroupStats], recipe: RewardRecipe, parts: Parts
+) -> dict[str, float]:
+    """Return numbers of each part: of what arrived, where anything did, and the share of the batch, replayed groups included."""
+
+    def part_of(lease_id: str) -> str:
+        return parts.name_of(LeaseId.parse(lease_id).key.prompt_id)
 
     found: dict[str, float] = {}
-    in_batch = Counts(source_of(group.lease_id) for group in batch.groups) if sources.names else {}
-    for name in sources.names:
-        own = [arrival for arrival in arrivals if source_of(arrival.lease_id) == name]
+    in_batch = Counts(part_of(group.lease_id) for group in batch.groups)
+    for name in parts.names:
+        own = [arrival for arrival in arrivals if part_of(arrival.lease_id) == name]
         numbers = _arrival_metrics(own, recipe) if own else {}
         if own:
             numbers["generation_s"] = sum(arrival.generation_s for arrival in own) / len(own)
@@ -304,7 +324,7 @@ def _source_metrics(
         if scored := sum(grade.num_scored for grade in grades):
             numbers["success_rate"] = sum(grade.num_successes for grade in grades) / scored
         numbers["batch_share"] = in_batch[name] / len(batch.groups)
-        found |= {total_of(name, what): value for what, value in numbers.items() if not math.isnan(value)}
+        found |= {parts.total_of(name, what): value for what, value in numbers.items() if not math.isnan(value)}
     return found
 
 

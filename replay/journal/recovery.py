@@ -6,6 +6,7 @@ that the surviving run is the run that would have been. From the first batch tha
 quarantined, it has another size, or it would be too stale now) all later batches are selected anew, in order of arrival.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from replay.journal.writer import Journal
 from replay.lease_ids import Key
 from replay.rerolls import attempt_counts
 from replay.signal_chances import GradedGroup
-from replay.sources import ONE, Sources, total_of
+from replay.sources import ONE, Sources
 from replay.staleness import StalenessBudget
 
 _AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
@@ -184,11 +185,9 @@ def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
 
 
 def _counts_by_source(journal: Journal, since_seq: int, sources: Sources) -> dict[str, int]:
-    return {
-        total_of(name, outcome): count
-        for name in sources.names
-        for outcome, count in journal.query(
-            "SELECT outcome, count(*) FROM groups WHERE seq > ? AND prompt_id BETWEEN ? AND ? GROUP BY outcome",
-            (since_seq, *(sources.range_of(name) or ())),
-        )
-    }
+    found = Counter[str]()
+    if any(sources.parts):
+        rows = "SELECT prompt_id, outcome, count(*) FROM groups WHERE seq > ? GROUP BY prompt_id, outcome"
+        for prompt_id, outcome, count in journal.query(rows, (since_seq,)):
+            sources.count(found, outcome, [prompt_id], count)
+    return found

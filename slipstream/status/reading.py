@@ -89,7 +89,10 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     source_length_mean: dict[str, float] = field(name="source_completion_length_mean_tokens", default_factory=dict)
     source_generation_s: dict[str, float] = field(name="source_generation_seconds", default_factory=dict)
     evaluation_source_score: dict[str, float] = {}
-    environment_leases: dict[str, int] = {}  # empty in a run without several environments, as the next
+    environment_groups: dict[str, dict[str, int]] = {}  # by environment and outcome; empty for one, as those below
+    environment_reward: dict[str, float] = {}
+    environment_success_share: dict[str, float] = field(name="environment_success_ratio", default_factory=dict)
+    environment_leases: dict[str, int] = {}
     environment_skipped: dict[str, int] = {}  # 1 for one that the run goes on without
     rank_step_s: dict[str, float] = field(name="rank_step_seconds", default_factory=dict)  # empty for one rank
     rank_waiting_s: dict[str, float] = field(name="rank_waiting_seconds", default_factory=dict)

@@ -46,6 +46,8 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
     parts.append(_warnings(warned))
     if trainer.source_groups:
         parts.append(_sources(trainer))
+    if trainer.environment_leases:
+        parts.append(_environments(trainer))
     if trainer.rank_step_s:
         parts.append(_ranks(trainer))
     if view.producers:
@@ -199,6 +201,23 @@ def _sources(trainer: TrainerView) -> Table:
             "-" if reward is None else three_digits(reward),
             percent(trainer.source_success_share.get(source)),
             "-" if held_out is None else three_digits(held_out),
+        )
+    return table
+
+
+def _environments(trainer: TrainerView) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
+    names = ("environment", "leased", "trained", "no signal", "failed", "given up", "reward", "success")
+    for name in names:
+        table.add_column(name, justify="left" if name == "environment" else "right", no_wrap=True)
+    for name, leases in trainer.environment_leases.items():
+        groups, reward = trainer.environment_groups.get(name, {}), trainer.environment_reward.get(name)
+        table.add_row(
+            shortened(printable(name), _LONGEST_SOURCE),
+            "skipped" if trainer.environment_skipped.get(name) else whole(leases),
+            *(whole(groups.get(outcome, 0)) for outcome in ("trained", "no_signal", "failed", "dead_letters")),
+            "-" if reward is None else three_digits(reward),
+            percent(trainer.environment_success_share.get(name)),
         )
     return table
 

@@ -44,7 +44,7 @@ class Warned(NamedTuple):
 RULES = (
     "nothing_answers", "daemon_gone", "not_ready", "nonfinite_steps", "no_progress", "disk_nearly_full", "swaps_refused",
     "teacher_failing", "heartbeat_stale", "trainer_starved", "producer_idle", "staleness_at_bound", "effective_sample_low",
-    "completions_truncated", "zero_signal", "dead_letters", "connections_refused", "frames_refused",
+    "completions_truncated", "zero_signal", "environment_skipped", "dead_letters", "connections_refused", "frames_refused",
 )  # fmt: skip
 """The worst first."""
 
@@ -174,6 +174,11 @@ def _of_what_was_refused(trainer: TrainerView) -> Iterator[Warned]:
     if given_up > LIMITS.num_dead_letters and given_up > LIMITS.dead_letter_share * finished:
         text = f"{percent(given_up / finished)} of the prompts were given up, {given_up}"
         yield Warned("dead_letters", text, "slipstream journal quarantine lists them with reasons")
+    for name in filter(trainer.environment_skipped.get, trainer.environment_skipped):
+        text = f"the run goes on without the environment {name}, whose prompts are given up"
+        yield Warned(
+            "environment_skipped", text, "repair it, stop the run, and go on with --resume, which tries it again"
+        )
     for reason, count in trainer.connections_refused.items():
         if count:
             text = f"{_number_of(count, 'connection')} refused since the trainer's start: {reason.replace('_', ' ')}"

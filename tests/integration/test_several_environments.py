@@ -150,7 +150,11 @@ def test_the_run_goes_on_without_one_that_always_fails_and_tries_it_again_when_r
     assert said[1] == said[2] == "16"
     assert [word for word in ("environment_failed", "broken", "--resume") if word not in said[0]] == [], said[0]
     trainer.wait_for(r"evaluation of v.*without fails", beside=producer)
-    assert status(short_dir / "run")["trainer"]["environment_skipped"] == {"dice": 0, "fails": 1}
+    shown = status(short_dir / "run")["trainer"]
+    assert shown["environment_skipped"] == {"dice": 0, "fails": 1}
+    assert shown["environment_groups"]["fails"]["dead_letters"] >= 16
+    assert shown["environment_groups"]["dice"]["trained"] > 0
+    assert "fails" not in shown["environment_reward"]
     stop(trainer, producer)
     assert trainer.output.count("environments.fails: ") == 1
     assert facts(short_dir)["fails"][0] == 16

@@ -1,11 +1,12 @@
 """Sources of prompts by their ids, and the counts of each in the buffer."""
 
 from collections import Counter
+from dataclasses import replace
 
 from protocol.config.learning import RerollSection
 from replay.journal.writer import Journal
 from replay.rerolls import RerollRules
-from replay.sources import ONE, Sources
+from replay.sources import ENVIRONMENTS, ONE, Parts, Sources
 from tests.unit.replay.builders import buffer, cut, delivery, fill, group, lease, offer, resumed
 
 BOTH = Sources(("easy", "hard"), (0, 2))
@@ -91,3 +92,19 @@ def test_each_source_may_have_a_judge_of_its_own() -> None:
     rules = RerollRules(RerollSection(), sources=BOTH, judges=(0, 1))
     assert rules.grade(group("0-1-0-1-s")) == ("mixed", 2, 1)
     assert rules.grade(group("0-2-0-1-s")) == ("unscored", 0, 0)
+
+
+def test_environments_are_counted_beside_sources_also_after_a_restart(journal: Journal) -> None:
+    """Prompts 0 and 1 are of the source easy; even ones are played by dice."""
+    parts = Parts(ENVIRONMENTS, ("dice", "maze"), lambda prompt_id: ("dice", "maze")[prompt_id % 2])
+    for sources in (replace(BOTH, environments=parts), Sources(environments=parts)):
+        totals = Counter[str]()
+        sources.count(totals, "leased", [0, 1, 2])
+        expected = {"environments/dice/leased": 2, "environments/maze/leased": 1}
+        by_source = {"sources/easy/leased": 2, "sources/hard/leased": 1} if sources.names else {}
+        assert totals == expected | by_source
+    replay = buffer(journal, num_prompts=4, max_staleness=1, sources=Sources(environments=parts))
+    fill(replay, count=3)
+    again = resumed(journal, None, 0, sources=Sources(environments=parts))
+    assert again.totals["environments/dice/accepted"] == 2
+    assert again.totals["environments/maze/accepted"] == 1

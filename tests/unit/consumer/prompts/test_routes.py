@@ -38,6 +38,9 @@ def test_a_source_or_the_column_of_a_row_names_the_environment(tmp_path: Path) -
     assert names == ["shop", "shop", "maze", "single_turn", "shop", "single_turn", "single_turn"]
     assert [prompts[number][1]["environment"] for number in range(len(prompts))] == names
     assert prompts.environments == {"shop", "maze", "single_turn"}
+    assert prompts.sources.environments.names == ("maze", "shop", "single_turn")
+    assert prompts.sources.environments.name_of(2) == "maze"
+    assert routed({"path": str(plain), "environment": "shop"}).sources.environments.names == (), "one alone"
     assert prompts.digest == routed({"path": str(plain)}, {"path": str(mixed)}, {"path": str(plain)}).digest
 
 

@@ -18,7 +18,7 @@ from replay.credit import CreditRecipe
 from replay.curriculum import CurriculumState
 from replay.rerolls import Grade
 from replay.rewards import RewardRecipe
-from replay.sources import Sources
+from replay.sources import ENVIRONMENTS, Parts, Sources
 from tests.unit.consumer.builders import Growing, learning_metrics, rollout_group
 
 METRICS = {"reward": 0.5, "staleness/mean": 1.0}
@@ -107,6 +107,9 @@ def test_metrics_by_source_by_hand() -> None:
     assert {name: metrics[name] for name in metrics if name not in found} == batch_metrics(
         batch, 0, recipe(2.0), ["first"]
     )
+    played = Sources(environments=Parts(ENVIRONMENTS, ("easy", "hard", "none"), sources.name_of))
+    same = {name.replace("sources/", "environments/"): value for name, value in metrics.items()}
+    assert batch_metrics(batch, 0, recipe(2.0), ["first"], played) == same
 
 
 def test_counts_that_grow_meanwhile_are_reported_as_they_were(tmp_path: Path) -> None:

@@ -35,7 +35,20 @@ def test_every_line_is_as_wide_as_the_view_and_none_is_cut(width: int) -> None:
     assert rows == [
         *("step", "reward", "learning", "off-policy", "rollouts", "held"),
         *("waits", "staleness", "trainer", "tokens", "groups", "answers", "trouble", "storage"),
-        *("source", "sums", "products", "rank", "0", "1", "producer", "far-9-cd", "gpu0-7-ab"),
+        *(
+            "source",
+            "sums",
+            "products",
+            "environment",
+            "dice",
+            "maze",
+            "rank",
+            "0",
+            "1",
+            "producer",
+            "far-9-cd",
+            "gpu0-7-ab",
+        ),
     ], "one line for each, so that none was wrapped"
     assert "…" not in "".join(shown)
 
@@ -66,6 +79,13 @@ def test_each_of_several_sources_has_a_row() -> None:
     shown = lines(full_view(), 80)
     assert any(re.search(r"sums +298 +10 +3 +62 % +2\.25 +75 % +0\.625", line) for line in shown), shown
     assert not any("of batch" in line for line in lines(seen({}), 80))
+
+
+def test_each_of_several_environments_has_a_row() -> None:
+    shown = "\n".join(lines(full_view(), 80))
+    assert re.search(r"dice +4 +298 +10 +3 +0 +2\.25 +75 % *$", shown, re.M)
+    assert re.search(r"maze +skipped +0 +0 +40 +16 +- +- *$", shown, re.M)
+    assert "given up" not in "\n".join(lines(seen({}), 80))
 
 
 def test_a_trainer_of_several_ranks_has_a_row_for_each() -> None:

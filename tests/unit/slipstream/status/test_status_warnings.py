@@ -63,6 +63,10 @@ CASES: dict[str, tuple[View, str, View]] = {  # one that it speaks of, what it s
         seen({"zero_signal_share": 0.6}), "60 % of the groups have no signal",
         seen({"zero_signal_share": 0.5}),
     ),
+    "environment_skipped": (
+        seen({"environment_skipped": {"dice": 0, "maze": 1}}), "goes on without the environment maze",
+        seen({"environment_skipped": {"dice": 0, "maze": 0}}),
+    ),
     "dead_letters": (
         seen({"dead_letters": 6, "groups_received": {"accepted": 60, "no_signal": 40, "stale": 900}}),
         "6 % of the prompts were given up, 6",
