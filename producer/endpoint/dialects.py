@@ -37,7 +37,11 @@ class _Text(msgspec.Struct, tag_field="type", tag="text"):
 class _ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.input, dict):  # a client parses what a stream brings, and sends it back
+            self.input = {"INVALID_JSON": msgspec.json.encode(self.input).decode()}
 
 
 class _ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
@@ -66,6 +70,10 @@ class _Thinking(msgspec.Struct):
     type: Literal["disabled", "adaptive"]
 
 
+class _Output(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+
+
 class _Messages(msgspec.Struct, kw_only=True):
     """Fields of a request for messages."""
 
@@ -82,6 +90,7 @@ class _Messages(msgspec.Struct, kw_only=True):
     top_k: int | UnsetType = UNSET
     metadata: Annotated[dict[str, str], Meta(max_length=16)] = {}
     thinking: _Thinking | None = None
+    output_config: _Output | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
 
 
@@ -92,6 +101,7 @@ _OF_MESSAGES = {
     "tool_choice": "only `auto` and `none` are served",
     "stop_sequences": "expected up to 16 texts of 1 to 256 characters",
     "thinking": "only `disabled` and `adaptive` are served, which change nothing: the chat template decides",
+    "output_config": "only `effort` is served, which changes nothing: the chat template decides",
 }
 
 
@@ -99,7 +109,7 @@ def check_messages(values: dict[str, Any]) -> ServedRequest:
     """Check a request for Anthropic's messages. Raises RefusedError if a field is not served."""
     request = checked(values, _Messages, _OF_MESSAGES)
     fields = msgspec.to_builtins(request)
-    for name in ("model", "metadata", "thinking", "service_tier"):
+    for name in ("model", "metadata", "thinking", "output_config", "service_tier"):
         del fields[name]
     fields["max_completion_tokens"] = fields.pop("max_tokens")
     if "stop_sequences" in fields:

@@ -24,8 +24,11 @@ def test_messages_as_claude_code_sends_them_keep_what_a_template_shows():
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("a.py")], "is_error": False}
     messages = [
         {"role": "user", "content": [text("hi", cache_control={"type": "ephemeral"})]},
+        {"role": "system", "content": "where you are"},
         {"role": "assistant", "content": [text("so"), call]},
         {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [call | {"input": [1, "a"]}]},
+        {"role": "user", "content": [result | {"content": "Expected an object.", "is_error": True}]},
     ]
     tool = {"name": "Bash", "description": "runs", "input_schema": {"type": "object"}, "strict": True}
     body = MESSAGES | {
@@ -35,6 +38,7 @@ def test_messages_as_claude_code_sends_them_keep_what_a_template_shows():
         "tool_choice": {"type": "auto"},
         "metadata": {"user_id": "u"},
         "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
         "stop_sequences": ["END"],
         "stream": True,
         "temperature": 1,
@@ -44,8 +48,14 @@ def test_messages_as_claude_code_sends_them_keep_what_a_template_shows():
     assert request.fields == {
         "messages": [
             {"role": "user", "content": [text("hi")]},
+            {"role": "system", "content": "where you are"},
             {"role": "assistant", "content": [text("so"), call]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [text("a.py")]}]},
+            {"role": "assistant", "content": [call | {"input": {"INVALID_JSON": '[1,"a"]'}}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Expected an object."}],
+            },
         ],
         "system": [text("be brief")],
         "tools": [{"name": "Bash", "description": "runs", "input_schema": {"type": "object"}}],
@@ -80,11 +90,12 @@ def test_responses_as_codex_sends_them_keep_what_a_template_shows():
         "tools": [{"type": "function", "name": "shell", "strict": True, "parameters": {"type": "object"}}],
         "tool_choice": "auto",
         "parallel_tool_calls": False,
-        "reasoning": None,
+        "reasoning": {"summary": "auto"},
         "store": False,
         "stream": True,
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "k",
+        "client_metadata": {"session_id": "s", "turn_id": "t"},
     }
     request = check_responses(body)
     assert request.fields == {
@@ -153,7 +164,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"temperature": "hot"}, "temperature"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"context_management": {"edits": []}}, "context_management"),
-        ({"output_config": {"effort": "low"}}, "output_config"),
+        ({"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}}}, "output_config"),
         ({"container": "c"}, "container"),
         ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
@@ -177,6 +188,7 @@ def test_what_messages_cannot_have_is_refused_by_name(changes, field):
         ({"text": {"verbosity": "low"}}, "text"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "agents", "description": "d", "tools": []}]}, "tools"),
         ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "http://a"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include"),
