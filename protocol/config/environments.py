@@ -74,6 +74,13 @@ def environment_problems(config: "RunConfig") -> Problems:
     yield from _of_agents(config)
     if config.environment.atropos:
         yield from _of_atropos(config)
+    if config.advantage.overlong_buffer_tokens:
+        for section in config.by_environment.values():
+            if section.trunk_turns != (0, 0):
+                yield (
+                    f"{section.key}.branch_after_turns: advantage.overlong_buffer_tokens counts tokens without those of a trunk, "
+                    "which shorten what may follow; remove one of them"
+                )
 
 
 def _of_names(config: "RunConfig") -> Problems:
