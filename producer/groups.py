@@ -102,6 +102,7 @@ class Episode:
     reward: float | None = None  # the environment's own
     failure: str = ""  # why it is not scored
     branch_length: int = 0  # tokens up to where it branched from a trunk
+    is_outage: bool = False  # whether a server that was down or busy failed it
 
     @classmethod
     def of(cls, prompt_ids: list[int], completion: Completion) -> "Episode":
@@ -120,6 +121,11 @@ class Episode:
         """Drop all rewards of spans."""
         for record in self.records:
             record.credit[:] = np.nan
+
+    @property
+    def failure_reason(self) -> FailureReason:
+        """Return the reason for which its lease fails, if that is due to it. An outage is no fault of the prompt."""
+        return "generation_failed" if self.is_outage else "environment_failed"
 
     @property
     def num_sampled(self) -> int:

@@ -11,30 +11,20 @@ Nothing is downloaded.
 """
 
 import argparse
-import os
 import random
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging
 
 from examples.arithmetic.build_model import make_pairs, pretrain, save
-
-logging.disable_progress_bar()
+from examples.chat_models import Part, chat_model, chat_tokenizer, corpus, loss_on
 
 CALL = '{"name": "multiply", "arguments": {"a": '
 WORDS = [
-    *("<pad>", "<|end|>", "<unk>", "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>"),
+    *("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>"),
     *("multiply", "<tool_call>", "</tool_call>", CALL, ', "b": ', "}}", *"0123456789*="),
 ]
-VOCAB = {token: i for i, token in enumerate(WORDS)}
-SPECIAL = ("<pad>", "<|end|>", "<unk>")
-PAD, END = VOCAB["<pad>"], VOCAB["<|end|>"]
 TEMPLATE = (
     "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -46,51 +36,18 @@ TEMPLATE = (
 EVAL_ROWS = 300
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each digit and for each fixed part of a conversation and of a tool call."""
-    core = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<|end|>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=64,
-        clean_up_tokenization_spaces=False,
-        chat_template=TEMPLATE,
-    )
-    tokenizer.add_tokens(
-        [AddedToken(word, normalized=False) for word in WORDS if len(word) > 1 and word not in SPECIAL]
-    )
-    return tokenizer
-
-
-def sequence(a: int, b: int, *, call: bool) -> tuple[str, list[tuple[str, bool]]]:
-    """A prompt, and what follows it: parts, and whether the model says them."""
-    prompt = f"<|tools|>multiply<|user|>{a}*{b}=<|end|><|assistant|>"
+def conversation(a: int, b: int, *, call: bool) -> list[Part]:
+    prompt = (f"<|tools|>multiply<|user|>{a}*{b}=<|end|><|assistant|>", False)
     if not call:
-        return prompt, [(f"{a}{b}<|end|>", True)]
+        return [prompt, (f"{a}{b}<|end|>", True)]
     asked = f'<tool_call>{CALL}{a}, "b": {b}}}}}</tool_call><|end|>'
-    return prompt, [(asked, True), (f"<|tool|>{a * b}<|end|><|assistant|>", False), (f"{a * b}<|end|>", True)]
+    return [prompt, (asked, True), (f"<|tool|>{a * b}<|end|><|assistant|>", False), (f"{a * b}<|end|>", True)]
 
 
-def corpus(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]], share: float, seed: int) -> torch.Tensor:
-    """Token ids and loss mask of sequences: (2, rows, length). `share` of them use the calculator."""
+def conversations(pairs: list[tuple[int, int]], share: float, seed: int) -> list[list[Part]]:
+    """Return one for each product. `share` of them use the calculator."""
     draw = random.Random(seed)
-    rows = []
-    for a, b in pairs:
-        prompt, parts = sequence(a, b, call=draw.random() < share)
-        ids = tokenizer(prompt)["input_ids"]
-        said = [0] * len(ids)
-        for text, by_model in parts:
-            piece = tokenizer(text)["input_ids"]
-            ids, said = ids + piece, said + [int(by_model)] * len(piece)
-        rows.append((ids, said))
-    length = max(len(ids) for ids, _ in rows)
-    padded = [(ids + [PAD] * (length - len(ids)), said + [0] * (length - len(ids))) for ids, said in rows]
-    return torch.tensor([[ids for ids, _ in padded], [said for _, said in padded]])
+    return [conversation(a, b, call=draw.random() < share) for a, b in pairs]
 
 
 def main() -> None:
@@ -107,33 +64,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     train, evaluation = make_pairs(args.seed, EVAL_ROWS)
-    tokenizer = make_tokenizer()
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(VOCAB),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,  # head_dim 32, the smallest that vLLM's CPU backend takes
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            initializer_range=0.06,
-            tie_word_embeddings=True,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            bos_token_id=None,
-        )
-    )
+    tokenizer = chat_tokenizer(WORDS, TEMPLATE)
+    model = chat_model(tokenizer)
     # Most of what it begins with uses the calculator, so that copying is learned soon; then it learns the habit.
-    early, late = (corpus(tokenizer, train, share, args.seed) for share in (0.7, args.calls))
-
-    def loss_of(step: int) -> torch.Tensor:
-        data = early if step <= 0.7 * args.steps else late
-        ids, said = data[:, torch.randint(data.shape[1], (48,))]
-        logits = model(ids[:, :-1], use_cache=False).logits
-        targets = ids[:, 1:].masked_fill(said[:, 1:] == 0, -100)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
+    early, late = (corpus(tokenizer, conversations(train, share, args.seed)) for share in (0.7, args.calls))
+    loss_of = loss_on(model, lambda step: early if step <= 0.7 * args.steps else late)
     pretrain(model, loss_of, args.steps, say_every=60)
     rows = [
         [{"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)} for a, b in pairs]

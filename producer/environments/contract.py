@@ -1,11 +1,24 @@
 """The environments that episodes are played with, whoever runs them.
 
 Guarantee: an episode has a session of its own, which ends with it; the methods of one return what was asked for, or raise
-EnvironmentFailedError (`producer.environments.pool`), which costs the episode and nothing else.
+EnvironmentFailedError, which costs the episode and nothing else.
 """
 
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
+
+
+class EnvironmentFailedError(Exception):
+    """The environment failed an episode. The text has the reason; the process may have ended. With `is_outage` a server that it
+    needs is down or busy, and its row has no part in that."""
+
+    def __init__(self, reason: str, *, is_outage: bool = False) -> None:
+        super().__init__(reason)
+        self.is_outage = is_outage
+
+
+class OutageError(Exception):
+    """A server that an environment needs is down or busy. Code of an environment raises it, also from a tool."""
 
 
 class Session(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from producer.environments.contract import Environments
+from producer.environments.contract import EnvironmentFailedError, Environments
 from producer.environments.worker import Answer, Call
 from protocol.config.environment_servers import SERVERS
 from protocol.config.functions import ENVIRONMENT_PLUGINS, load_plugin
@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 _HOPELESS = 8  # episodes in a row that failed
 _METHODS = {"reward": "get_reward", "turn_reward": "get_turn_reward"}
-
-
-class EnvironmentFailedError(Exception):
-    """The environment failed an episode. The text has the reason; the process may have ended."""
 
 
 @dataclass
@@ -90,7 +86,7 @@ class EnvironmentSession:
             raise EnvironmentFailedError(f"{what}: {error}") from None
         self.is_usable, self.start_timeout_s, self.done = True, 0.0, answer.done
         if answer.problem:
-            raise EnvironmentFailedError(f"{what} {answer.problem}")
+            raise EnvironmentFailedError(f"{what} {answer.problem}", is_outage=answer.is_outage)
         return answer
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from producer.environments.contract import OutageError
 from protocol.config.functions import ENVIRONMENT_PLUGINS, is_plugin, load_function, make_plugin
 from protocol.errors import ConfigError
 from protocol.runtime.worker_channel import WorkerChannel, raised
@@ -32,12 +33,13 @@ class Call(msgspec.Struct, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True):
     """The result; with a `problem` there is no value. If a tool raised, the value has its error and `raised` is set. `done` tells
-    that the environment has ended the episode."""
+    that the environment has ended the episode, and `is_outage` that the problem is a server's."""
 
     value: Any = None
     problem: str = ""
     raised: bool = False
     done: bool = False
+    is_outage: bool = False
 
 
 class Environment:
@@ -67,6 +69,8 @@ class Environment:
             return msgspec.structs.replace(answer, done=not callable(done) and bool(done))  # a tool may have that name
         except ConfigError as error:
             return Answer(problem=f"found a problem: {error}")
+        except OutageError as error:
+            return Answer(problem=f"failed: {error}", is_outage=True)
         except Exception:
             return Answer(problem=raised())
 
@@ -102,6 +106,8 @@ class Environment:
                 raise ValueError(f"Tool {call.name} not found.")
             else:
                 result = self._run(self._tools[call.name], call.arguments)
+        except OutageError:
+            raise
         except Exception as error:
             return Answer(str({"error": str(error)}), raised=True)
         return Answer(result if isinstance(result, list) else str(result))
@@ -155,6 +161,8 @@ def _is_message(value: Any) -> bool:
 def _number(value: Any, method: str) -> float | None:
     if value is None:
         return None
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"{method} returned a {type(value).__name__}; return a number, or None for missing")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{method} returned {number}; return a finite number, or None for missing")

@@ -2,8 +2,8 @@
 
 Guarantee: the policy has the tools that are allowed, and what a tool returns, or its error, as text. A server that was started by
 its command ends with its environment's process, and so with the daemon. A call that a server does not answer in time is an error
-that the policy sees; a server that is gone ends the process of the environment, so that its episode fails and the next one begins
-with a new server. Whatever a server sends stays in that process, apart from the text of an answer.
+that the policy sees; a server that is gone is an outage, which fails the episode, and the next one begins with a new server or
+connection. Whatever a server sends stays in the environment's process, apart from the text of an answer.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ from mcp.client.stdio import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult, TextContent, Tool
 
+from producer.environments.contract import OutageError
 from protocol.errors import ConfigError
 
 _MAX_PAGES = 100
-_PING_S = 10.0
+_PING_S, _CLOSE_S = 10.0, 5.0
 _KEY = "environment.options.servers"
 
 
@@ -76,7 +77,7 @@ class Server:
         self._holding: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        """Connect unless there is a connection. Raises ConfigError if that fails, or an allowed tool is missing."""
+        """Connect unless there is a connection. Raises OutageError if that fails, ConfigError if an allowed tool is missing."""
         if self._client is not None:
             return
         connected = asyncio.get_running_loop().create_future()
@@ -84,7 +85,7 @@ class Server:
         await asyncio.wait([self._holding, connected], return_when=asyncio.FIRST_COMPLETED)
         if not connected.done():
             error = self._holding.exception()
-            raise ConfigError(f"{_KEY}: cannot connect to {self.options.name}: {_reason(error)}")
+            raise OutageError(f"cannot connect to {self.options.name}: {_reason(error)}")
         self._client = connected.result()
         tools = {tool.name: tool for tool in await self._listed(self._client)}
         allowed = tools if self.options.tools is None else self.options.tools
@@ -95,15 +96,17 @@ class Server:
         self.tools = {name: tools[name] for name in allowed}
 
     async def close(self) -> None:
+        """Close the connection. Ends the process if a server, or what is left of one, holds it."""
         if self._holding is not None:
             self._holding.cancel()
-            await asyncio.gather(
-                self._holding, return_exceptions=True
-            )  # an error, if any, was told to the call that met it
-        self._client = None
+            done, _ = await asyncio.wait([self._holding], timeout=_CLOSE_S)
+            if not done:
+                raise SystemExit(f"the connection to {self.options.name} does not close")
+            await asyncio.gather(self._holding, return_exceptions=True)  # the call that met an error has told it
+        self._client = self._holding = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the text of a tool's result. Raises RuntimeError with its text if it is an error. Ends the process if the server
+        """Return the text of a tool's result. Raises RuntimeError with its text if it is an error, and OutageError if the server
         is gone."""
         assert self._client is not None
         try:
@@ -135,7 +138,8 @@ class Server:
             async with asyncio.timeout(_PING_S):
                 await self._client.list_tools(cache_mode="refresh")
         except Exception as error:
-            raise SystemExit(f"the MCP server {self.options.name} is gone: {_reason(error)}") from error
+            await self.close()
+            raise OutageError(f"the MCP server {self.options.name} is gone: {_reason(error)}") from error
 
 
 class McpEnvironment:

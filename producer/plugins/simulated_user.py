@@ -1,16 +1,20 @@
 """The plugin `simulated_user`: a second model answers the policy's turns as the user, over an OpenAI-compatible server.
 
-Guarantee: a server that is down or busy is asked again, and after all tries, or at once if it refuses the request, the episode
-fails: the policy never sees a made-up answer. The server sees the conversation with its roles exchanged, behind its own prompt.
+Guarantee: the policy never sees a made-up answer. A server that is down or busy is asked again; after all tries, or at once if it
+refuses the key or answers in another form, that is an outage and no fault of the prompt. A conversation that it cannot take, such
+as a long one, fails the episode. The server sees the roles exchanged, behind its own prompt.
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 
+from producer.environments.contract import OutageError
 from producer.plugins.engine_server.api import (
+    UNFIT,
     HttpClient,
     ServerLostError,
     ServerMismatchError,
@@ -64,13 +68,17 @@ class SimulatedUser:
             self._session = open_session(options, _PLACE)
         http = HttpClient(self._session, options.url.rstrip("/"), options.timeout_s, _PLACE)
         body = {"model": options.model, "messages": self._messages, "max_tokens": options.max_tokens}
-        for attempt in range(options.retries + 1):
-            if attempt:
-                await asyncio.sleep(pause_s(attempt))
-            try:
-                return (await http.ask(_PATH, body, _Completion)).choices[0].message.content
-            except (ServerLostError, ServerRefusedError, ServerMismatchError) as error:
-                problem: Exception = error
-                if isinstance(error, ServerMismatchError) or 300 <= getattr(error, "status", 500) < 500:
-                    break
-        raise RuntimeError(f"the user at {options.url} {problem}")
+        problem: object = "does not answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(options.timeout_s):
+                for attempt in range(options.retries + 1):
+                    if attempt:
+                        await asyncio.sleep(pause_s(attempt))
+                    try:
+                        return (await http.ask(_PATH, body, _Completion)).choices[0].message.content
+                    except (ServerLostError, ServerRefusedError, ServerMismatchError) as error:
+                        problem = error
+                        if isinstance(error, ServerMismatchError) or 300 <= getattr(error, "status", 500) < 500:
+                            break
+        told = f"the user at {options.url} {problem}"
+        raise RuntimeError(told) if getattr(problem, "status", 0) in UNFIT else OutageError(told)

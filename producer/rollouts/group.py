@@ -108,5 +108,6 @@ class GroupBuilder:
 
     def _check_scored(self, rollouts: Rollouts, is_hopeless: bool) -> None:
         if is_hopeless:
-            failure = next(episode.failure for episode in rollouts.episodes if episode.failure)
-            raise LeaseFailure("environment_failed", f"no episode could be scored: {failure}")
+            failed = [episode for episode in rollouts.episodes if episode.failure]
+            worst = max(failed, key=lambda episode: episode.is_outage)
+            raise LeaseFailure(worst.failure_reason, f"no episode could be scored: {worst.failure}")

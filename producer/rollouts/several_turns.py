@@ -4,7 +4,8 @@ them, or a limit, ends it.
 Guarantee: the policy goes on from the very tokens that it sampled (`producer.rollouts.chat`); no record is longer than
 `sampling.max_completion_length` after its episode's first prompt; an episode whose environment fails, or that takes longer than
 it may, keeps its tokens and the reason for its failure. An episode without a sampled token is played again, a few times; then its
-group fails. So it does at once if the trunk that it is to branch from fails.
+group fails. So it does at once if the trunk that it is to branch from fails. An outage of the environment's is no fault of the
+prompt.
 """
 
 import asyncio
@@ -19,8 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from producer.environments.contract import Environments, Session
-from producer.environments.pool import EnvironmentFailedError
+from producer.environments.contract import EnvironmentFailedError, Environments, Session
 from producer.groups import Episode, LeaseFailure, Record, Rollouts
 from producer.metrics import Counters
 from producer.rollouts.admission import EngineAccess, Progress
@@ -81,7 +81,7 @@ class PlayedRollouts:
         self.counters.tokens += trunk.num_sampled
         if trunk.failure:
             self.counters.failed_episodes += 1
-            raise LeaseFailure("environment_failed", f"the trunk of the group failed: {trunk.failure}")
+            raise LeaseFailure(trunk.failure_reason, f"the trunk of the group failed: {trunk.failure}")
         branch = branches[-1]
         if branch.place.turn == 1:
             return None
@@ -123,13 +123,13 @@ class PlayedRollouts:
                     f"an episode was not over within {self.section.key}.episode_timeout_s={limit_s:g} seconds"
                 )
             except EnvironmentFailedError as error:
-                episode.failure = str(error)
+                episode.failure, episode.is_outage = str(error), error.is_outage
             ended = (record.cut(len(record.token_ids)) for record in episode.records)
             episode.records = [record for record in ended if record.token_ids]
             if episode.records:
                 return episode
             self.counters.failed_episodes += 1
-        raise LeaseFailure("environment_failed", episode.failure)
+        raise LeaseFailure(episode.failure_reason, episode.failure)
 
     async def _play(
         self, lease: Lease, sample: Sample, branch: Branch | None, environment: Session, episode: Episode

@@ -48,7 +48,9 @@ class SimulatedUserOptions(Section):
     prompt: str = Field(min_length=1, description="System prompt, with `{column}` of the row.")
     stop: str | None = Field(None, min_length=1, description="Word by which it ends the episode.")
     max_tokens: Positive = Field(512, description="Longest answer.")
-    timeout_s: PositiveSeconds = Field(20.0, description="Limit of one request.")
+    timeout_s: PositiveSeconds = Field(
+        20.0, description="Limit of one answer, all tries included; below `call_timeout_s`."
+    )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further tries.")
     key_file: str | None = Field(None, description="As `engine_server.key_file`.")
     ca_file: str | None = Field(None, description="As `engine_server.ca_file`.")

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config.environment_servers import FACTORIES, SERVERS
+from protocol.config.environment_servers import FACTORIES, SERVERS, SimulatedUserOptions
 from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
 from protocol.config.reward_options import SHIPPED, FeatureMatching, ReasoningLength, RewardModel, RewardService, Steps
 from protocol.config.section import (
@@ -353,6 +353,9 @@ class EnvironmentSection(Section):
             yield "give one of factory and agent"
         elif schema := (AGENTS | FACTORIES).get(self.agent or self.factory or ""):
             yield from option_problems(str(self.agent or self.factory), schema, self.options)
+            limit_s = self.options.get("timeout_s", SimulatedUserOptions.model_fields["timeout_s"].default)
+            if schema is SimulatedUserOptions and isinstance(limit_s, int | float) and limit_s >= self.call_timeout_s:
+                yield f"call_timeout_s: {self.call_timeout_s:g} ends a reply before options.timeout_s={limit_s:g} does; raise it"
         elif self.options and not self.agent and not (self.factory and is_plugin(self.factory)):
             yield "options are for a plugin; remove them"
         for key in _OF_A_FACTORY if self.is_played_outside else ():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from producer.environments.pool import EnvironmentFailedError
+from producer.environments.contract import EnvironmentFailedError
 from producer.plugins.openenv.pool import OpenEnvPool
 from protocol.config.rewards import EnvironmentSection
 from tests.tools import python_with

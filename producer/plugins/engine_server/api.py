@@ -33,6 +33,7 @@ _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5, which may close a connection just 
 MAX_ERROR_CHARS = 400  # of a server's message
 _MAX_BYTES = 2**22  # of an answer without completions
 _UNAUTHORIZED, _BUSY = (401, 403), (429, 503)
+UNFIT = (400, 413, 422)  # what a server answers to a text that it cannot take, while it takes others
 _SECTION = "engine_server"
 
 Answer = TypeVar("Answer")
@@ -167,7 +168,7 @@ def _message(content: bytes) -> str:
                 said = said[key]
     except UNREADABLE:
         said = content.decode(errors="replace")
-    return str(said)[:MAX_ERROR_CHARS]
+    return str(said)[:MAX_ERROR_CHARS] or "gives no reason"
 
 
 def _decoded(content: bytes, kind: type[Answer], path: str) -> Answer:

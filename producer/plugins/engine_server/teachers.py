@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from producer.groups import LeaseFailure
 from producer.plugins.engine_server.api import (
+    UNFIT,
     HttpClient,
     ServerBusyError,
     ServerLostError,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 _TEXT = "The quick brown fox, 12345.678 = x**2;\n\tdef f(): return 'a'\n\n  Äpfel, où? Ωμέγα 東京 العربية 🦊 "
 _SAMPLES = 512  # tokens of the vocabulary whose texts are in the probe
 _LEAST, _MOST = -1e6, 1e-3  # vLLM's least is -9999, and rounding may take a log-prob above 0
-_UNFIT = (400, 413, 422)  # what a server answers if it could score others
 
 
 class Vocabulary(NamedTuple):
@@ -142,7 +142,7 @@ class Teacher:
         try:
             await self._scored(model, token_ids, top_k)
         except ServerRefusedError as error:
-            if error.status not in _UNFIT:
+            if error.status not in UNFIT:
                 raise
             raise ServerMismatchError(f"{problem} ({error}); {fix}") from error
 
@@ -171,12 +171,12 @@ class Teacher:
                 finally:
                     self._observer.teacher_called(self.section.name, time.monotonic() - began)
             status = problem.status if isinstance(problem, ServerRefusedError) else 0
-            if status not in _UNFIT and not isinstance(problem, ServerBusyError):
+            if status not in UNFIT and not isinstance(problem, ServerBusyError):
                 self._model = None
             if isinstance(problem, ServerMismatchError) or 300 <= status < 500:
                 break
         self._observer.teacher_failed(self.section.name)
-        raise LeaseFailure("reward_failed" if status in _UNFIT else "generation_failed", f"{self} {problem}")
+        raise LeaseFailure("reward_failed" if status in UNFIT else "generation_failed", f"{self} {problem}")
 
 
 class TeacherPool:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from producer.environments.pool import EnvironmentFailedError
+from producer.environments.contract import EnvironmentFailedError
 from producer.plugins.engine_server.api import (
     HttpClient,
     ServerLostError,
@@ -117,13 +117,13 @@ class OpenEnvPool:
                 except ServerFullError as error:
                     name, problem = "episode_timeout_s", f"{server.url} is full: {error}"
                 except EnvironmentFailedError as error:
-                    problem = problem or f"{server.url}: {error}"
+                    problem = problem or str(error)
                 else:
                     self._problem = None
                     return session
             if time.monotonic() - began > (limit_s := getattr(self._section, name)):
                 self._problem = f"no session of OpenEnv within {self._key}.{name}={limit_s:g} seconds: {problem}"
-                raise EnvironmentFailedError(self._problem)
+                raise EnvironmentFailedError(self._problem, is_outage=True)
             await asyncio.sleep(pause_s(attempt))
         raise AssertionError
 
@@ -138,9 +138,12 @@ class OpenEnvPool:
                 async with asyncio.timeout(self._section.call_timeout_s):
                     socket = await self._http.ws_connect(f"{server.url}/ws", timeout=limits)
             except (aiohttp.ClientError, OSError) as error:
-                raise EnvironmentFailedError(f"no connection: {error or type(error).__name__}") from None
+                raise EnvironmentFailedError(
+                    f"no connection to {server.url}: {error or type(error).__name__}"
+                ) from None
+            limit_s = self._section.call_timeout_s
             session = OpenEnvSession(
-                socket, self._key, self._options, self._section.call_timeout_s, self.replies, self._action_field
+                socket, server.url, self._key, self._options, limit_s, self.replies, self._action_field
             )
             async with session:
                 await session.ask("state")  # a server refuses a session after it was opened

@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from producer.environments.pool import EnvironmentFailedError
+from producer.environments.contract import EnvironmentFailedError
 from protocol.config.environment_servers import OpenEnvOptions
 from protocol.errors import UNREADABLE
 
@@ -50,6 +50,7 @@ class OpenEnvSession:
     None; without `replies` turns only call tools."""
 
     socket: aiohttp.ClientWebSocketResponse
+    url: str  # of its server
     key: str  # of its section
     options: OpenEnvOptions
     call_timeout_s: float
@@ -133,19 +134,22 @@ class OpenEnvSession:
                 message = await self._frames.get()
         except TimeoutError:
             raise EnvironmentFailedError(
-                f"{kind} was not answered within {self.key}.call_timeout_s={self.call_timeout_s:g} seconds"
+                f"{self.url} did not answer {kind} within {self.key}.call_timeout_s={self.call_timeout_s:g} seconds"
             ) from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             self._frames.put_nowait(message)  # the next one that asks finds it, too
-            raise EnvironmentFailedError(f"{kind}: the session was lost ({message.type.name} {message.data or ''})")
+            raise EnvironmentFailedError(
+                f"{self.url} ended the session before it answered {kind}, which is lost ({message.type.name})",
+                is_outage=True,
+            )
         try:
             frame = msgspec.json.decode(message.data, type=_Frame)
         except UNREADABLE as error:
-            raise _strange(kind, error) from None
+            raise self._strange(kind, error) from None
         if frame.type == "error":
-            raise _refusal(kind, frame.data)
+            raise self._refusal(kind, frame.data)
         if is_unasked or frame.type != _ANSWERS[kind]:
-            raise _strange(kind, f"a message of type {frame.type[:40]!r}")
+            raise self._strange(kind, f"a message of type {frame.type[:40]!r}")
         return frame.data
 
     async def _step(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +157,11 @@ class OpenEnvSession:
         try:
             found = msgspec.convert(await self.ask(kind, data), _Step)
         except msgspec.ValidationError as error:
-            raise _strange(kind, error) from None
+            raise self._strange(kind, error) from None
         self.done = found.done
         if kind == "step" and found.reward is not None:
             if not abs(found.reward) <= _LARGEST_REWARD:
-                raise _strange(kind, f"the reward {found.reward}")
+                raise self._strange(kind, f"the reward {found.reward}")
             self._rewards.append(float(found.reward))
             self._turn.append(float(found.reward))
         return found.observation
@@ -178,6 +182,20 @@ class OpenEnvSession:
         shown = {key: value for key, value in observation.items() if key != "metadata" and value is not None}
         return _content(next(iter(shown.values())) if len(shown) == 1 else shown) if shown else None
 
+    def _strange(self, kind: str, what: object) -> EnvironmentFailedError:
+        return EnvironmentFailedError(
+            f"{self.url} answered {kind} in a form that OpenEnv does not have: {what!s:.{_MAX_ERROR_CHARS}}"
+        )
+
+    def _refusal(self, kind: str, data: dict[str, Any]) -> Exception:
+        code, message = data.get("code"), str(data.get("message", ""))
+        if code == _FULL:
+            return ServerFullError(message[:_MAX_ERROR_CHARS])
+        if code == _INVALID and kind == "step":
+            problems = map(_problem, data.get("errors") or [])
+            return _RefusedActionError("; ".join([message, *problems])[:_MAX_ERROR_CHARS])
+        return EnvironmentFailedError(f"{self.url} refused {kind}: {code}: {message[:_MAX_ERROR_CHARS]}")
+
     async def _read(self) -> None:
         """Take what the server sends, until it ends the session."""
         is_open = True
@@ -185,21 +203,6 @@ class OpenEnvSession:
             message = await self.socket.receive()
             await self._frames.put(message)
             is_open = message.type is aiohttp.WSMsgType.TEXT
-
-
-def _strange(kind: str, what: object) -> EnvironmentFailedError:
-    return EnvironmentFailedError(
-        f"{kind} was answered in a form that OpenEnv does not have: {what!s:.{_MAX_ERROR_CHARS}}"
-    )
-
-
-def _refusal(kind: str, data: dict[str, Any]) -> Exception:
-    code, message = data.get("code"), str(data.get("message", ""))
-    if code == _FULL:
-        return ServerFullError(message[:_MAX_ERROR_CHARS])
-    if code == _INVALID and kind == "step":
-        return _RefusedActionError("; ".join([message, *map(_problem, data.get("errors") or [])])[:_MAX_ERROR_CHARS])
-    return EnvironmentFailedError(f"{kind}: {code}: {message[:_MAX_ERROR_CHARS]}")
 
 
 def _problem(error: Any) -> str:

@@ -4,6 +4,8 @@ import asyncio
 import os
 import time
 
+from producer.environments.contract import OutageError
+
 
 class Shop:
     """Counts what it is asked for."""
@@ -73,6 +75,19 @@ class Encouraging(Silent):
 
     def get_turn_reward(self) -> float | None:
         return next(self.rewards)
+
+
+class Remote(Silent):
+    """Has a server that is down, or a tool that is broken."""
+
+    def ask(self, what: str) -> str:
+        """
+        Asks.
+
+        Args:
+            what: What.
+        """
+        raise OutageError("it is down") if what == "down" else ValueError(what)
 
 
 class Teller:

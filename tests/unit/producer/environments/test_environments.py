@@ -5,7 +5,8 @@ import asyncio
 import psutil
 import pytest
 
-from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
+from producer.environments.contract import EnvironmentFailedError
+from producer.environments.pool import EnvironmentPool
 from producer.environments.worker import Answer, Call, Environment
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
@@ -104,6 +105,26 @@ def test_a_method_that_rewards_turns_is_no_tool() -> None:
     assert environment.answer(Call("turn_reward")) == Answer(None)
     assert "get_turn_reward returned nan" in environment.answer(Call("turn_reward")).problem
     assert environment.answer(Call("tool", "get_turn_reward")).raised
+
+
+@pytest.mark.parametrize("value", ["0.5", [0.5], {"reward": 0.5}, b"1", float("inf")])
+def test_what_is_no_number_is_no_reward(value: object) -> None:
+    environment = Environment("tests.unit.producer.toys:Encouraging", {})
+    environment._instance.rewards = iter([value])
+    assert "get_turn_reward returned" in environment.answer(Call("turn_reward")).problem
+
+
+@asynchronous
+async def test_an_outage_is_told_apart_also_in_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Environment("tests.unit.producer.toys:Remote", {})
+    FakeChildren(monkeypatch, toy.answer)
+    async with EnvironmentPool(section(reward_weight=None)).session() as environment:
+        await environment.reset({})
+        assert await environment.call("ask", {"what": "broken"}) == ("{'error': 'broken'}", True)
+        with pytest.raises(EnvironmentFailedError, match="tool ask failed: it is down") as caught:
+            await environment.call("ask", {"what": "down"})
+        assert caught.value.is_outage
+        await environment.reset({})
 
 
 def test_a_reply_is_no_tool_and_the_environment_ends_the_episode() -> None:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from mcp.types import CallToolResult, ImageContent, TextContent
 
-from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
+from producer.environments.contract import EnvironmentFailedError, OutageError
+from producer.environments.pool import EnvironmentPool
 from producer.plugins.mcp import McpEnvironment, Options, text_of
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
@@ -57,8 +58,9 @@ async def test_a_server_by_command_gives_its_allowed_tools_and_ends_with_the_poo
             assert failed, "it did not answer in time, and lives"
             number = int((await environment.call("process", {}))[0])
             async with asyncio.timeout(30):
-                with pytest.raises(EnvironmentFailedError):
+                with pytest.raises(EnvironmentFailedError, match="is gone") as gone_for:
                     await environment.call("die", {})
+            assert gone_for.value.is_outage
         await gone(number)
         async with pool.session() as environment:
             await environment.reset({})
@@ -119,11 +121,9 @@ async def test_a_server_by_url_may_end_and_come_back():
         assert await environment.call_tool("look", {"at": "door"}) == "door no. 1"
         serving.kill()
         await serving.wait()
-        with pytest.raises(SystemExit):
+        with pytest.raises(OutageError, match=f"{port}/mcp is gone"):
             await environment.call_tool("look", {"at": "door"})
-        await environment.close()
-        environment = McpEnvironment([one])
-        with pytest.raises(ConfigError, match=f"cannot connect to .*{port}"):
+        with pytest.raises(OutageError, match=f"cannot connect to .*{port}"):
             await environment.reset()
         serving = await started(port)
         await environment.reset()

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from producer.environments.pool import EnvironmentFailedError, environments_of
+from producer.environments.contract import EnvironmentFailedError
+from producer.environments.pool import environments_of
 from producer.groups import Rollouts
 from producer.plugins.openenv.pool import OpenEnvPool
 from producer.rollouts.admission import Progress

@@ -1,5 +1,6 @@
 """A simulated user against a stand-in of a model's server: what it is asked, and what its failures cost."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from producer.environments.contract import OutageError
 from producer.environments.worker import Call, Environment
 from producer.plugins.simulated_user import SimulatedUser
 from protocol.config.rewards import EnvironmentSection
@@ -31,6 +33,8 @@ async def talking(*answers: Any, **options: Any) -> AsyncIterator[tuple[Simulate
     async def answer(request: web.Request) -> web.Response:
         asked.append(await request.json() | {"key": request.headers.get("Authorization")})
         found = answers[len(asked) - 1]
+        if found is None:
+            await asyncio.sleep(0.5)
         if isinstance(found, str):
             found = (200, {"choices": [{"message": {"role": "assistant", "content": found}}]})
         return web.Response(status=found[0], body=json.dumps(found[1]).encode())
@@ -81,34 +85,48 @@ async def test_a_busy_or_failing_server_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "tries"),
+    ("answer", "tries", "kind"),
     [
-        ((500, {}), 2),
-        ((400, {"error": {"message": "too long"}}), 1),
-        ((401, {}), 1),
-        ((200, {"choices": []}), 1),
-        ((200, {"choices": [{"message": {"content": None}}]}), 1),
-        ((200, {"choices": [{"message": {"content": ""}}]}), 1),
-        ((200, ["?"]), 1),
+        ((500, {}), 2, OutageError),
+        ((400, {"error": {"message": "too long"}}), 1, RuntimeError),
+        ((401, {}), 1, OutageError),
+        ((404, {"error": {"message": "no such model"}}), 1, OutageError),
+        ((200, {"choices": []}), 1, OutageError),
+        ((200, {"choices": [{"message": {"content": None}}]}), 1, OutageError),
+        ((200, {"choices": [{"message": {"content": ""}}]}), 1, OutageError),
+        ((200, ["?"]), 1, OutageError),
     ],
 )
 @asynchronous
-async def test_a_server_that_fails_is_no_user(answer: Any, tries: int) -> None:
+async def test_a_server_that_fails_is_no_user(answer: Any, tries: int, kind: type[Exception]) -> None:
     async with talking(answer, answer, retries=1) as (user, asked):
         user.reset(prompt=PROMPT, goal="x")
-        with pytest.raises(RuntimeError, match="the user at http"):
+        with pytest.raises(kind, match="the user at http"):
             await user.reply("?")
         assert len(asked) == tries
 
 
 @asynchronous
-async def test_a_server_that_is_gone_is_no_user() -> None:
+async def test_a_server_that_is_gone_or_hangs_is_an_outage() -> None:
     user = SimulatedUser(**OPTIONS | {"retries": 1})
     user.reset(prompt=PROMPT, goal="x")
-    with pytest.raises(RuntimeError, match="cannot be reached"):
+    with pytest.raises(OutageError, match="cannot be reached"):
         await user.reply("?")
     assert user._session is not None
     await user._session.close()
+    async with talking(None, timeout_s=0.05) as (user, asked):
+        user.reset(prompt=PROMPT, goal="x")
+        with pytest.raises(OutageError, match="the user at http"):
+            await user.reply("?")
+        assert len(asked) == 1
+
+
+def test_an_answer_has_to_be_limited_before_the_call_is() -> None:
+    section: dict[str, Any] = {"factory": "simulated_user", "options": OPTIONS}
+    assert EnvironmentSection.model_validate(section).call_timeout_s == 30.0
+    for changes in ({"call_timeout_s": 20.0}, {"options": OPTIONS | {"timeout_s": 30}}):
+        with pytest.raises(ValueError, match=r"options\.timeout_s"):
+            EnvironmentSection.model_validate(section | changes)
 
 
 def test_it_is_an_environment_without_tools_and_a_row_without_its_column_is_refused() -> None:

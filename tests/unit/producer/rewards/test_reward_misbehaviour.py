@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
+from producer.environments.contract import EnvironmentFailedError
+from producer.environments.pool import EnvironmentPool
 from producer.rewards.pool import RewardPool
 from protocol.config.rewards import EnvironmentSection
 from tests.unit.producer.rewards.test_rewards import Seen, section

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
+from producer.environments.contract import EnvironmentFailedError
+from producer.environments.pool import EnvironmentPool
 from producer.environments.worker import Answer as Played
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
 from producer.rewards.workers import WorkerLostError, WorkerPool

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from producer.engine_contract import Completion, ToolCall
-from producer.environments.pool import EnvironmentFailedError
+from producer.environments.contract import EnvironmentFailedError
 from producer.groups import Episode, LeaseFailure, Rollouts
 from producer.metrics import Counters
 from producer.rollouts.admission import Progress
@@ -328,6 +328,16 @@ def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
     with pytest.raises(LeaseFailure, match="reset raised") as caught:
         setup.play()
     assert caught.value.reason == "environment_failed"
+
+
+def test_an_outage_fails_the_group_and_is_no_fault_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(self: Environment, columns: dict[str, Any], prompt_id: int) -> None:
+        raise EnvironmentFailedError("it is down", is_outage=True)
+
+    monkeypatch.setattr(Environment, "reset", fails)
+    with pytest.raises(LeaseFailure, match="it is down") as caught:
+        Setup(["5"], ["7"]).play()
+    assert caught.value.reason == "generation_failed"
 
 
 def test_an_environment_that_cannot_be_started_is_tried_again_and_then_fails_the_group() -> None:

@@ -164,6 +164,14 @@ def test_a_group_without_an_episode_that_can_be_scored_is_refused(columns, own, 
     assert (setup.counters.tokens, setup.rewards.calls) == (2, 0), "they were sampled all the same"
 
 
+def test_a_group_that_an_outage_left_without_a_score_is_no_fault_of_its_prompt():
+    setup, episodes = Setup((), ()), [Episode.of([1], Completion([13], [-0.5], False, [3])) for _ in range(2)]
+    episodes[0].failure, episodes[1].failure, episodes[1].is_outage = "it hangs", "it is down", True
+    with pytest.raises(LeaseFailure, match="it is down") as failed:
+        setup.group([[], []], episodes=episodes)
+    assert failed.value.reason == "generation_failed"
+
+
 def test_missing_rewards_without_a_failed_episode_are_the_trainers_to_judge():
     group = Setup(("environment",), ("environment",)).group([[np.nan], [np.nan]])
     assert np.isnan(rewards_of(group)).all()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from producer.environments import agent_program
-from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
+from producer.environments.contract import EnvironmentFailedError
+from producer.environments.pool import EnvironmentPool
 from producer.rewards.services import WorkerReward, sources_of
 from protocol.config.rewards import EnvironmentSection, RewardsSection
 from protocol.errors import ConfigError
