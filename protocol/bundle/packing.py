@@ -187,7 +187,11 @@ def _keep_places(shared: SharedConfig) -> None:
             shared.keep(section, key, f"{name}.{key}")
     for place, section in (
         ("engine", values.get("engine", {})),
-        *((f"{place}.arguments", options.get("arguments", {})) for place, options in environments.items()),
+        *(
+            (f"{place}.arguments", given)
+            for place, options in environments.items()
+            if isinstance(given := options.get("arguments"), dict)
+        ),
         *environments.items(),
     ):
         for key in [key for key, value in section.items() if _names_a_place(value)]:

@@ -151,6 +151,15 @@ def test_a_producer_s_configuration_is_the_trainer_s_in_what_it_computes_with(tm
             },
             ["environment.options.python", "environment.options.arguments.a"],
         ),
+        (
+            {
+                "environment": {
+                    "factory": "openenv",
+                    "options": {"url": "http://h:1", "arguments": ["a"], "key_file": "/k"},
+                }
+            },
+            ["environment.options.key_file"],
+        ),
         ({"engine": {"speculative_config": {"model": "/draft"}}}, ["engine.speculative_config"]),
         ({"engine": {"x": ["file:/a"], "/b": {}}}, ["engine.x"]),
         (
