@@ -85,7 +85,7 @@ def real_servers(python: str, folder: Path, config: dict[str, Any], *servers: st
         servers: the folders in which NeMo Gym has them.
     """
     environment = Path(python).parents[1]
-    for server in (*servers, "responses_api_models/vllm_model"):
+    for server in (*servers, "responses_api_models/vllm_model", "environment_servers/legacy_agent"):  # the last of 0.7
         (folder / "venvs" / server).mkdir(parents=True)
         (folder / "venvs" / server / ".venv").symlink_to(environment)
     (folder / "gym.yaml").write_text(json.dumps(config))

@@ -26,10 +26,10 @@ def require(tool: str, package: str) -> None:
         give_up(f"this machine has no {tool} (package {package})")
 
 
-def python_with(package: str) -> str:
+def python_with(package: str, at_least: tuple[int, int] = (3, 11)) -> str:
     """Return a Python that has the releases of requirements/PACKAGE.txt, in a virtual environment that is made once.
 
-    They need other releases of what we have. A list is written anew by
+    They need other releases of what we have, or a newer Python. A list is written anew by
     `uv pip compile --universal --no-annotate --no-header --python-version 3.11`.
     """
     requirements = REQUIREMENTS / f"{package}.txt"
@@ -40,7 +40,8 @@ def python_with(package: str) -> str:
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of tests beside this one
         if not complete.exists():
-            _uv("venv", "--clear", "--python", sys.executable, str(folder))
+            wanted = sys.executable if sys.version_info >= at_least else f">={at_least[0]}.{at_least[1]}"
+            _uv("venv", "--clear", "--no-python-downloads", "--python", wanted, str(folder))
             _uv("pip", "install", "--python", str(python), "--requirement", str(requirements))
             complete.touch()
     return str(python)
@@ -48,6 +49,8 @@ def python_with(package: str) -> str:
 
 def _uv(*arguments: str) -> None:
     command = [sys.executable, "-m", "uv", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    pyenv = sorted(map(str, Path(os.environ.get("PYENV_ROOT", "/nonexistent"), "versions").glob("*/bin")))
+    environment = os.environ | {"PATH": os.pathsep.join([*pyenv, os.environ["PATH"]])}  # before pyenv's shims
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         give_up(f"cannot run uv {' '.join(arguments)}: {done.stderr[-2000:]}")

@@ -17,7 +17,8 @@ NO_COST = {"input_cost_per_token": 0.0, "output_cost_per_token": 0.0}
 async def play(root: str, task: dict[str, Any], episode: str, options: argparse.Namespace) -> float:
     """Run a trial whose agent asks this episode's URL, and return the verifier's reward."""
     info = NO_COST | {"max_input_tokens": options.max_tokens, "max_output_tokens": task["max_tokens"]}
-    asked = {"api_base": f"{root}/episodes/{episode}/v1", "model_info": info, "enable_summarize": False}
+    asked: dict[str, Any] = {"api_base": f"{root}/episodes/{episode}/v1", "model_info": info}
+    asked |= {"enable_summarize": False, "record_terminal_session": False}
     place = "import_path" if ":" in options.sandbox else "type"
     config = TrialConfig(
         task=TaskConfig(path=Path(task["columns"]["task"])),
