@@ -128,7 +128,7 @@ def test_the_run_goes_on_without_one_that_always_fails_and_tries_it_again_when_r
         short_dir, "qwen2", [row(name, number) for number in range(100) for name in ("dice", "fails")], FAILS,
         sampling={"num_generations": 2}, rewards={"functions": []},
         pipeline={"groups_per_step": 2, "max_data_attempts": 1, "max_failed_share": 0.1},
-        trainer={"max_steps": 100_000, "save_steps": 100_000},
+        trainer={"max_steps": 100_000, "save_steps": 100_000}, replay={"keep_all": True},
         environments=[
             {"name": name, "factory": f"{short_dir}/rewards.py:{name.title()}", "reward_weight": 1.0, "max_turns": 1}
             | ({"on_failure": "skip"} if name == "fails" else {})
@@ -164,6 +164,11 @@ def test_the_run_goes_on_without_one_that_always_fails_and_tries_it_again_when_r
     assert len(letters) < 40, "what was in flight may fail, too"
     assert "without" in json.loads((short_dir / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
     steps = len(read_steps(short_dir))
+    options = ("--from-journal", str(short_dir / "run"), "--set", f"run_dir={short_dir}/again")
+    daemons.append(Daemon("consumer.app.cli", short_dir / "again.log", "--config", str(config), *options))
+    assert daemons[-1].end(240) == 0, daemons[-1].last_words
+    weights = f"checkpoints/checkpoint-{steps}/adapter_model.safetensors"
+    assert (short_dir / "again" / weights).read_bytes() == (short_dir / "run" / weights).read_bytes()
 
     (short_dir / "rewards.py").write_text(FAILS.replace("raise RuntimeError('broken')", "pass"))
     producer, trainer = start("producer"), start("trainer", "--resume")
