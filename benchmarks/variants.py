@@ -79,12 +79,13 @@ CREDIT: dict[str, Settings] = {
 
 WEIGHTS: dict[str, Settings] = {
     "LoRA": ("model.dtype=bfloat16", "swap.mode=adapter"),
+    "DoRA": ("model.dtype=bfloat16", "swap={}", "lora.use_dora=true"),
     **{
         f"all weights, {rate}": ("model.dtype=bfloat16", "swap={}", "lora=null", f"trainer.learning_rate={rate}")
         for rate in ("1e-4", "3e-4", "1e-3")
     },
 }
-"""An adapter at the task's learning rate, and all weights at others. Both compute in bfloat16."""
+"""Adapters at the task's learning rate, and all weights at others. All compute in bfloat16."""
 
 SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS}
 _TAUGHT = "distillation="

@@ -21,7 +21,7 @@ from tests.weight_patches import patch_between
 from .pair import Daemon, run_pair
 from .runs import Run
 from .test_pair import REWARD, read_steps, write_run
-from .test_recovery import train_again
+from .test_recovery import adapters, train_again
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -121,6 +121,24 @@ def test_a_killed_run_of_whole_weights_ends_as_one_that_never_was(start: Callabl
     with closing(JournalReader(run.config.journal_file)) as reader:
         trained = [lease_id for batch in reader.batches() for lease_id in batch.lease_ids]
     assert len(trained) == len(set(trained)) == 6 * 2
+
+
+def test_a_killed_run_of_two_ranks_that_merge_ends_as_one_that_never_was(start: Callable[..., Run]) -> None:
+    """Each rank takes the beginning of PiSSA out of its own base."""
+    lora = {"init_lora_weights": "pissa", "use_dora": True}
+    run = start(
+        model={"dtype": "bfloat16"}, lora=lora, replay={"keep_all": True}, trainer={"max_steps": 4, "save_steps": 2}
+    )
+    run.producer(changes={"dtype": "bfloat16"})
+    trainer = run.trainer("--ranks", "2")
+    run.wait_for_step(3)
+    trainer.kill()
+    resumed = run.trainer("--ranks", "2", "--resume")
+    assert resumed.end(120) == 0, resumed.output
+    assert run.column("step") == [1, 2, 3, 4]
+    killed = adapters(Path(run.config.run_dir))
+    assert len(set(killed.values())) == 2
+    assert killed == adapters(train_again(run, "--ranks", "2"))
 
 
 def test_ranks_that_share_whole_weights_train_them_as_one_does(start: Callable[..., Run]) -> None:

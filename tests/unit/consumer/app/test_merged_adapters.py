@@ -9,8 +9,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from consumer.learn.options import check_model
+from consumer.learn.adapters import initial_adapter
+from consumer.learn.options import build_arguments, build_lora, check_model
+from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.merging import merged_weights
+from consumer.link.weight_snapshots import WeightSnapshots
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire import weight_patch
@@ -92,6 +95,31 @@ def test_what_is_exported_has_the_bits_that_were_published(
         last = load_file(tmp_path / "2" / "model.safetensors")
         for each in merged_weights(PeftModel.from_pretrained(plain, tmp_path / "alone")):
             assert torch.equal(each.now().to(torch.bfloat16), last[each.name])
+
+
+@pytest.mark.long
+def test_a_run_begins_at_an_adapter_and_measures_from_it(tmp_path: Path, model: Path) -> None:
+    options = METHODS["use_dora"]
+    before = FullRun(tmp_path / "before", model, **settings(options, max_steps=2))
+    before.trainer.save_model(str(tmp_path / "adapter"))
+    lora = build_lora(before.config)
+    assert lora is not None
+    initial = initial_adapter(str(tmp_path / "adapter"), lora)
+
+    config = run_config(tmp_path / "after", model, **settings(options, beta=0.5))
+    arguments = build_arguments(config, on_gpu=False, num_prompts=8)
+    trainer = SlipstreamTrainer(config, arguments, lora, model, [], lambda *_: None)
+    trainer.start_from(initial, resumed=False)
+    snapshots = WeightSnapshots(trainer.model)
+    assert bytes(snapshots.take().published(0).data) == before.blobs[-1], "version 0 is what the adapter was"
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter *= 1.5
+    changed = snapshots.take().published(1)
+    with trainer._reference:
+        assert bytes(snapshots.take().published(2).data) == before.blobs[-1]
+    assert snapshots.take().published(3).digest == changed.digest
 
 
 @pytest.mark.long
