@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import TENSORS_FILE, AdapterFolder
 from consumer.learn.checkpoints import CONFIG_FILE
 from consumer.learn.model import use_cache_as
 from consumer.learn.options import build_lora
-from consumer.link.merging import adapt, merged_weights
+from consumer.link.merging import adapt, load_beginning, merged_weights
 from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
@@ -149,8 +148,9 @@ def merged(config: RunConfig, inputs: RunInputs, adapter: AdapterFolder) -> Any:
     """Return the base model with the weights that the trainer published of an adapter. Raises ConfigError if it does not fit."""
     model, lora = inputs.model("cpu"), build_lora(config)
     assert lora is not None
-    set_seed(config.seed)  # as the trainer, for the beginning of the adapter
     policy = adapt(inputs.model("cpu"), lora)
+    if config.changes_base:
+        load_beginning(policy, adapter.path)
     adapter.load_into(policy)
     parameters = dict(model.named_parameters())
     with torch.no_grad():

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from consumer.learn.adapters import AdapterFolder
 from consumer.learn.model import check_base_fits, choose_trainable, device_map, loading, save_weights, within_text_model
 from consumer.learn.options import build_lora, casts, former_names
+from consumer.link.merging import widen_saved_modules
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.command_line import print_progress
 from protocol.config.library_section import build, for_library
@@ -39,7 +40,7 @@ _LARGER = "take a GPU with more memory, or --gpu cpu"
 
 def check_libraries(config: RunConfig) -> None:
     """Validate the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
-    build_lora(config)
+    _lora_of(config)
     build_sft_arguments(config, Path(config.run_dir), on_gpu=False)
 
 
@@ -53,7 +54,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     with new_folder(to) as partial:
-        lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
+        lora, arguments = _lora_of(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
         inputs = RunInputs(config)
         if gpus:
             check_base_fits(base_of(inputs.model_folder, config.trainer_dtype, None), _LARGER)
@@ -70,6 +71,15 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     key = "model.path" if lora is None else "lora.init_from"
     print_progress(f"slipstream sft: wrote {to}; start from it with --set {key}={to}")
     return ExitCode.OK
+
+
+def _lora_of(config: RunConfig) -> LoraConfig | None:
+    if config.changes_base:
+        raise ConfigError(
+            f"lora.init_lora_weights: {config.lora_section['init_lora_weights']}: no run starts from an adapter that is of a "
+            "base from which PEFT took a part; train another one here, or `lora: null`"
+        )
+    return build_lora(config)
 
 
 def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) -> SFTConfig:
@@ -112,6 +122,8 @@ def train(
         )
     if lora is None:
         choose_trainable(trainer.model, trainable or [])
+    else:
+        widen_saved_modules(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.accelerator.unwrap_model(trainer.model)

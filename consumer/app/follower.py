@@ -108,6 +108,8 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
         receive_files(ranks, begin.files, folder)
         batches.trainer = trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
         checkpoint = str(folder) if begin.files else None
+        if checkpoint is not None and config.changes_base:
+            trainer.begin_from(folder)
         if trainer.is_sharded:
             policies = _Policies(trainer, config)
             if trainer.spreads_weights and checkpoint is not None:

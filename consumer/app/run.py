@@ -30,6 +30,7 @@ from consumer.learn.micro_batches import CompletionTooLargeError, Recorded
 from consumer.learn.model import loading, unquantized_probe
 from consumer.learn.shards import without_weights
 from consumer.learn.trainer import SlipstreamTrainer
+from consumer.link.merging import save_beginning
 from consumer.link.policy_store import Snapshot
 from consumer.link.probe import PolicyProbe, longest_of, probe_rows
 from consumer.link.snapshots import AdapterSnapshots
@@ -132,6 +133,8 @@ class Run(TrainerCallback):
             )  # fmt: skip
         if setup.initial_adapter is not None:
             trainer.start_from(setup.initial_adapter, resumed=checkpoint is not None)
+        if checkpoint is not None and setup.config.changes_base:
+            trainer.begin_from(checkpoint.folder)
         self.attach(trainer, self._probe_of(trainer))
         if checkpoint is not None:
             with loading(f"run_dir: {checkpoint.folder} does not fit model.path and lora"):
@@ -330,6 +333,10 @@ class Run(TrainerCallback):
         self.report.say("stopped before the last evaluation was done; the final adapter is written")
         return False
 
+    def _write_adapter(self, folder: str) -> None:
+        self.trainer.save_model(folder)
+        save_beginning(self.trainer.model, Path(folder))
+
     @property
     def _took_all_steps(self) -> bool:
         return bool(self.trainer.state.global_step >= self.trainer.args.max_steps)
@@ -356,7 +363,7 @@ class Run(TrainerCallback):
                 self._save_checkpoint()
             if self._has_trained:
                 trainer, name, then = self.trainer, "adapter", "go on with --resume to have it written"
-                write: Callable[[str], object] = trainer.save_model
+                write: Callable[[str], object] = self._write_adapter
                 if self.setup.config.lora is None:
                     name, write = "model", trainer.save_weights
                 what = f"the {name}"
@@ -416,6 +423,8 @@ class Run(TrainerCallback):
             checkpoints.clear_leftovers(folder)
             try:
                 write()
+                if self.setup.config.changes_base:
+                    save_beginning(self.trainer.model, partial)
                 checkpoints.commit(partial, state)
             except BaseException:
                 checkpoints.clear_leftovers(folder)

@@ -6,6 +6,7 @@ together. A step that is tried again draws the same random numbers.
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -22,6 +23,13 @@ _WORTH_MEASURING = FIRST_TOKENS // 2  # in smaller passes the part that does not
 
 class OutOfMemory(Exception):  # noqa: N818  the trainer decides what follows
     """The device of a rank has no memory for a pass of this step."""
+
+
+class PassSize(NamedTuple):
+    """The size of a forward pass."""
+
+    places: int  # padding included
+    tokens: int
 
 
 @contextlib.contextmanager

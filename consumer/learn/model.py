@@ -92,7 +92,7 @@ def load_policy(
         choose_trainable(base, config.trainable)
         check_names(base, folder)
     else:
-        model = _adapted(config, base, within_text_model(lora, folder), folder)
+        model = _adapted(config, base, within_text_model(lora, folder), folder, ranks)
         if isinstance(base.get_output_embeddings(), BaseTunerLayer):
             raise ConfigError(
                 "lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out"
@@ -118,12 +118,13 @@ def load_policy(
     return model
 
 
-def _adapted(config: RunConfig, base: Any, lora: LoraConfig, folder: Path) -> PeftModel:
+def _adapted(config: RunConfig, base: Any, lora: LoraConfig, folder: Path, ranks: Ranks) -> PeftModel:
     if not config.merged_keys:
         return get_peft_model(base, lora)
     model = adapt(base, lora)
     check_names(model, folder)
-    logger.info(
+    logger.log(
+        logging.INFO if ranks.rank == 0 else logging.DEBUG,
         "vLLM cannot serve an adapter with lora.%s: the trainer merges it, and policies travel as patches of the weights",
         ", lora.".join(config.merged_keys),
     )

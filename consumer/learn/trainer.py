@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -50,7 +50,7 @@ from consumer.learn.loss import (
     token_advantages,
     values_of,
 )
-from consumer.learn.memory import OutOfMemory, PassMemory, oom_on_all_ranks, random_state, set_random_state
+from consumer.learn.memory import OutOfMemory, PassMemory, PassSize, oom_on_all_ranks, random_state, set_random_state
 from consumer.learn.micro_batches import (
     BatchRecipe,
     MicroBatch,
@@ -76,6 +76,7 @@ from consumer.learn.statistics import (
     samples_of,
 )
 from consumer.learn.tree_attention import ChosenKernel, choose_kernel
+from consumer.link.merging import load_beginning
 from consumer.link.weight_snapshots import whole
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import (
@@ -101,13 +102,6 @@ _OF_LOSS = (
     *("old_per_token_logps", "ref_per_token_logps", "teacher_advantages", "answer_mask", "num_answer_tokens"),
 )
 """The tensors of a micro-batch that the loss takes."""
-
-
-class PassSize(NamedTuple):
-    """The size of a forward pass."""
-
-    places: int  # padding included
-    tokens: int
 
 
 class SlipstreamTrainer(Trainer):
@@ -228,6 +222,12 @@ class SlipstreamTrainer(Trainer):
             adapter.load_into(self.model)
         if self.args.beta != 0.0:
             self._reference = ReferencePolicy(self.model, adapter.tensors)
+
+    def begin_from(self, checkpoint: Path) -> None:
+        """Let the adapter begin with that part of the base with which it began in the run of this checkpoint."""
+        load_beginning(self.model, checkpoint)
+        if self.args.beta != 0.0:
+            self._reference = ReferencePolicy(self.model, get_peft_model_state_dict(self.model))
 
     def kept_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that lie on the device between two steps."""

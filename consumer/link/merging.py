@@ -15,6 +15,7 @@ and each module of `modules_to_save` has other weights in place of its own.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,14 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, transpose
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from protocol.config.lora_section import changes_base
 from protocol.errors import ConfigError
+
+BEGINNING_FILE = "adapter_beginning.safetensors"
+"""What PEFT took out of the base, beside an adapter. Another device would find other singular vectors."""
 
 _ADAPTER = "default"
 
@@ -67,12 +73,11 @@ def adapt(base: Any, lora: LoraConfig) -> PeftModel:
         if isinstance(module, BaseTunerLayer):
             _check_layer(name, module)
             if begins:
-                _begin(module, weights[f"{name}.weight"])
+                parts = (part[_ADAPTER].weight.detach().clone() for part in (module.lora_A, module.lora_B))
+                _begin(module, Beginning(weights[f"{name}.weight"], *parts))
             if _ADAPTER in module.lora_magnitude_vector:  # PEFT has rounded it to the type of the base
                 module.lora_magnitude_vector[_ADAPTER].weight.data = _norms(module, _updated(module))
-        elif isinstance(module, ModulesToSaveWrapper):
-            for parameter in module.modules_to_save.parameters():
-                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    widen_saved_modules(model)
     for weight in merged_weights(model):
         if weight.name in shared:
             raise ConfigError(
@@ -80,6 +85,47 @@ def adapt(base: Any, lora: LoraConfig) -> PeftModel:
                 f"with it; take {weight.name.rpartition('.')[0]} out of lora.modules_to_save and lora.target_modules"
             )
     return model
+
+
+def widen_saved_modules(model: PeftModel) -> None:
+    """Let the weights of `modules_to_save` train in float32 at least; PEFT keeps them as the base has them."""
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for parameter in module.modules_to_save.parameters():
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def save_beginning(model: Any, folder: Path) -> None:
+    """Write beside an adapter how it began, if that was with a part of the base."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in _begun(model):
+        tensors |= {f"{name}.a": layer.begun.a.cpu().contiguous(), f"{name}.b": layer.begun.b.cpu().contiguous()}
+    if tensors:
+        save_file(tensors, folder / BEGINNING_FILE)
+
+
+def load_beginning(model: Any, folder: Path) -> None:
+    """Let an adapter that has not been trained begin as the one that was saved in a folder.
+
+    Raises:
+        ConfigError: the file is missing, or of another adapter.
+    """
+    try:
+        tensors = load_file(folder / BEGINNING_FILE)
+        for name, layer in _begun(model):
+            a, b = (part[_ADAPTER].weight for part in (layer.lora_A, layer.lora_B))
+            a.data.copy_(tensors[f"{name}.a"])
+            b.data.copy_(tensors[f"{name}.b"])
+            _begin(layer, Beginning(layer.begun.weight, a.detach().clone(), b.detach().clone()))
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{folder / BEGINNING_FILE} does not say how this adapter began ({error!r}); give the configuration that it was "
+            "trained with, and copy folders of adapters whole"
+        ) from error
+
+
+def _begun(model: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "begun"))
 
 
 def merged_weights(model: PeftModel) -> Iterator[PublishedWeight]:
@@ -145,10 +191,9 @@ def _check_layer(name: str, layer: BaseTunerLayer) -> None:
         )
 
 
-def _begin(layer: Linear, weight: torch.Tensor) -> None:
-    """Note how the adapter of a layer begins, as PEFT has rounded it, and take exactly that out of the base."""
-    a, b = (part[_ADAPTER].weight.detach().clone() for part in (layer.lora_A, layer.lora_B))
-    layer.begun = Beginning(weight, a, b)
-    of_base = layer.get_base_layer().weight
-    wide = weight.to(a.device, torch.promote_types(weight.dtype, torch.float32))
-    of_base.data = (wide - _product(layer, a, b)).to(of_base.dtype)
+def _begin(layer: Linear, begun: Beginning) -> None:
+    """Note how the adapter of a layer begins, and take exactly that out of the base. PEFT has rounded it afterwards."""
+    layer.begun = begun
+    of_base, weight = layer.get_base_layer().weight, begun.weight
+    wide = weight.to(begun.a.device, torch.promote_types(weight.dtype, torch.float32))
+    of_base.data = (wide - _product(layer, begun.a, begun.b)).to(of_base)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from consumer.learn.model import load_model
 from protocol.errors import ConfigError, DatasetError, DeviceError
@@ -52,6 +53,18 @@ def test_whole_weights_make_a_model_that_a_run_starts_from(tmp_path: Path, one_l
     config = run_config(tmp_path / "run", made, "bfloat16", lora=None)
     trainer = slipstream_trainer(config, made)
     assert all(each.requires_grad for each in trainer.model.parameters())
+
+
+@pytest.mark.long
+def test_modules_beside_an_adapter_train_in_float32(tmp_path: Path, one_layer_model: Path) -> None:
+    lora = {"use_dora": True, "modules_to_save": ["norm"]}
+    made = run(tmp_path / "run", one_layer_model, "bfloat16", {"max_steps": 2, "learning_rate": 1e-4}, lora=lora)
+    saved = load_file(made / "adapter_model.safetensors")
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    norm = saved["base_model.model.model.norm.weight"]
+    assert (norm != 1).any(), "steps that bfloat16 would lose"
+    with pytest.raises(ConfigError, match=r"^lora.init_lora_weights: olora"):
+        run(tmp_path / "other", one_layer_model, "bfloat16", lora={"init_lora_weights": "olora"})
 
 
 def test_a_training_that_fails_leaves_nothing(

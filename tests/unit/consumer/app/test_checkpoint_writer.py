@@ -32,7 +32,7 @@ class Saving:
         waits = WaitPolicy(check=self.check, say=self.said.append, stall_timeout_s=60.0)
         unused: Any = None
         setup: Any = SimpleNamespace(
-            config=SimpleNamespace(checkpoints_dir=self.checkpoints_dir),
+            config=SimpleNamespace(checkpoints_dir=self.checkpoints_dir, changes_base=False),
             checkpoint_limit=None,
         )
         self.run = Run(setup, RunStart("run"), unused, waits, unused)

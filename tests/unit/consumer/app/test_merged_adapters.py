@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from consumer.learn.adapters import initial_adapter
 from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.trainer import SlipstreamTrainer
-from consumer.link.merging import merged_weights
+from consumer.link.merging import BEGINNING_FILE, merged_weights
 from consumer.link.weight_snapshots import WeightSnapshots
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -68,6 +68,8 @@ def test_every_step_is_a_patch_and_a_stopped_run_goes_on_bit_for_bit(
     assert [step["kl"] for step in resumed.steps] == [step["kl"] for step in whole.steps]
     saved = load_file(resumed.config.checkpoints_dir / "checkpoint-2" / "adapter_model.safetensors")
     assert {each.dtype for each in saved.values()} == {torch.float32}
+    begins = (resumed.config.checkpoints_dir / "checkpoint-2" / BEGINNING_FILE).exists()
+    assert begins == ("init_lora_weights" in options)
 
 
 @pytest.mark.long

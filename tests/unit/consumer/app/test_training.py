@@ -36,7 +36,7 @@ def start(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     setup: Any = SimpleNamespace(
         answers=None,
         weights=None,
-        config=None,
+        config=SimpleNamespace(changes_base=False),
         arguments=None,
         lora=None,
         model_folder=None,

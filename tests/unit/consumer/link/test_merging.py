@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from consumer.link.merging import adapt, merged_weight, merged_weights
+from consumer.link.merging import BEGINNING_FILE, adapt, load_beginning, merged_weight, merged_weights, save_beginning
 from consumer.link.weight_snapshots import WeightSnapshots, check_names
 from protocol.errors import ConfigError
 from protocol.wire.weight_patch import parse
@@ -34,10 +34,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("llama", tmp_path_factory.mktemp("llama") / "model", num_layers=1)
 
 
-def adapted(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+def adapted(folder: Path, dtype: torch.dtype, *, seed: int = 0, **options: Any) -> Any:
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    torch.manual_seed(0)
-    return adapt(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **options))
+    torch.manual_seed(seed)
+    common = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return adapt(base, LoraConfig(**common | options))
 
 
 def train(model: Any, scale: float = 0.05) -> None:
@@ -95,6 +96,33 @@ def test_a_run_begins_at_the_checkpoint_bit_for_bit_and_trains_in_float32(model:
         assert changed[each.name].num_changes == int((bits != base[each.name].view(torch.int16)).sum())
     assert "model.layers.0.mlp.up_proj.weight" in changed
     assert ("lm_head.weight" in changed) == ("lm_head" in options.get("modules_to_save", ()))
+
+
+@pytest.mark.long
+def test_an_adapter_begins_as_the_one_that_was_saved(model: Path, tmp_path: Path) -> None:
+    """A fast SVD draws numbers, which another device would not draw."""
+    first, second = (adapted(model, torch.bfloat16, init_lora_weights="pissa_niter_0", seed=seed) for seed in (0, 1))
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    assert not torch.equal(first.state_dict()[name], second.state_dict()[name])
+    save_beginning(first, tmp_path)
+    load_beginning(second, tmp_path)
+    expected = first.state_dict()
+    assert all(torch.equal(each, expected[name]) for name, each in second.state_dict().items())
+    assert parse(WeightSnapshots(second).take().published(0).data).tensors == []
+    train(first), train(second)
+    for one, other in zip(merged_weights(first), merged_weights(second), strict=True):
+        assert torch.equal(one.now(), other.now())
+
+    with pytest.raises(ConfigError, match=BEGINNING_FILE):
+        load_beginning(adapted(model, torch.bfloat16, init_lora_weights="pissa", r=3), tmp_path)
+    (tmp_path / BEGINNING_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match=BEGINNING_FILE):
+        load_beginning(second, tmp_path)
+    (tmp_path / BEGINNING_FILE).unlink()
+    with pytest.raises(ConfigError, match=BEGINNING_FILE):
+        load_beginning(second, tmp_path)
+    save_beginning(adapted(model, torch.bfloat16, use_dora=True), tmp_path)
+    assert not (tmp_path / BEGINNING_FILE).exists()
 
 
 def test_dora_by_hand() -> None:
