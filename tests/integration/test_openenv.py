@@ -5,7 +5,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,23 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 SERVERS = Path(__file__).parent / "other_environments" / "openenv_servers.py"
 
 
-@contextmanager
-def serving(kind: str) -> Iterator[str]:
-    """The address of a server that takes two sessions at once."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([python_with("openenv"), str(SERVERS), kind, str(port)]) as server:
+@pytest.fixture(scope="module")
+def urls() -> Iterator[tuple[str, str]]:
+    """The addresses of servers for guesses and for tools. Each takes two sessions at once."""
+    with ExitStack() as free:
+        sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [taken.getsockname()[1] for taken in sockets]
+    with subprocess.Popen([python_with("openenv"), str(SERVERS), *map(str, ports)]) as servers:
         try:
-            while server.poll() is None:
-                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                    break
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
+            for port in ports:
+                while servers.poll() is None:
+                    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                        break
+                    time.sleep(0.2)
+            guess, tools = (f"http://127.0.0.1:{port}" for port in ports)
+            yield guess, tools
         finally:
-            server.terminate()
+            servers.kill()
 
 
 @asynccontextmanager
@@ -49,7 +51,7 @@ async def started(url: str, **settings: Any) -> AsyncIterator[OpenEnvPool]:
         await pool.close()
 
 
-def test_numbers_are_guessed_by_text() -> None:
+def test_numbers_are_guessed_by_text(urls: tuple[str, str]) -> None:
     async def episode(pool: OpenEnvPool, seed: int) -> tuple[float | None, bool]:
         async with pool.session() as session:
             assert await session.reset({}, seed) == " guess"
@@ -68,11 +70,10 @@ def test_numbers_are_guessed_by_text() -> None:
                 with pytest.raises(EnvironmentFailedError, match="below zero"):
                     await session.reply("-1")
 
-    with serving("guess") as url:
-        asyncio.run(body(url))
+    asyncio.run(body(urls[0]))
 
 
-def test_tools_are_called() -> None:
+def test_tools_are_called(urls: tuple[str, str]) -> None:
     async def body(url: str) -> None:
         async with started(url, tool_parser="hermes") as pool:
             [tool] = pool.tools
@@ -88,5 +89,4 @@ def test_tools_are_called() -> None:
                 assert failed
                 assert await session.call("add", {"a": 1}) == ("8", False)
 
-    with serving("tools") as url:
-        asyncio.run(body(url))
+    asyncio.run(body(urls[1]))

@@ -1,5 +1,6 @@
-"""Two environments by the package `openenv`, which the Python that runs this has: PYTHON openenv_servers.py guess|tools PORT."""
+"""Two environments by the package `openenv`, which the Python that runs this has: PYTHON openenv_servers.py PORT PORT."""
 
+import asyncio
 import sys
 
 import uvicorn
@@ -63,8 +64,13 @@ class Adding(MCPEnvironment):
         return State()
 
 
+async def serve(ports: list[str]) -> None:
+    kinds = {"guess": (Guess, GuessAction, GuessObservation), "tools": (Adding, CallToolAction, CallToolObservation)}
+    apps = [create_app(*kind, env_name=name, max_concurrent_envs=2) for name, kind in kinds.items()]
+    settings = {"host": "127.0.0.1", "log_level": "warning"}
+    configs = [uvicorn.Config(app, port=int(port), **settings) for app, port in zip(apps, ports, strict=True)]
+    await asyncio.gather(*(uvicorn.Server(config).serve() for config in configs))
+
+
 if __name__ == "__main__":
-    guess = (Guess, GuessAction, GuessObservation)
-    kind = guess if sys.argv[1] == "guess" else (Adding, CallToolAction, CallToolObservation)
-    app = create_app(*kind, env_name=sys.argv[1], max_concurrent_envs=2)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+    asyncio.run(serve(sys.argv[1:]))
