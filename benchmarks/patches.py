@@ -26,7 +26,7 @@ from consumer.link.weight_snapshots import WeightSnapshots
 from producer.rewards.builtin import numeric_match
 from protocol.runtime import json_lines
 from protocol.wire.patch_streams import changes_of
-from protocol.wire.weight_patch import parse
+from protocol.wire.weight_patch import pack, parse
 
 OUT = Path("runs/bench/patches.jsonl")
 RATES = (1e-6, 3e-6, 1e-5)
@@ -151,18 +151,19 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def made(snapshots: WeightSnapshots) -> dict[str, Any]:
-    """Make the patch of a model's weights of now, as the trainer does, and return its size and the seconds of each part."""
+    """Make the patch of a model's weights of now, without an anchor, and return its size and the seconds of each part."""
     times = [time.thread_time()]
     snapshot = snapshots.take()
     times.append(time.thread_time())
-    published = snapshot.published(0)
+    data, _ = pack(snapshots.patch(snapshot.weights))
     times.append(time.thread_time())
-    patch = parse(published.data)
+    snapshot.release()
+    patch = parse(data)
     sizes = [(tensor.name, len(places)) for tensor, places, _ in changes_of(patch)]
     times.append(time.thread_time())
     parts = [round(after - before, 4) for before, after in itertools.pairwise(times)]
     return {
-        "bytes": len(published.data), "num_changes": sum(size for _, size in sizes),
+        "bytes": len(data), "num_changes": sum(size for _, size in sizes),
         "num_changes_of_embeddings": sum(size for name, size in sizes if _EMBEDDINGS in name),
         **dict(zip(("take_cpu_s", "make_cpu_s", "read_cpu_s"), parts, strict=True)),
     }  # fmt: skip
@@ -172,9 +173,10 @@ def memory_of_making(snapshots: WeightSnapshots) -> int:
     """Return the most bytes beside snapshots that making a patch takes on the host."""
     snapshot = snapshots.take()
     tracemalloc.start()
-    snapshot.published(0)
+    pack(snapshots.patch(snapshot.weights))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    snapshot.release()
     return peak
 
 

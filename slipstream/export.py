@@ -26,7 +26,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
 from protocol.wire import weight_patch
 from protocol.wire.adapter_blob import BlobError
-from protocol.wire.patch_streams import changes_of
+from protocol.wire.patch_streams import composed
 from slipstream.adapters import choose_adapter
 from slipstream.model_card import Kind, model_card
 from slipstream.new_folder import new_folder
@@ -164,9 +164,8 @@ def patched(base: Any, base_folder: Path, policy: Path) -> Any:
     base."""
     state = base.state_dict()
     try:
-        for tensor, places, bits in changes_of(
-            weight_patch.read(policy, None, {n: tuple(t.shape) for n, t in state.items()})
-        ):
+        patches = weight_patch.read(policy, None, {n: tuple(t.shape) for n, t in state.items()})
+        for tensor, places, bits in composed(patches):
             flat = state[tensor.name].view(-1).view(torch.int16).numpy().view(np.uint16)
             flat[places] ^= bits
             if int(flat.sum(dtype=np.uint64)) != tensor.sum:

@@ -77,7 +77,19 @@ PRODUCER = (
 )
 PATCH = ("snapshot.taken", "patch.begin", "patch.made", "offer.begin", "offer.queued", "offer.sent")
 """Points of a trainer of `lora: null`, once a version: its weights are copied, compared with the checkpoint, and offered."""
-PATCHED = ("prepare.begin", "prepare.read", "prepare.done", "flip.begin", "flip.done", "prove.begin", "prove.done")
+ANCHOR = ("anchor.begin", "anchor.made", "patches.saved")
+"""Points of it, at some versions: a patch becomes the anchor of those after it, and a checkpoint gets it."""
+PATCHED = (
+    "anchor.begin",
+    "anchor.fetched",
+    "prepare.begin",
+    "prepare.read",
+    "prepare.done",
+    "flip.begin",
+    "flip.done",
+    "prove.begin",
+    "prove.done",
+)
 """Points of its producers, once a version."""
 RETENTION = ("retention.begin", "retention.uncommitted", "retention.committed", "retention.done")
 

@@ -41,7 +41,7 @@ class Fate:
 
 NONE = Fate("none", float("inf"))
 _OFTEN = {"checkpoint.syncing": 12, "checkpoint.uncounted": 1, "append.row": 10}
-_ONCE = ("hello.begin", "hello.sent", "welcome.received", "checkpoint.uncounted", *aims.START)
+_ONCE = ("hello.begin", "hello.sent", "welcome.received", "checkpoint.uncounted", *aims.START, *aims.ANCHOR[:2])
 _PATIENCE_S = {"trainer": 6.0, "producer": 10.0}  # for a point that is not reached
 _IN_A_STEP = ("claim.committed", "step.begin", "step.loss")
 _SHARE_TWICE = 0.5  # of deaths in a step that happen again in the same one, so that its groups are quarantined
@@ -73,7 +73,7 @@ class FateDeck:
         points = (*aims.START, *aims.TRAINER, *aims.CHECKPOINT) if role == "trainer" else aims.PRODUCER
         points = (*points, *aims.RETENTION) if retention else points
         if full:  # more often than the others, which the run of an adapter reaches too
-            points = (*points, *(2 * (aims.PATCH if role == "trainer" else aims.PATCHED)))
+            points = (*points, *(2 * (aims.PATCH + aims.ANCHOR if role == "trainer" else aims.PATCHED)))
         self._points = (*points, *aims.RANKS) if ranks > 1 else points
         self._share_at_rank = 0.4 if ranks > 1 else 0.0
         self._decks: dict[str, list[str]] = {}

@@ -20,6 +20,7 @@ from producer.engine.patch_worker import Patcher
 from producer.engine.weight_map import Checkpoint
 from producer.engine.weights import MergedWeights
 from producer.engine_contract import Adapter, AdapterRefusedError, Completion
+from producer.link.fetch import _Download
 from tests.scripted_engine import DEFAULT_PACE, ScriptedEngine
 
 DTYPE = torch.bfloat16
@@ -27,6 +28,7 @@ DTYPE = torch.bfloat16
 
 def install(aim: Aim, note: Callable[..., None]) -> Callable[[Any, int], "PatchedEngine"]:
     """Set the points of a patch, and return what makes the engine."""
+    aim.around(_Download, "_anchor", "anchor.begin", "anchor.fetched")
     aim.around(Patcher, "prepare", "prepare.begin", None)
     aim.around(Patcher, "_read", None, "prepare.read")
     aim.around(Patcher, "_make", None, "prepare.done")

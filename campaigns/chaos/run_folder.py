@@ -107,7 +107,7 @@ def prepare(folder: Path, sockets: Path, seed: int, shape: Shape) -> dict[str, A
         "lora": None if shape.full else {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
         "trainer": {
             "max_steps": 1_000_000,
-            "learning_rate": 1e-3,
+            "learning_rate": 5e-6 if shape.full else 1e-3,  # so that patches grow
             "lr_scheduler_type": "constant",
             "num_iterations": shape.num_iterations,
             "save_steps": 3,

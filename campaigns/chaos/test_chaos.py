@@ -76,16 +76,18 @@ def test_patches_of_whole_weights_end_nowhere_half_made(
 ) -> None:
     making, taking = (
         tuple(Fate("aimed kill", _SURELY_S, point, 2) for point in points)
-        for points in (("patch.made",), ("prepare.done", "flip.begin", "prove.begin"))
+        for points in (("patch.made",), ("prepare.done", "flip.begin", "prove.begin", "anchor.fetched"))
     )
+    making += (Fate("aimed kill", _SURELY_S, "anchor.made", 1),)
     summary = run(
-        tmp_path, short_dir, zygotes, kills=4, seed=7, num_producers=1, shape=Shape(full=True), at_the_end=(),
+        tmp_path, short_dir, zygotes, kills=6, seed=7, num_producers=1, shape=Shape(full=True), at_the_end=(),
         trainer_fates=making, producer_fates=taking,
     )  # fmt: skip
     assert summary["problems"] == []
     assert summary["ok"]
     assert summary["kills_by_point"].keys() >= {fate.point for fate in (*making, *taking)}
     assert summary["weights_compared"] >= 8, "each is what was published, bit by bit"
+    assert summary["versions_with_anchor"] > 0
     assert summary["replayed_bit_for_bit"]
 
 

@@ -1,7 +1,7 @@
 """`rl-trainer`, watched: the real command, with its evidence written down and points to die at.
 
-Guarantee: what the product does is unchanged, except for the instant of its death and under a control. Evidence of a step
-is on the disk before the step's checkpoint can be.
+Guarantee: what the product does is unchanged, except for the instant of its death, under a control, and that patches of weights
+get an anchor sooner. Evidence of a step is on the disk before the step's checkpoint can be.
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ from campaigns.chaos.collect import COLUMNS, REPLAY_COLUMNS, rows_of
 from campaigns.chaos.evidence import EvidenceLog, digest_of_group, digest_of_weights
 from campaigns.chaos.forked_ranks import forked_ranks
 
+_GROWTH = 1.2
+"""Patches of the tiny model's weights have grown so far after some five steps."""
 _USED = (
     "consumer.app.daemon",
     "consumer.app.follower",
@@ -49,7 +51,9 @@ def main(request: dict[str, Any]) -> NoReturn:
     if control:
         controls.CONTROLS[control]()
     from consumer.app import cli
+    from consumer.link import patch_maker
 
+    patch_maker.MOST_GROWTH = _GROWTH
     log.note("process", argv=request["argv"])
     cli.main()
 
@@ -59,6 +63,7 @@ def _write_evidence(log: EvidenceLog) -> None:
     from consumer.app.run import Run
     from consumer.learn import checkpoints as checkpoints
     from consumer.learn.trainer import SlipstreamTrainer
+    from consumer.link.weight_snapshots import WeightSnapshot
     from replay.journal.retention import Retention
 
     steps = SlipstreamTrainer.get_train_dataloader
@@ -87,10 +92,20 @@ def _write_evidence(log: EvidenceLog) -> None:
 
     Run.on_step_end = watched_step_end
 
+    published = WeightSnapshot.published
+
+    def watched_published(snapshot: Any, version: int) -> Any:
+        policy = published(snapshot, version)
+        anchor = policy.anchor and policy.anchor.digest
+        log.note("published", version=version, digest=policy.digest, anchor=anchor, weights=snapshot.noted)
+        return policy
+
+    WeightSnapshot.published = watched_published  # type: ignore[method-assign]
+
     for kind in (LiveRun, Run):
 
         def watched_submit(self: Any, step: int, version: int, snapshot: Any, _then: Any = kind.submit) -> None:
-            log.note("policy", step=step, version=version, **_facts_of(snapshot))
+            log.note("policy", step=step, version=version, digest=_digest_of(snapshot))
             _then(self, step, version, snapshot)
 
         kind.submit = watched_submit
@@ -125,19 +140,19 @@ def _write_evidence(log: EvidenceLog) -> None:
     checkpoints.commit = watched_commit
 
 
-def _facts_of(snapshot: Any) -> dict[str, str]:
-    """The digest of a policy, and of its weights where they are patched. The snapshot stays as it is."""
+def _digest_of(snapshot: Any) -> str:
+    """The digest of a policy, or of its weights where they are patched. The snapshot stays as it is."""
     import torch
 
     from consumer.link.weight_snapshots import WeightSnapshot
-    from protocol.wire.weight_patch import pack
 
     if not isinstance(snapshot, WeightSnapshot):
-        return {"digest": snapshot.published(0).digest}
-    owner, weights = snapshot.owner, snapshot.weights
-    bits = weights.view(torch.int16).numpy()
-    tensors = ((name, bits[place.start :][: place.size].tobytes()) for name, place in owner._places.items())
-    return {"digest": pack(owner.patch(weights))[1], "weights": digest_of_weights(tensors)}
+        return str(snapshot.published(0).digest)
+    bits, places = snapshot.weights.view(torch.int16).numpy(), snapshot.owner._places
+    tensors = ((name, bits[place.start :][: place.size].tobytes()) for name, place in places.items())
+    noted = digest_of_weights(tensors)
+    snapshot.noted = noted  # type: ignore[attr-defined]
+    return noted
 
 
 def set_points(aim: Aim) -> None:
@@ -147,6 +162,7 @@ def set_points(aim: Aim) -> None:
     from consumer.learn import checkpoints as checkpoints
     from consumer.learn.trainer import SlipstreamTrainer
     from consumer.link.intake import Intake
+    from consumer.link.patch_maker import PatchMaker
     from consumer.link.weight_snapshots import WeightSnapshot, WeightSnapshots
     from consumer.ranks.exchange import ProcessRanks
     from protocol.channel.server import ZmqServer
@@ -181,6 +197,8 @@ def set_points(aim: Aim) -> None:
 
     aim.around(WeightSnapshots, "take", None, "snapshot.taken")
     aim.around(WeightSnapshot, "published", "patch.begin", "patch.made")
+    aim.around(PatchMaker, "_anchor_to", "anchor.begin", "anchor.made")
+    aim.around(WeightSnapshots, "save", None, "patches.saved")
     aim.around(Intake, "publish", "publish.begin", "publish.done")
     aim.around(Intake, "stop", "farewell.begin", "farewell.done")
     aim.around(Run, "on_step_begin", "step.begin", None)

@@ -94,8 +94,8 @@ def summarize(
     if trains_again is not None:
         retrained = retrain(folder, trains_again, evidence.final_step, evidence.rules.sync_interval, ranks)
         problems += retrained.problems
-    served, wrong = _weights_served(folder)
-    problems += wrong
+    served = _weights_served(folder)
+    problems += served.problems
     lines = [line["step"] for line in rotated_lines.read(folder / "run" / "steps.jsonl")]
     if lines != list(range(1, evidence.final_step + 1)):
         problems.append(Problem("steps", "steps.jsonl does not name every step once and in order"))
@@ -128,7 +128,8 @@ def summarize(
         "kills_by_kind": dict(tally.by_kind.most_common()),
         "kills_by_point": dict(sorted(tally.by_point.items())),
         "stops_by_point": dict(sorted(tally.stops_by_point.items())),
-        "weights_compared": served,
+        "weights_compared": served.compared,
+        "versions_with_anchor": served.anchored,
         "policies_compared": retrained.policies if retrained else 0,
         "checkpoints_compared": retrained.checkpoints if retrained else 0,
         "wall_s": round(wall_s, 1),
@@ -138,26 +139,35 @@ def summarize(
     }
 
 
-def _weights_served(folder: Path) -> tuple[int, list[Problem]]:
-    """The number of times that an engine's weights were a policy's, bit by bit, and the times when they were not."""
-    known = {
-        (line["digest"][:8], line["weights"])
-        for path in collect.trainer_logs(folder)
-        for line in read(path)
-        if line["what"] == "policy" and "weights" in line
-    }
+class _Served(NamedTuple):
+    """How often an engine's weights were a policy's, bit by bit, and how many versions had an anchor."""
+
+    compared: int
+    anchored: int
+    problems: list[Problem]
+
+
+def _weights_served(folder: Path) -> _Served:
+    """Compare the weights of engines with the published ones, and the patches of equal weights."""
+    published = [line for path in collect.trainer_logs(folder) for line in read(path) if line["what"] == "published"]
+    known = {(line["digest"][:8], line["weights"]) for line in published}
     served = [
         (path.stem, (line["policy"], line["weights"]))
         for path in sorted(folder.glob("producer-*.jsonl"))
         for line in read(path)
         if line["what"] == "weights"
     ]
-    wrong = [
+    problems = [
         Problem("weights", f"{name} served {each}, which was not published")
         for name, each in served
         if each not in known
     ]
-    return len(served), wrong
+    digests: dict[tuple[int, str], str] = {}
+    for line in published:
+        version = line["version"]
+        if digests.setdefault((version, line["weights"]), line["digest"]) != line["digest"]:
+            problems.append(Problem("weights", f"v{version} was published again as another patch of equal weights"))
+    return _Served(len(served), sum(line["anchor"] is not None for line in published), problems)
 
 
 def _steps_undone(evidence: Any) -> int:

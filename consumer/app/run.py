@@ -160,6 +160,8 @@ class Run(TrainerCallback):
         self._snapshots: AdapterSnapshots | WeightSnapshots
         if config.weights == "full":
             self._snapshots = WeightSnapshots(trainer.model)
+            if self.start.checkpoint is not None:
+                self._snapshots.restore(self.start.checkpoint.folder)
             if config.lora is None or config.changes_base:
                 probe.measure_base()
         else:
@@ -425,6 +427,8 @@ class Run(TrainerCallback):
                 write()
                 if self.setup.config.changes_base:
                     save_beginning(self.trainer.model, partial)
+                if isinstance(self._snapshots, WeightSnapshots):
+                    self._snapshots.save(partial)
                 checkpoints.commit(partial, state)
             except BaseException:
                 checkpoints.clear_leftovers(folder)

@@ -51,7 +51,8 @@ class EvaluationControl:
             return
         due = version % self.section.every_versions == 0 if version else self.section.before_training
         if due or version == self.last_version:
-            self.due.put(DueVersion(policy.info, step, bytes(policy.data), policy.probe))
+            anchor = policy.anchor and (policy.anchor.digest, bytes(policy.anchor.data))
+            self.due.put(DueVersion(policy.info, step, bytes(policy.data), policy.probe, anchor))
 
     def collect(self, log: Callable[[Mapping[str, float]], None]) -> None:
         """Record what has finished, and send its numbers to the trackers by `log`. On a full disk the next call does."""
@@ -100,7 +101,7 @@ class EvaluationControl:
             "digest": policy.digest,
         }
         try:
-            is_best = self.results.record(result, finished.due.blob, finished.kept())
+            is_best = self.results.record(result, finished.due.blob, finished.kept(), finished.due.published.anchor)
         except OSError as error:
             if not out_of_space(error, self.run_dir):
                 raise

@@ -24,7 +24,7 @@ from protocol.config.data import EvaluationSection
 from protocol.runtime import json_lines as rotated_lines
 from protocol.runtime.files import restore_folder, staged
 from protocol.runtime.json_lines import RotatedLines, encode_line, encode_page
-from protocol.wire.adapter_blob import Unpack
+from protocol.wire.adapter_blob import Anchor, Unpack
 from protocol.wire.adapter_blob import unpack as unpack_adapter
 from protocol.wire.messages import PolicyInfo, Probe
 
@@ -94,8 +94,10 @@ class EvaluationResults:
         enough = result["score"] is not None and unscored <= self._max_unscored_share * result["num_prompts"]
         return bool(enough and result["metric"] == self._section.score_name)
 
-    def record(self, result: dict[str, Any], blob: bytes, answers: Sequence[KeptAnswer] = ()) -> bool:
-        """Keep the answers, and the adapter if it is the best, then write the line. Return whether it is the best. On an
+    def record(
+        self, result: dict[str, Any], blob: bytes, answers: Sequence[KeptAnswer] = (), anchor: Anchor | None = None
+    ) -> bool:
+        """Keep the answers, and the adapter or patch if it is the best, then write the line. Return whether it is the best. On an
         OSError nothing was recorded."""
         if answers:
             self._answers.write(result["version"], result["step"], answers)
@@ -103,7 +105,7 @@ class EvaluationResults:
         best = self.best
         is_best = self.is_valid(result) and (best is None or result["score"] > best["score"])
         if is_best and self._section.keep_best:
-            self._keep(result, blob)
+            self._keep(result, blob, anchor)
         self._file.append(f"{encode_line(result)}\n".encode(), durable=True)
         self._note(result)
         self._answers.prune(self._best_version)
@@ -127,24 +129,26 @@ class EvaluationResults:
         if without != self._without:
             self._without, self.best_score, self._best_version, self.num_without_improvement = without, None, None, 0
 
-    def _keep(self, result: dict[str, Any], blob: bytes) -> None:
+    def _keep(self, result: dict[str, Any], blob: bytes, anchor: Anchor | None) -> None:
         with staged(self._best) as partial:
-            self._unpack(blob, result["digest"], partial)
+            self._unpack(blob, result["digest"], partial, anchor)
             (partial / _RESULT).write_text(encode_page(result), encoding="utf-8")
 
 
 class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy to evaluate: the step that made it, its adapter blob, and its probe as a `PolicyOffer` has it."""
+    """A policy to evaluate: the step that made it, its blob, its probe as a `PolicyOffer` has it, and its anchor."""
 
     policy: PolicyInfo
     step: int
     blob: bytes
     probe: Probe | None = None
+    anchor: tuple[str, bytes] | None = None
 
     @property
     def published(self) -> PublishedPolicy:
         """The policy as producers download it."""
-        return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, self.probe)
+        anchor = Anchor(*self.anchor) if self.anchor else None
+        return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, self.probe, anchor=anchor)
 
 
 class EvaluationQueue:

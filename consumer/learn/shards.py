@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 from transformers.trainer import OPTIMIZER_NAME
 
+from consumer.link.patch_maker import KEPT_FILE
 from consumer.link.weight_snapshots import whole
 from protocol.errors import ConfigError
 
@@ -122,7 +123,7 @@ def without_weights(checkpoint: Path, to: Path) -> Path:
             torch.save(
                 tree_map_only(torch.Tensor, lambda each: each.to("meta") if each.dim() else each, state), to / file.name
             )
-        elif file.is_file() and file.suffix != ".safetensors":
+        elif file.is_file() and file.suffix != ".safetensors" and file.name != KEPT_FILE:
             shutil.copyfile(file, to / file.name)
     return to
 

@@ -1,8 +1,8 @@
 """The published policies that producers can download.
 
-Guarantee: the newest policy is always there, with the few before it and the one that is pinned; any thread may publish, any may
-read. A policy is in memory once: in the file that producers of this host read, where there is room for one. Its memory is
-given back when it leaves the store, and not before.
+Guarantee: the newest policy is always there, with the few before it, the one that is pinned, and the anchors of all these; any
+thread may publish, any may read. A policy is in memory once: in the file that producers of this host read, where there is room
+for one. Its memory is given back when it leaves the store, and not before.
 """
 
 import mmap
@@ -16,18 +16,24 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from protocol.runtime.scratch import SharedMemory
+from protocol.wire.adapter_blob import Anchor
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest, Probe
 
 
 @dataclass(frozen=True)
 class PublishedPolicy:
-    """A packed adapter with what proves that it arrived."""
+    """A packed adapter or patch, the anchor of the patch, and the probe that proves that it arrived."""
 
     version: int
     digest: str  # sha256 of `data` in hex
     data: bytes | memoryview
     probe: Probe | None = None
     release: Callable[[], None] = lambda: None  # is called when `data` is not needed any more
+    anchor: Anchor | None = None
+
+    @property
+    def anchor_info(self) -> PolicyInfo | None:
+        return self.anchor and PolicyInfo(self.version, self.anchor.digest, len(self.anchor.data))
 
     @property
     def info(self) -> PolicyInfo:
@@ -60,6 +66,7 @@ class PolicyStore:
     _blobs: OrderedDict[str, _Blob] = field(default_factory=OrderedDict)
     _newest: PolicyInfo | None = None
     _pinned: str | None = None  # a digest
+    _anchors: dict[str, str] = field(default_factory=dict)  # digests, of the newest policy and of the pinned one
 
     @property
     def newest(self) -> PolicyInfo:
@@ -68,6 +75,7 @@ class PolicyStore:
         return self._newest
 
     def publish(self, policy: PublishedPolicy) -> None:
+        self._add_anchor("newest", policy)
         blob = self._blob(policy)
         with self._update() as gone:
             if policy.digest in self._blobs:
@@ -79,19 +87,35 @@ class PolicyStore:
         """Keep this policy, which is added if it is not here, until another is pinned or it is unpinned."""
         with self._lock:
             self._pinned = policy.digest
-            known = policy.digest in self._blobs
-        if not known:
-            blob = self._blob(policy)
-            with self._update() as gone:
-                if policy.digest in self._blobs:  # it was published meanwhile
-                    gone.append(blob)
-                else:
-                    self._blobs[policy.digest] = blob
-                    self._blobs.move_to_end(policy.digest, last=False)
+        self._add_anchor("pinned", policy)
+        self._add_old(policy)
 
     def unpin(self) -> None:
         with self._update():
             self._pinned = None
+            self._anchors.pop("pinned", None)
+
+    def _add_anchor(self, of: str, policy: PublishedPolicy) -> None:
+        """Keep the anchor of a policy, from before the policy is offered."""
+        with self._lock:
+            self._anchors.pop(of, None)
+            if policy.anchor is not None:
+                self._anchors[of] = policy.anchor.digest
+        if policy.anchor is not None:
+            self._add_old(PublishedPolicy(policy.version, *policy.anchor))
+
+    def _add_old(self, policy: PublishedPolicy) -> None:
+        """Add a policy, unless it is here, as the one that has been here longest."""
+        with self._lock:
+            if policy.digest in self._blobs:
+                return
+        blob = self._blob(policy)
+        with self._update() as gone:
+            if policy.digest in self._blobs:  # it was added meanwhile
+                gone.append(blob)
+            else:
+                self._blobs[policy.digest] = blob
+                self._blobs.move_to_end(policy.digest, last=False)
 
     def chunk(self, request: BlobRequest) -> BlobChunk | BlobMissing:
         with self._lock:  # a blob that is given back may be written to at once
@@ -110,16 +134,20 @@ class PolicyStore:
         if file is not None:
             release()
             data, release = _mapped(file), partial(file.unlink, missing_ok=True)
-        return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), policy.probe), release)
+        offer = PolicyOffer(policy.digest, str(file or ""), policy.probe, anchor=policy.anchor_info)
+        return _Blob(memoryview(data), offer, release)
 
     @contextmanager
     def _update(self) -> Iterator[list[_Blob]]:
-        """Hold the lock; then evict all but the newest `keep` and the pinned policy, and free them."""
+        """Hold the lock; then evict all but the newest `keep`, the pinned policy and the anchors, and free them."""
         gone: list[_Blob] = []
         with self._lock:
             yield gone
             others = [digest for digest in self._blobs if digest != self._pinned]
-            gone += [self._blobs.pop(digest) for digest in others[: -self.keep]]
+            old = dict.fromkeys(others[: -self.keep])
+            anchors = [blob.offer.anchor for digest, blob in self._blobs.items() if digest not in old]
+            needed = {anchor.digest for anchor in anchors if anchor is not None} | set(self._anchors.values())
+            gone += [self._blobs.pop(digest) for digest in old if digest not in needed]
         for blob in gone:
             blob.release()
 

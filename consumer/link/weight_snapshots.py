@@ -1,33 +1,35 @@
 """Snapshots of a model whose own weights train, or whose adapter is merged into them, published as patches of the checkpoint.
 
-Guarantee: a patch leads from that checkpoint, in bfloat16, to the rounding of the weights of the moment of `take`, bit for bit,
-while training goes on. Equal weights give equal patches. Of weights that ranks share all ranks gather one parameter at a time,
-rounded, and call `take` and `gather_weights` in the same order. An adapter is merged one tensor at a time. The host keeps 2 bytes
-per element of the tensors that change for the checkpoint, and as many for each snapshot at a time. Comparing and packing happen
-on the publisher's thread. Formats: `protocol.wire.weight_patch`.
+Guarantee: a patch leads from that checkpoint, or from its anchor, in bfloat16, to the rounding of the weights of the moment of
+`take`, bit for bit, while training goes on. Which it is depends on the snapshots taken before, and a run that goes on from a
+checkpoint of its own makes the same patches. Of weights that ranks share all ranks gather one parameter at a time, rounded, and
+call `take` and `gather_weights` in the same order. An adapter is merged one tensor at a time. The host keeps 2 bytes per element
+of the tensors that change for each snapshot at a time, and what `PatchMaker` keeps. Comparing and packing happen on the
+publisher's thread, or before a checkpoint.
 """
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 
 from consumer.link.merging import PublishedWeight, merged_weights
+from consumer.link.patch_maker import Blob, PatchMaker, Place
 from consumer.link.policy_store import PublishedPolicy
 from consumer.link.probe import Measurement
 from consumer.link.snapshots import lies_on_gpu
 from protocol.errors import ConfigError
 from protocol.gpu.model_files import weights_of
-from protocol.wire.patch_streams import PER_WORD, TwoWeights, Words, element_sum, patch_between
-from protocol.wire.weight_patch import WeightPatch, pack
+from protocol.wire.patch_streams import PER_WORD
+from protocol.wire.weight_patch import WeightPatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,65 +37,57 @@ _COLUMNS = 8  # of each merged tensor, in which the loss by rounding is measured
 _LEAST_SURVIVAL = 0.5  # as the producer's, for adapters that engines merge
 
 
-class _Place(NamedTuple):
-    """The elements of a tensor in a buffer, up to the next whole word."""
-
-    start: int
-    size: int
-
-    @property
-    def words(self) -> slice:
-        return slice(self.start // PER_WORD, -(-(self.start + self.size) // PER_WORD))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WeightSnapshot:
     """A `consumer.link.policy_store.Snapshot` of weights."""
 
     owner: "WeightSnapshots"
     weights: torch.Tensor
     copied: torch.cuda.Event | None
-    release: Callable[[], None]
     probe: Measurement | None = None
     survival: torch.Tensor | None = None
+    made: Blob | None = None
 
     def published(self, version: int) -> PublishedPolicy:
-        if self.copied is not None:
-            self.copied.synchronize()
+        data, digest, anchor = self.owner.make(self)
         if self.survival is not None:
             self.owner.note_survival(version, *self.survival.tolist())
-        data, digest = pack(self.owner.patch(self.weights))
-        self.release()  # the patch is a copy
-        return PublishedPolicy(version, digest, data, self.probe and self.probe.probe())
+        return PublishedPolicy(version, digest, data, self.probe and self.probe.probe(), anchor=anchor)
+
+    def release(self) -> None:
+        """Make no patch of it. One that is made has been released."""
+        self.owner.drop(self)
 
 
 class WeightSnapshots:
     """The maker of snapshots of `model`, whose parameters that train without an adapter are now as they were loaded.
 
-    `take` belongs to the thread that trains; any thread may release.
+    `take` belongs to the thread that trains; any thread may call the rest.
     """
 
     def __init__(self, model: Any) -> None:
         self._weights = list(published_weights(model))
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         self._length = 0
         for each in self._weights:
             size = each.shape.numel()
-            self._places[each.name] = _Place(self._length, size)
+            self._places[each.name] = Place(self._length, size)
             self._length += -(-size // PER_WORD) * PER_WORD
         self._is_pinned = torch.cuda.is_available()
         self._model = model
         self._free: deque[torch.Tensor] = deque()
         self._num_taken = 0
         self._has_warned = False
-        self._loaded = self._new_buffer()
+        self._making = threading.Lock()
+        self._unmade: deque[WeightSnapshot] = deque()
+        loaded = self._new_buffer()
         with torch.no_grad():
             for each in self._weights:
-                self._part(self._loaded, each).copy_(each.base(), non_blocking=True)
+                self._part(loaded, each).copy_(each.base(), non_blocking=True)
         if self._on_gpu:
             torch.cuda.synchronize()
-        loaded = _words(self._loaded)
-        self._sums = {name: element_sum(loaded[place.words]) for name, place in self._places.items()}
+        shapes = {each.name: each.shape for each in self._weights}
+        self._maker = PatchMaker(shapes, self._places, loaded, self._free.append)
 
     @property
     def _on_gpu(self) -> bool:
@@ -110,15 +104,44 @@ class WeightSnapshots:
         if self._on_gpu:
             copied = torch.cuda.Event()
             copied.record()
-        return WeightSnapshot(self, buffer, copied, lambda: self._free.append(buffer), probe, survival)
+        snapshot = WeightSnapshot(self, buffer, copied, probe, survival)
+        with self._making:
+            self._unmade.append(snapshot)
+        return snapshot
+
+    def make(self, snapshot: WeightSnapshot) -> Blob:
+        """Return the patch of a snapshot. Those that were taken before it are made before it."""
+        with self._making:
+            while snapshot.made is None:
+                self._make_next()
+            return snapshot.made
+
+    def drop(self, snapshot: WeightSnapshot) -> None:
+        with self._making:
+            if snapshot in self._unmade:
+                self._unmade.remove(snapshot)
+                self._free.append(snapshot.weights)
 
     def patch(self, weights: torch.Tensor) -> WeightPatch:
         """Return the patch that makes `weights` of the loaded ones."""
-        old, new = _words(self._loaded), _words(weights)
-        return patch_between(
-            TwoWeights(each.name, each.shape, old[place.words], new[place.words], self._sums[each.name])
-            for each, place in ((each, self._places[each.name]) for each in self._weights)
-        )
+        return self._maker.patch(weights)
+
+    def save(self, folder: Path) -> None:
+        """Write to a checkpoint what the patches to come depend on: on all snapshots that were taken, which are made first."""
+        with self._making:
+            while self._unmade:
+                self._make_next()
+            self._maker.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Go on as `save` has left it. Raises ConfigError if the file is not of this model."""
+        self._maker.restore(folder, self._new_buffer)
+
+    def _make_next(self) -> None:
+        snapshot = self._unmade.popleft()
+        if snapshot.copied is not None:
+            snapshot.copied.synchronize()
+        snapshot.made = self._maker.blob(snapshot.weights)
 
     def note_survival(self, version: int, left: float, whole: float) -> None:
         """Warn once where rounding leaves little of what the adapter changes: S = left / whole, as `producer.engine.merged_proof`
@@ -162,11 +185,6 @@ def _survival(merged: torch.Tensor, base: torch.Tensor, number: int) -> torch.Te
     update = part - before
     left = (part.to(torch.bfloat16).to(merged.dtype) - before) * update
     return torch.stack([left.sum(), update.square().sum()])
-
-
-def _words(buffer: torch.Tensor) -> Words:
-    words: Words = buffer.view(torch.int64).numpy().view(np.uint64)
-    return words
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

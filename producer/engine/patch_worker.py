@@ -1,9 +1,10 @@
 """Patching the engine's own weights, inside vLLM's worker processes (`lora: null`).
 
-Guarantee: each set of weights is the checkpoint that was loaded XOR one patch. So the same patch gives the same bits after any
-number of swaps, in any order, and the former weights come back bit for bit. A patch that does not fit the checkpoint, or does not
-give the sums that were published with it, is refused before anything changes. Each worker changes its own part of a tensor.
-Patches are decoded in a thread; between two engine steps there is only the flip. (vLLM's layers are used by their attributes.)
+Guarantee: each set of weights is the checkpoint that was loaded XOR one patch, or two: an anchor's, and one on it. So the same
+patch gives the same bits after any number of swaps, in any order, and the former weights come back bit for bit. A patch that does
+not fit the checkpoint, or does not give the sums that were published with it, is refused before anything changes. Each worker
+changes its own part of a tensor. Patches are decoded in a thread; between two engine steps there is only the flip. (vLLM's layers
+are used by their attributes.)
 
 Memory: the present patch and the former one stay in host memory, with 12 bytes for each of their changes. vLLM's CPU build keeps
 weights that it would drop once they are packed. There, from the preparation to the flip, there is one more copy of each parameter
@@ -23,7 +24,7 @@ from producer.engine.merged_proof import COLUMNS, columns_of
 from producer.engine.merged_worker import packed_linear
 from producer.engine.published import PartlyServedError, listed
 from producer.engine.weight_map import Checkpoint, blocks_of, flat_bits, read_back, sum_of
-from protocol.wire.patch_streams import changes_of
+from protocol.wire.patch_streams import composed
 from protocol.wire.weight_patch import read
 
 
@@ -168,18 +169,15 @@ class Patcher(Exchange):
         return flat_bits(self._parameters[name], self._checkpoint.dtype)
 
     def _read(self, folder: Path, checksum: int | None) -> list[Change]:
-        patch = read(folder, checksum, self._checkpoint.shapes)
-        if patch.anchor:
-            raise PartlyServedError(f"the patch is of the weights {patch.anchor}, and not of the checkpoint")
         found = []
-        for tensor, places, bits in changes_of(patch):
+        for tensor, places, bits in composed(read(folder, checksum, self._checkpoint.shapes)):
             base = self._checkpoint.bits(tensor.name, places)
             patched = base ^ bits
             change = int(patched.sum(dtype=np.int64)) - int(base.sum(dtype=np.int64))
             if self._checkpoint.sum(tensor.name) + change != tensor.sum:
                 raise PartlyServedError(f"the patch of {tensor.name} does not give the sum that was published with it")
             blocks = self._blocks.get(tensor.name, [])
-            if tensor.num_changes and not blocks:
+            if len(places) and not blocks:
                 raise PartlyServedError(f"the patch changes {tensor.name}, which the engine does not use")
             for block in blocks:
                 kept, its_places = block.places(places)

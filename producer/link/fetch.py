@@ -3,7 +3,8 @@
 Guarantee: every policy that is announced is handed over exactly once, unless a newer one supersedes it or it does not fit the
 memory, and again after `forget_announcement`; a policy that is requested is answered, with its bytes or with None. A download
 that serves both purposes runs once. Its thread tries the sources in their order, the trainer last, whatever is wrong with the
-others. Its bytes are kept once: in a file of the host's cache, or in memory.
+others. Its bytes are kept once: in a file of the host's cache, or in memory. The anchor of a patch is fetched before the patch,
+and not again while the patches that come have the same one.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from producer.link.events import LinkEvent, PolicyArrived, PolicyFetched, Policy
 from producer.link.sources import Found, PolicySources
 from producer.policies.loader import DownloadedPolicy
 from producer.policies.probe import probe_of
+from protocol.wire.adapter_blob import Anchor
 from protocol.wire.messages import BlobChunk, BlobMissing, PolicyInfo, PolicyOffer, PolicyRequest
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Fetcher:
         self._free_memory = free_memory
         self._announced: PolicyInfo | None = None
         self._downloads: dict[str, _Download] = {}  # by digest
+        self.anchor: Anchor | None = None  # of the last patch that had one
 
     def announce(self, policy: PolicyInfo) -> None:
         """Fetch the trainer's newest policy. It is announced again and again, and only a change has an effect."""
@@ -61,7 +64,7 @@ class Fetcher:
             return
         self._announced = policy
         if (problem := self._begin("newest", policy)) is not None:
-            self._emit(PolicyRefused(policy, problem))
+            self._refuse("newest", policy, problem)
 
     def forget_announcement(self, policy: PolicyInfo) -> None:
         """Let the next announcement of this policy begin a download, although it was announced before."""
@@ -74,6 +77,12 @@ class Fetcher:
         if download is not None and download.purposes.get("evaluation") == policy:
             return
         if (problem := self._begin("evaluation", policy)) is not None:
+            self._refuse("evaluation", policy, problem)
+
+    def _refuse(self, purpose: Purpose, policy: PolicyInfo, problem: str) -> None:
+        if purpose == "newest":
+            self._emit(PolicyRefused(policy, problem))
+        else:
             logger.error("policy v%d cannot be evaluated here: %s", policy.version, problem)
             self._emit(PolicyFetched(policy, None))
 
@@ -87,8 +96,9 @@ class Fetcher:
 
     def receive(self, answer: Answer) -> None:
         """Hand an answer of the trainer to its download."""
-        if (download := self._downloads.get(answer.digest)) is not None:
-            download.put(answer)
+        for download in self._downloads.values():
+            if download.wanted == answer.digest:
+                download.put(answer)
 
     def note_connection(self, is_connected: bool) -> None:
         """Note that the connection is gone, with every request over it, or that there is a new one."""
@@ -104,23 +114,33 @@ class Fetcher:
                 download.cancel()
                 del self._downloads[digest]
         if policy.digest not in self._downloads:
-            free = self._free_memory()
-            if 2 * policy.num_bytes > free:  # for its bytes as they arrive and for its unpacked files
-                return (
-                    f"it is {policy.num_bytes} bytes large, and taking it needs twice that: this host has {free} bytes of "
-                    "memory free. Give it more, or train a smaller adapter (lora.r)"
-                )
+            if (problem := self.problem_of(policy.num_bytes)) is not None:
+                return problem
             self._downloads[policy.digest] = _Download(self, policy)
             self._downloads[policy.digest].start()
         self._downloads[policy.digest].purposes[purpose] = policy
         return None
 
-    def finish(self, download: "_Download", downloaded: DownloadedPolicy | None) -> None:
-        """End a download, on the link's thread; None: the trainer does not have the policy."""
+    def problem_of(self, num_bytes: int) -> str | None:
+        """Return why a policy of this size cannot be taken, or None. Any thread may call it."""
+        free = self._free_memory()
+        if 2 * num_bytes <= free:  # for its bytes as they arrive and for its unpacked files
+            return None
+        return (
+            f"it is {num_bytes} bytes large, and taking it needs twice that: this host has {free} bytes of memory free. Give it "
+            "more, or train a smaller adapter (lora.r)"
+        )
+
+    def finish(self, download: "_Download", downloaded: DownloadedPolicy | str | None) -> None:
+        """End a download, on the link's thread. A text says why the policy cannot be taken here; None: the trainer does not have
+        it."""
         if self._downloads.get(download.policy.digest) is not download:
             return
         del self._downloads[download.policy.digest]
         for purpose, policy in download.purposes.items():
+            if isinstance(downloaded, str):
+                self._refuse(purpose, policy, downloaded)
+                continue
             found = downloaded and downloaded._replace(policy=policy)
             if purpose == "evaluation":
                 self._emit(PolicyFetched(policy, found))
@@ -135,11 +155,13 @@ class _Cancelled(Exception):  # noqa: N818 - ends a thread without a result
 
 
 class _Download(threading.Thread):
-    """A download of one policy: its offer, then one source after the other."""
+    """A download of one policy: its offer, then its anchor, then one source after the other. `wanted` is the digest of the blob
+    that it asks for now."""
 
     def __init__(self, fetcher: Fetcher, policy: PolicyInfo) -> None:
         super().__init__(name="fetch", daemon=True)
         self.policy = policy
+        self.wanted = policy.digest
         self.purposes: dict[Purpose, PolicyInfo] = {}
         self._fetcher = fetcher
         self._announced_at = time.monotonic()
@@ -165,37 +187,47 @@ class _Download(threading.Thread):
             return
         self._fetcher.post(partial(self._fetcher.finish, self, downloaded))
 
-    def _fetch(self) -> DownloadedPolicy | None:
-        sources, policy = self._fetcher.sources, self.policy
-        offer = self._offer()
+    def _fetch(self) -> DownloadedPolicy | str | None:
+        policy, anchor = self.policy, None
+        offer = self._offer(policy)
         if offer is None:
             return None
-        try:
-            found = sources.find(policy, offer, self._cancelled)
-        except Exception:
-            logger.exception("other sources of policy v%d failed; downloading it from the trainer", policy.version)
-            found = Found(None, sources.unshared(policy))
-        blob, is_verified = found.blob, True
-        try:
-            if blob is None:
-                began = time.monotonic()
-                blob = self._from_trainer(found)
-                if blob is None:
-                    return None
-                # Where it is false, the loader looks at the sha256 again and refuses the policy with the reason.
-                is_verified = sources.take_from_trainer(policy, blob, found.claim, time.monotonic() - began)
-        finally:
-            found.claim.release()
-        return DownloadedPolicy(policy, blob, self._announced_at, probe_of(offer), is_verified)
+        if offer.anchor is not None:
+            if (problem := self._fetcher.problem_of(policy.num_bytes + offer.anchor.num_bytes)) is not None:
+                return problem
+            anchor = self._anchor(offer.anchor)
+            if anchor is None:
+                return None
+        found = self._blob(policy, offer)
+        if found is None:
+            return None
+        blob, is_verified = found
+        return DownloadedPolicy(policy, blob, self._announced_at, probe_of(offer), is_verified, anchor)
 
-    def _offer(self) -> PolicyOffer | None:
+    def _anchor(self, policy: PolicyInfo) -> Anchor | None:
+        """Return the anchor of this policy; None if the trainer does not have it. One that is not what it should be is refused by
+        the loader."""
+        kept = self._fetcher.anchor
+        if kept is not None and kept.digest == policy.digest:
+            return kept
+        offer = self._offer(policy)
+        found = self._blob(policy, offer) if offer is not None else None
+        if found is None:
+            return None
+        blob, is_verified = found
+        anchor = Anchor(policy.digest, blob)
+        if is_verified:
+            self._fetcher.anchor = anchor
+        return anchor
+
+    def _offer(self, policy: PolicyInfo) -> PolicyOffer | None:
         """Ask the trainer for its offer of this policy; None if it does not have it."""
-        asked_at = -math.inf
+        self.wanted, asked_at = policy.digest, -math.inf
         while True:
             now = time.monotonic()
             if now - asked_at >= _REPEAT_AFTER_S:
                 asked_at = now
-                self._fetcher.post(PolicyRequest(self.policy.digest))
+                self._fetcher.post(PolicyRequest(policy.digest))
             match self._next():
                 case PolicyOffer() as offer:
                     return offer
@@ -204,10 +236,30 @@ class _Download(threading.Thread):
                 case "reconnected":
                     asked_at = -math.inf
 
-    def _from_trainer(self, found: Found) -> memoryview | None:
+    def _blob(self, policy: PolicyInfo, offer: PolicyOffer) -> tuple[bytes | memoryview, bool] | None:
+        """Return the bytes of a policy, and whether their sha256 was seen to match; None if no source has them."""
+        sources, self.wanted = self._fetcher.sources, policy.digest
+        try:
+            found = sources.find(policy, offer, self._cancelled)
+        except Exception:
+            logger.exception("other sources of policy v%d failed; downloading it from the trainer", policy.version)
+            found = Found(None, sources.unshared(policy))
+        try:
+            if found.blob is not None:
+                return found.blob, True
+            began = time.monotonic()
+            blob = self._from_trainer(policy, found)
+            if blob is None:
+                return None
+            # Where it is false, the loader looks at the sha256 again and refuses the policy with the reason.
+            return blob, sources.take_from_trainer(policy, blob, found.claim, time.monotonic() - began)
+        finally:
+            found.claim.release()
+
+    def _from_trainer(self, policy: PolicyInfo, found: Found) -> memoryview | None:
         """The policy in chunks from the trainer; None: it does not have it any more."""
-        into = found.claim.room(self.policy.num_bytes)
-        chunks = Chunks(self.policy.digest, into, self._fetcher.sources.transport.blob_chunk_bytes)
+        into = found.claim.room(policy.num_bytes)
+        chunks = Chunks(policy.digest, into, self._fetcher.sources.transport.blob_chunk_bytes)
         while not chunks.is_complete:
             for request in chunks.due_requests(time.monotonic()):
                 self._fetcher.post(request)
@@ -229,7 +281,9 @@ class _Download(threading.Thread):
             answer = self._answers.get(timeout=_TICK_S)
         if self._cancelled.is_set():
             raise _Cancelled
-        return answer
+        if answer is None or answer == "reconnected" or answer.digest == self.wanted:
+            return answer
+        return None
 
 
 def _raise(error: Exception) -> None:

@@ -20,19 +20,20 @@ from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefused
 from producer.engine_gate import EngineGate
 from producer.metrics import Verdict
 from producer.policies.probe import ReceivedProbe, SwapProof
-from protocol.wire.adapter_blob import BlobError, DamagedBlobError, unpack
+from protocol.wire.adapter_blob import Anchor, BlobError, DamagedBlobError, Unpack, unpack
 from protocol.wire.messages import PolicyInfo
 
 
 class DownloadedPolicy(NamedTuple):
     """A policy that is here, and the `time.monotonic()` when this producer heard of it. `probe` can prove that the engine serves
-    it (None: not this policy); `is_verified`: its sha256 was seen to match."""
+    it (None: not this policy); `is_verified`: its sha256 was seen to match; `anchor` is the blob on which a patch builds."""
 
     policy: PolicyInfo
     blob: bytes | memoryview
     announced_at: float
     probe: ReceivedProbe | None = None
     is_verified: bool = False
+    anchor: Anchor | None = None
 
 
 logger = logging.getLogger(__name__)
@@ -51,13 +52,14 @@ class Loaded(NamedTuple):
 @dataclass
 class PolicyLoader:
     """`folder_for` returns the folder for a policy of that many bytes; no other process uses it. `unpack` writes it there from
-    its blob, given the sha256 that it has to have (None: it was verified), and returns the CRC-32 of what it wrote."""
+    its blob, given the sha256 that it has to have (None: it was verified) and the anchor, and returns the CRC-32 of what it
+    wrote."""
 
     weights: PolicyWeights
     folder_for: Callable[[int], Path]
     proof: SwapProof
     gate: EngineGate = field(default_factory=EngineGate)
-    unpack: Callable[[bytes | memoryview, str | None, Path], int] = unpack
+    unpack: Unpack = unpack
     _probed: ReceivedProbe | None = None
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
 
@@ -68,13 +70,13 @@ class PolicyLoader:
             return await self._load(downloaded)
 
     async def _load(self, downloaded: DownloadedPolicy) -> Loaded:
-        policy, blob = downloaded.policy, downloaded.blob
+        policy, blob, anchor = downloaded.policy, downloaded.blob, downloaded.anchor
         number, started = next(self._ids), time.monotonic()
         name = f"v{policy.version}-{policy.digest[:8]}-{number}"
-        path = self.folder_for(len(blob)) / name
+        path = self.folder_for(len(blob) + (len(anchor.data) if anchor else 0)) / name
         try:
             digest = None if downloaded.is_verified else policy.digest
-            checksum = await asyncio.to_thread(self.unpack, blob, digest, path)
+            checksum = await asyncio.to_thread(self.unpack, blob, digest, path, anchor)
             adapter = Adapter(policy.version, name, number, path, checksum)
             if downloaded.probe is not None:
                 await self._measure_base(downloaded.probe)

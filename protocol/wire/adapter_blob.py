@@ -8,13 +8,22 @@ import hashlib
 import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from isal.isal_zlib import crc32
 
 from protocol.runtime.files import staged
 
-Unpack = Callable[[bytes | memoryview, str | None, Path], int]
+
+class Anchor(NamedTuple):
+    """A blob on which another one builds, and the sha256 that it has to have."""
+
+    digest: str
+    data: bytes | memoryview
+
+
+Unpack = Callable[[bytes | memoryview, str | None, Path, Anchor | None], int]
 """Writes the files of a policy: see `unpack`."""
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,9 +70,11 @@ def checksum_of(folder: Path) -> int:
         return crc32(tensors, crc32((folder / CONFIG).read_bytes()))
 
 
-def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> int:
+def unpack(data: bytes | memoryview, digest: str | None, folder: Path, anchor: Anchor | None = None) -> int:
     """Write the adapter in `data` to `folder`, which must not exist, and return its `checksum_of`. With `digest` None the caller
-    has verified `data` already. Raises `BlobError`."""
+    has verified `data` already. Raises `BlobError`, also for an anchor, which no adapter has."""
+    if anchor is not None:
+        raise BlobError("an adapter builds on no other blob, and the trainer names one")
     if digest is not None:
         verify(data, digest)
     try:

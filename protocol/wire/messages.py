@@ -64,12 +64,14 @@ class Probe(Struct, frozen=True, forbid_unknown_fields=True):
 
 class PolicyOffer(Struct, frozen=True, forbid_unknown_fields=True, tag="policy_offer"):
     """`shared_file` holds the blob for producers of the same host ("": there is none). The `probe` proves the swap. `relays` hand
-    the blob on and are asked before the trainer, in this order; a relay's own offer says only that it has the blob."""
+    the blob on and are asked before the trainer, in this order; a relay's own offer says only that it has the blob. `anchor` is
+    the blob on which a patch of weights builds (None: it builds on the checkpoint), with the version of the patch."""
 
     digest: Sha256
     shared_file: Annotated[str, Meta(max_length=4096)] = ""
     probe: Probe | None = None
     relays: Annotated[list[RelayAddress], Meta(max_length=MAX_RELAYS)] = []
+    anchor: PolicyInfo | None = None
 
 
 class BlobRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_request"):

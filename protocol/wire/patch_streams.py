@@ -1,7 +1,7 @@
 """The streams of a patch of weights, made from two sets of weights, and the changes in them.
 
-Guarantee: `changes_of` yields what `patch_between` was given, or raises `BlobError`. Formats: `protocol.wire.weight_patch`. No
-other module of the package computes with numpy.
+Guarantee: `changes_of` yields what `patch_between` was given, or raises `BlobError`; `composed` does for patches that apply one
+after the other. Formats: `protocol.wire.weight_patch`. No other module of the package computes with numpy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,6 +84,28 @@ def gaps_of(places: Places, last: int = -1) -> NDArray[np.uint16]:
     result = np.full(int((repeats + 1).sum()), GO_ON, np.uint16)
     result[np.cumsum(repeats + 1) - 1] = gaps % GO_ON
     return result
+
+
+def composed(patches: Sequence[WeightPatch]) -> Iterable[tuple[PatchedTensor, Places, Bits]]:
+    """Return as `changes_of` the changes of patches of which each applies to the weights that the one before it gives. The sum is
+    that after the last of them; a tensor whose changes cancel out is named with none. Raises BlobError."""
+    found: dict[str, tuple[PatchedTensor, Places, Bits]] = {}
+    for patch in patches:
+        for tensor, places, bits in changes_of(patch):
+            if tensor.name in found:
+                _, old_places, old_bits = found[tensor.name]
+                places, bits = _merged(np.concatenate([old_places, places]), np.concatenate([old_bits, bits]))
+            found[tensor.name] = tensor, places, bits
+    return found.values()
+
+
+def _merged(places: Places, bits: Bits) -> tuple[Places, Bits]:
+    """Bring changes into rising order, and XOR those of the same place. Sorting by runs takes what it takes to merge them."""
+    order = np.argsort(places, kind="stable")
+    places, bits = places[order], bits[order]
+    starts = np.flatnonzero(np.diff(places, prepend=-1))
+    places, bits = places[starts], np.bitwise_xor.reduceat(bits, starts) if len(starts) else bits
+    return places[bits != 0], bits[bits != 0]
 
 
 def changes_of(patch: WeightPatch) -> Iterator[tuple[PatchedTensor, Places, Bits]]:

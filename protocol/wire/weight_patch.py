@@ -18,9 +18,9 @@ import msgspec
 from isal import igzip_lib
 from isal.isal_zlib import crc32
 
-from protocol.wire.adapter_blob import BlobError, verify, write_files
+from protocol.wire.adapter_blob import Anchor, BlobError, verify, write_files
 
-FILE = "weights.patch"
+FILE, ANCHOR_FILE = "weights.patch", "anchor.patch"
 GO_ON = 65535
 _LEVEL = 1  # of deflate: 1/279 of the weights, where zstd has 1/289
 _MAX_TENSORS, _MAX_NAME = 100_000, 512
@@ -40,6 +40,12 @@ class PatchedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The part of `_Patch` that names its anchor."""
+
+    anchor: Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class _Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,19 +107,46 @@ def _inflated(stream: bytes, length: int) -> bytes:
     return result
 
 
-def unpack(data: bytes | memoryview, digest: str | None, folder: Path) -> int:
-    """Write the patch in `data` to `folder`, which must not exist, and return its CRC-32. With `digest` None the caller has
-    verified `data` already. Raises `BlobError`."""
+def anchor_of(data: bytes | memoryview) -> str:
+    """Return the digest of the patch to which the one in a blob is to be applied; "": it has no anchor. Raises BlobError."""
+    try:
+        return msgspec.msgpack.decode(data, type=_Header).anchor
+    except msgspec.DecodeError as error:
+        raise BlobError(f"not a patch of weights: {error}") from error
+
+
+def unpack(data: bytes | memoryview, digest: str | None, folder: Path, anchor: Anchor | None = None) -> int:
+    """Write the patch in `data`, and its anchor, to `folder`, which must not exist, and return the CRC-32 of both. With `digest`
+    None the caller has verified `data` already. Raises `BlobError`, also if the patch has another anchor, or that has one."""
     if digest is not None:
         verify(data, digest)
-    write_files(folder, {FILE: data})
-    return crc32(data)
+    if (named := anchor_of(data)) != (anchor.digest if anchor else ""):
+        offered = f"the anchor {anchor.digest[:12]}" if anchor else "no anchor"
+        raise BlobError(f"the patch builds on {named[:12] or 'the checkpoint'}, and {offered} was offered with it")
+    if anchor is None:
+        write_files(folder, {FILE: data})
+        return crc32(data)
+    verify(anchor.data, anchor.digest)
+    _check_is_anchor(anchor.data)
+    write_files(folder, {ANCHOR_FILE: anchor.data, FILE: data})
+    return crc32(data, crc32(anchor.data))
 
 
-def read(folder: Path, checksum: int | None, shapes: Mapping[str, Sequence[int]] | None = None) -> WeightPatch:
-    """Return the patch that `unpack` wrote to a folder, as `parse` does. Raises BlobError if its file does not have this CRC-32
-    (None: any)."""
-    data = (folder / FILE).read_bytes()
-    if checksum is not None and (found := crc32(data)) != checksum:
+def _check_is_anchor(data: bytes | memoryview) -> None:
+    if other := anchor_of(data):
+        raise BlobError(f"the anchor of the patch has an anchor itself ({other[:12]})")
+
+
+def read(folder: Path, checksum: int | None, shapes: Mapping[str, Sequence[int]] | None = None) -> list[WeightPatch]:
+    """Return the patches that `unpack` wrote to a folder, in the order in which they apply to the checkpoint, as `parse` does.
+    Raises BlobError if the files do not have this CRC-32 (None: any), or the patch has another anchor."""
+    data, file = (folder / FILE).read_bytes(), folder / ANCHOR_FILE
+    anchor = file.read_bytes() if file.exists() else b""
+    if checksum is not None and (found := crc32(data, crc32(anchor))) != checksum:
         raise BlobError(f"{folder / FILE} is not the patch that was verified: CRC-32 {found}, not {checksum}")
-    return parse(data, shapes)
+    patch = parse(data, shapes)
+    if not patch.anchor and not anchor:
+        return [patch]
+    verify(anchor, patch.anchor)
+    _check_is_anchor(anchor)
+    return [parse(anchor, shapes), patch]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from producer.engine_contract import AdapterRefusedError, Completion
 from producer.policies.loader import DownloadedPolicy
@@ -12,10 +13,12 @@ from producer.policies.registry import AdapterRegistry
 from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.wire import weight_patch
+from protocol.wire.adapter_blob import Anchor
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, reference_logprobs
 from tests.policies import registry_of
+from tests.weight_patches import patch_between
 
 pytestmark = pytest.mark.integration
 
@@ -57,10 +60,12 @@ async def logprobs(live: LiveEngine, registry: AdapterRegistry) -> list[float]:
 def test_a_patched_engine_computes_as_one_that_has_loaded_the_patched_checkpoint(live, registry, tmp_path):
     async def body():
         found: dict[int, list[float]] = {}
-        for version in (1, 2, 1, 2):
+        for version in (1, 2, 1, 2, 1):
             assert await registry.publish(live.downloaded(version))
             numbers = await logprobs(live, registry)
             assert found.setdefault(version, numbers) == numbers, "the way back leads to other bits"
+        assert await registry.publish(of_anchor(live, 2, 1))
+        assert await logprobs(live, registry) == found[2]
         return found
 
     found = live.run(body())
@@ -68,6 +73,14 @@ def test_a_patched_engine_computes_as_one_that_has_loaded_the_patched_checkpoint
         expected = fresh.run(fresh.engine.weights.verify(None, PROBE)).logprobs
     assert found[2] == expected
     assert found[1] != expected
+
+
+def of_anchor(live: LiveEngine, version: int, anchor: int) -> DownloadedPolicy:
+    """Return a version as a patch of another one, which comes with it."""
+    states = (load_file(live.peft_folder(each) / "model.safetensors") for each in (anchor, version))
+    info, below = live.policy(anchor)
+    data, digest = weight_patch.pack(patch_between(*states)._replace(anchor=info.digest))
+    return DownloadedPolicy(PolicyInfo(9, digest, len(data)), data, 0.0, anchor=Anchor(info.digest, below))
 
 
 @on_engine

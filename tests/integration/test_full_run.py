@@ -66,7 +66,7 @@ def test_the_pair_trains_the_weights_themselves(short_dir: Path, daemons: list[D
     evaluations = {line["version"]: line for line in RunReader(run_dir).lines(EVALUATIONS)}
     assert evaluations[4]["digest"] == weight_patch.pack(patch_between(base, final))[1]
 
-    best = weight_patch.read(run_dir / "checkpoints" / "best", None)
+    (best,) = weight_patch.read(run_dir / "checkpoints" / "best", None)
     for which in ("best", "last"):
         to = short_dir / which
         assert export.run(config, [], which=which, to=to, repository=None) == 0

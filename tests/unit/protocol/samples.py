@@ -106,6 +106,7 @@ SAMPLES = [
         shared_file="/dev/shm/v3",
         probe=m.Probe(b"\x05\x00\x00\x00" * 2, 2, *[b"\x00\x00\x80\xbf"] * 4),
         relays=[p.RelayAddress("tcp://10.0.0.7:5600", "k" * 40), p.RelayAddress("tcp://[::1]:5600")],
+        anchor=m.PolicyInfo(3, SHA, 1_000),
     ),
     m.BlobRequest(digest=SHA, offset=2**20, length=2**20),
     m.BlobChunk(digest=SHA, offset=2**20, data=bytes(range(32))),

@@ -20,11 +20,13 @@ from consumer.learn.model import quantization_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire import weight_patch
+from protocol.wire.adapter_blob import Anchor
 from slipstream import export as export
 from slipstream.adapters import choose_adapter
 from slipstream.model_card import model_card
 from tests.integration.models import random_adapter, random_patch, reference_logprobs
 from tests.unit.consumer.builders import run_config
+from tests.weight_patches import patch_between
 
 
 @pytest.fixture
@@ -187,7 +189,11 @@ def test_whole_weights_come_from_a_patch_or_from_a_checkpoint_in_float32(run: Ru
     (checkpoint / "config.json").write_text(json.dumps(config | {"use_cache": False}))  # as transformers trains
     # A little less than half the distance to the next number of 16 bits, so that rounding leads back.
     save_file({name: each.float() * (1 + 2**-10) for name, each in trained.items()}, checkpoint / "model.safetensors")
-    for which in ("best", str(checkpoint)):
+    below, anchor = random_patch(tiny_model, run_dir / "anchor", seed=1)
+    states = (load_file(run_dir / name / "model.safetensors") for name in ("anchor", "trained"))
+    of_anchor = weight_patch.pack(patch_between(*states)._replace(anchor=anchor))
+    weight_patch.unpack(*of_anchor, run_dir / "anchored", Anchor(anchor, below))
+    for which in ("best", str(run_dir / "anchored"), str(checkpoint)):
         to = run_dir / f"exported-{Path(which).name}"
         assert export.run(full, [], which=which, to=to, repository=None) == 0
         assert all(torch.equal(each, trained[name]) for name, each in load_file(to / "model.safetensors").items())

@@ -36,6 +36,7 @@ class Saving:
             checkpoint_limit=None,
         )
         self.run = Run(setup, RunStart("run"), unused, waits, unused)
+        self.run._snapshots = unused
         self.run.state = lambda: {"journal_seq": 7}
         self.run.checkpointed = lambda: self.events.append("checkpointed")
 

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from consumer.learn.model import save_weights
+from consumer.link import patch_maker
 from protocol.config.loader import dump_config, load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.gpu.model_files import weights_of
-from protocol.wire.weight_patch import parse
+from protocol.wire.weight_patch import anchor_of, parse
 from tests.integration.models import build_model
 from tests.unit.consumer.app.test_run import Run
 from tests.unit.consumer.builders import run_config
@@ -61,6 +62,30 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     resumed = FullRun(tmp_path, one_layer_model, resume=True, **settings)
     assert [version for version, _ in resumed.published] == [2, 3, 4]
     assert resumed.published == uninterrupted.published[2:]
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_patches_the_same_anchors(
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm-up makes the later steps larger. One checkpoint is of the step that made an anchor, the other of the next one."""
+    monkeypatch.setattr(patch_maker, "MOST_GROWTH", 1.2)
+    trainer = {"max_steps": 6, "save_steps": 1, "learning_rate": 1e-5, "warmup_steps": 6}
+    settings = FULL | {"trainer": trainer}
+    whole = FullRun(tmp_path / "whole", one_layer_model, **settings)
+    anchors = [anchor_of(blob) for blob in whole.blobs]
+    digests = [digest for _, digest in whole.published]
+    assert anchors[4] == digests[3]
+    assert anchors[:4] == [""] * 4
+    assert len(set(anchors)) == 3, "there are two anchors"
+    assert all(not anchor or not anchors[digests.index(anchor)] for anchor in anchors), (
+        "which were published, and have none"
+    )
+    for step in (3, 4):
+        folder = tmp_path / f"parts-{step}"
+        FullRun(folder, one_layer_model, stop_at=step, **settings)
+        resumed = FullRun(folder, one_layer_model, resume=True, **settings)
+        assert resumed.blobs == whole.blobs[step:]
 
 
 @pytest.mark.long

@@ -10,9 +10,12 @@ import pytest
 
 from consumer.evaluate import results as results_module
 from consumer.evaluate.results import DueVersion, EvaluationQueue, EvaluationResults
+from consumer.link.policy_store import PublishedPolicy
 from protocol.config.data import EvaluationSection
-from protocol.wire.adapter_blob import AdapterBlob, pack
+from protocol.wire import weight_patch
+from protocol.wire.adapter_blob import AdapterBlob, Anchor, pack
 from protocol.wire.messages import PolicyInfo, Probe
+from protocol.wire.weight_patch import WeightPatch
 
 
 def section(**values: Any) -> EvaluationSection:
@@ -205,3 +208,20 @@ def test_the_next_process_takes_up_what_is_left(tmp_path: Path) -> None:
     waiting.put(due(4))
     assert waiting.versions == [4], "published once more by the process that resumed"
     assert [file.name for file in (tmp_path / "evaluation").iterdir()] == ["version-4-step-40.adapter"]
+
+
+def test_a_patch_is_due_and_kept_with_its_anchor(tmp_path: Path) -> None:
+    below, anchor = weight_patch.pack(WeightPatch("", [], [b""] * 4))
+    data, digest = weight_patch.pack(WeightPatch(anchor, [], [b""] * 4))
+    queue(tmp_path).put(DueVersion(PolicyInfo(4, digest, len(data)), 40, data, anchor=(anchor, below)))
+    due = queue(tmp_path).begin()
+    assert due is not None
+    assert due.published == PublishedPolicy(
+        4, digest, data, anchor=Anchor(anchor, below), release=due.published.release
+    )
+    kept = EvaluationResults(tmp_path, tmp_path / "checkpoints", section(), 10_000, 0.5, weight_patch.unpack)
+    assert kept.record(result(4, 0.5) | {"digest": digest}, due.blob, anchor=due.published.anchor)
+    best = tmp_path / "checkpoints" / "best"
+    assert [each.anchor for each in weight_patch.read(best, None)] == ["", anchor]
+    assert kept.record(result(5, 0.75) | {"digest": anchor}, below)
+    assert sorted(file.name for file in best.iterdir()) == ["evaluation.json", weight_patch.FILE]

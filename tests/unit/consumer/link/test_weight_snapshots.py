@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from consumer.link.patch_maker import KEPT_FILE, MOST_GROWTH
+from consumer.link.policy_store import PublishedPolicy
 from consumer.link.weight_snapshots import WeightSnapshots, check_names
 from protocol.errors import ConfigError
-from protocol.wire.weight_patch import WeightPatch, parse
+from protocol.wire.patch_streams import changes_of, composed
+from protocol.wire.weight_patch import WeightPatch, pack, parse
 
 
 class Model(torch.nn.Module):
@@ -76,6 +79,130 @@ def test_training_goes_on_while_a_snapshot_waits() -> None:
     of_waiting, of_newer = (parse(each.published(1).data) for each in (waiting, newer))
     assert numbers(*of_waiting.streams[2:]) == [0x3F00 ^ 0x4000]
     assert numbers(*of_newer.streams[2:]) == [0x3F00 ^ 0x4080]
+
+
+class Large(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((100, 100), 0.5))
+        self.other = torch.nn.Parameter(torch.full((7,), 0.5))
+
+        generator = torch.Generator().manual_seed(0)
+        self.order = torch.randperm(10_000, generator=generator)
+        self.values = torch.randn(10_000, generator=generator)
+
+    @torch.no_grad()
+    def change(self, number: int, factor: float = 1.0) -> None:
+        """Give so many elements another value than 0.5; their number decides how large a patch is."""
+        chosen = self.order[:number]
+        self.weight.fill_(0.5).view(-1)[chosen] = factor * self.values[chosen]
+
+
+def changes(patches: list[WeightPatch]) -> dict[str, tuple[int, list[int], list[int]]]:
+    found = composed(patches) if len(patches) > 1 else changes_of(patches[0])
+    return {tensor.name: (tensor.sum, places.tolist(), bits.tolist()) for tensor, places, bits in found if len(places)}
+
+
+def check_leads_there(policy: PublishedPolicy, snapshots: WeightSnapshots) -> None:
+    """Compare a policy, with its anchor, with the patch of the checkpoint, which is made beside it."""
+    snapshot = snapshots.take()
+    direct = snapshots.patch(snapshot.weights)
+    snapshot.release()
+    patches = [parse(policy.data)]
+    assert patches[0].anchor == (policy.anchor.digest if policy.anchor else "")
+    if policy.anchor is not None:
+        patches.insert(0, parse(policy.anchor.data))
+        assert pack(patches[0])[1] == policy.anchor.digest
+    assert changes(patches) == changes([direct])
+
+
+def test_a_patch_that_has_grown_is_of_the_checkpoint_and_the_anchor_of_those_after_it(tmp_path: Path) -> None:
+    model = Large()
+    snapshots = WeightSnapshots(model)
+    found: list[PublishedPolicy] = []
+    for count in (0, 20, 40, 4000, 4000, 4020, 10_000, 10_000):
+        model.change(count)
+        found.append(snapshots.take().published(len(found)))
+        check_leads_there(found[-1], snapshots)
+    empty, first, second, grown, same, near, far, farthest = found
+    assert {policy.anchor for policy in (empty, first, second, grown)} == {None}
+    assert len(grown.data) > MOST_GROWTH * len(first.data) > len(second.data)
+    assert (same.digest, same.data, same.anchor) == (grown.digest, grown.data, None), "it is the anchor itself"
+    assert near.anchor is not None
+    assert (near.anchor.digest, near.anchor.data) == (grown.digest, grown.data)
+    assert (far.anchor, farthest.digest) == (None, far.digest)
+    model.change(0)
+    back = snapshots.take().published(9)
+    check_leads_there(back, snapshots)
+    assert back.anchor is not None
+    assert back.anchor.digest == far.digest
+
+
+@pytest.mark.long
+def test_equal_weights_after_equal_ones_give_equal_blobs_also_from_any_checkpoint(tmp_path: Path) -> None:
+    """A snapshot waits at a checkpoint, or is made first."""
+    num_anchored = 0
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        counts = [int(10 ** (4 * torch.rand(1, generator=generator).item())) for _ in range(14)]
+        model, blobs = Large(), []
+        snapshots = WeightSnapshots(model)
+        for step, count in enumerate(counts):
+            model.change(count, 1 + step // 4)
+            policy = snapshots.take().published(step)
+            check_leads_there(policy, snapshots)
+            blobs.append((policy.digest, policy.anchor and policy.anchor.digest))
+            folder = tmp_path / f"{seed}-{step}"
+            folder.mkdir()
+            snapshots.save(folder)
+        num_anchored += sum(anchor is not None for _, anchor in blobs)
+        for start in range(len(counts)):
+            again = Large()
+            resumed = WeightSnapshots(again)
+            resumed.restore(tmp_path / f"{seed}-{start}")
+            for step, count in enumerate(counts):  # the weights come from the checkpoint, too
+                again.change(count, 1 + step // 4)
+                if step >= start:
+                    waiting = resumed.take()
+                    if step % 3:
+                        resumed.save(tmp_path)
+                    policy = waiting.published(step)
+                    assert (policy.digest, policy.anchor and policy.anchor.digest) == blobs[step]
+    assert num_anchored > 12
+
+
+def test_a_snapshot_that_is_dropped_is_not_made() -> None:
+    model = Large()
+    snapshots = WeightSnapshots(model)
+    dropped = snapshots.take()
+    model.change(30)
+    kept = snapshots.take()
+    dropped.release()
+    assert parse(kept.published(1).data).tensors[0].num_changes == 29
+    dropped.release()
+    assert len(snapshots._free) == 2, "each buffer is free once"
+
+
+def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
+    model = Large()
+    snapshots = WeightSnapshots(model)
+    for count in (10, 5000):
+        model.change(count)
+        snapshots.take().published(0)
+    snapshots.save(tmp_path)
+    other = Large()
+    with torch.no_grad():
+        other.weight[50, 50] = 3.0
+    data = (tmp_path / KEPT_FILE).read_bytes()
+    with pytest.raises(ConfigError, match=r"run_dir: .*model\.path"):
+        WeightSnapshots(other).restore(tmp_path)
+    with pytest.raises(ConfigError, match=r"run_dir: .*no weight of shape"):
+        WeightSnapshots(Model()).restore(tmp_path)
+    for wrong in (data[:-1], b"", data.replace(b"other", b"otter")):
+        (tmp_path / KEPT_FILE).write_bytes(wrong)
+        if wrong != data:
+            with pytest.raises(ConfigError, match="run_dir"):
+                WeightSnapshots(Large()).restore(tmp_path)
 
 
 @pytest.mark.parametrize(("change", "named"), [({"second": torch.ones(4)}, "second"), ({"first": None}, "first")])

@@ -10,7 +10,8 @@ import torch
 
 from producer.engine.exchange_worker import UnmappedError
 from producer.engine.patch_worker import Patcher
-from protocol.wire.weight_patch import GO_ON, PatchedTensor, WeightPatch, pack, unpack
+from protocol.wire.adapter_blob import Anchor
+from protocol.wire.weight_patch import ANCHOR_FILE, GO_ON, PatchedTensor, WeightPatch, pack, unpack
 from tests.unit.producer.engine.patched_models import Model, State, checkpoint, loaded, values, write
 from tests.weight_patches import patch_between
 
@@ -35,8 +36,11 @@ def patch(new: State, old: State | None = None) -> WeightPatch:
     return patch_between(bfloat16(checkpoint() if old is None else old), bfloat16(new))
 
 
-def published(folder: Path, patch: WeightPatch) -> tuple[Path, int]:
-    return folder, unpack(*pack(patch), folder)
+def published(folder: Path, patch: WeightPatch, anchor: WeightPatch | None = None) -> tuple[Path, int]:
+    if anchor is None:
+        return folder, unpack(*pack(patch), folder)
+    data, digest = pack(anchor)
+    return folder, unpack(*pack(patch._replace(anchor=digest)), folder, Anchor(digest, data))
 
 
 def patcher(folder: Path, model: Model) -> Patcher:
@@ -157,7 +161,6 @@ WRONG = {
     "another place": (last_gap(patch(FIRST), 4), "patch of o.weight does not give the sum"),
     "another sum": (renamed(patch(FIRST), sum=patch(FIRST).tensors[0].sum + 1), "patch of embed.weight does not give"),
     "of other weights": (patch(FIRST, SECOND), "does not give the sum"),
-    "another anchor": (patch(FIRST)._replace(anchor="f" * 64), "not of the checkpoint"),
 }
 
 
@@ -175,6 +178,44 @@ def test_a_patch_that_does_not_fit_is_refused_and_the_next_one_is_taken(tmp_path
     assert values(model) == before
     swap(patching, *published(tmp_path / "1", patch(FIRST)))
     swap(patching, None)
+    assert values(model) == before
+
+
+def test_a_patch_of_an_anchor_gives_the_weights_of_one_of_the_checkpoint(tmp_path: Path) -> None:
+    """To a version from any other, and back to the checkpoint, which the last patch makes of its anchor."""
+    model = loaded(checkpoint()).packed()
+    patching = patcher(tmp_path, model)
+    base, found = values(model), {}
+    swap(patching, *published(tmp_path / "2", patch(SECOND)))
+    found[2] = values(model)
+    swap(patching, *published(tmp_path / "1", patch(FIRST)))
+    found[1] = values(model)
+    assert found[1] != found[2]
+    swap(patching, *published(tmp_path / "2 of 1", patch(SECOND, FIRST), patch(FIRST)))
+    assert values(model) == found[2]
+    swap(patching, *published(tmp_path / "1 of 2", patch(FIRST, SECOND), patch(SECOND)))
+    assert values(model) == found[1]
+    swap(patching, None)
+    assert values(model) == found[2]
+    swap(patching, *published(tmp_path / "0 of 2", patch(checkpoint(), SECOND), patch(SECOND)))
+    assert values(model) == base
+
+
+def test_a_patch_with_another_anchor_than_its_own_is_refused(tmp_path: Path) -> None:
+    model = loaded(checkpoint()).packed()
+    patching = patcher(tmp_path, model)
+    before = values(model)
+    folder, checksum = published(tmp_path / "1", patch(SECOND, FIRST), patch(FIRST))
+    (folder / ANCHOR_FILE).write_bytes(pack(patch(SECOND))[0])
+    state, reason = prepare(patching, folder, checksum)
+    assert (state, "CRC-32" in reason) == ("refused", True)
+    state, reason = prepare(patching, folder)
+    assert (state, "checksum" in reason) == ("refused", True)
+    (folder / ANCHOR_FILE).unlink()
+    assert prepare(patching, folder)[0] == "refused"
+    wrong = published(tmp_path / "2", patch(FIRST, SECOND), patch(FIRST))
+    state, reason = prepare(patching, *wrong)
+    assert (state, "does not give the sum" in reason) == ("refused", True)
     assert values(model) == before
 
 

@@ -76,6 +76,7 @@ class Setup:
         self.fetcher = Fetcher(self.sources, self.posted.put, self.events, lambda: self.free)  # type: ignore[arg-type]
         self.requests: list[Any] = []
         self.blobs: dict[str, bytes | None] = {}  # None: it says that it has none
+        self.anchors: dict[str, PolicyInfo] = {}  # by the digest of what builds on it
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -97,7 +98,7 @@ class Setup:
             self.fetcher.receive(BlobMissing(request.digest))
         elif isinstance(request, PolicyRequest):
             probe = Probe(struct.pack("<2i", 5, 6), 2, struct.pack("<f", -0.5), policy=struct.pack("<f", -0.25))
-            self.fetcher.receive(PolicyOffer(request.digest, "", probe))
+            self.fetcher.receive(PolicyOffer(request.digest, "", probe, anchor=self.anchors.get(request.digest)))
         else:
             data = blob[request.offset : request.offset + request.length]
             self.fetcher.receive(BlobChunk(request.digest, request.offset, data))
@@ -283,3 +284,61 @@ def test_more_answers_than_were_requested_take_no_memory(setup: Setup, monkeypat
     (download,) = setup.fetcher._downloads.values()
     assert download._answers.qsize() <= 64
     setup.sources.may_answer.set()
+
+
+def test_an_anchor_comes_before_the_policy_and_once_for_those_that_build_on_it(setup: Setup) -> None:
+    setup.has(1, 2, 3, 9)
+    setup.anchors = {policy(version).digest: policy(9) for version in (1, 2, 3)}
+    for version in (1, 2):
+        setup.fetcher.announce(policy(version))
+        setup.until(lambda version=version: len(setup.events.blobs) == version)
+    setup.fetcher.forget()  # another trainer process; the digest says what it is
+    setup.fetcher.request(policy(3))
+    setup.until(lambda: setup.events.fetches)
+    arrived = setup.events.of(PolicyArrived)
+    assert [downloaded.anchor for downloaded in arrived] == [(policy(9).digest, DATA)] * 2
+    assert setup.offers_of(9) == 1
+    of_policies = [request.digest for request in setup.requests if isinstance(request, BlobRequest)]
+    assert of_policies == [policy(version).digest for version in (9, 1, 2, 3)]
+    setup.has(4)
+    setup.fetcher.announce(policy(4))
+    setup.until(lambda: len(setup.events.blobs) == 3)
+    assert setup.events.of(PolicyArrived)[-1].anchor is None
+    assert setup.sources.released == setup.sources.claims
+
+
+def test_an_anchor_whose_sha256_is_wrong_is_handed_over_to_be_refused_and_fetched_again(setup: Setup) -> None:
+    setup.has(1, 2)
+    setup.anchors = {policy(version).digest: policy(9) for version in (1, 2)}
+    setup.blobs[policy(9).digest] = wrong = DATA[::-1]
+    setup.fetcher.announce(policy(1))
+    setup.until(lambda: setup.events.blobs)
+    setup.has(9)
+    setup.fetcher.announce(policy(2))
+    setup.until(lambda: len(setup.events.blobs) == 2)
+    assert [bytes(each.anchor.data) for each in setup.events.of(PolicyArrived) if each.anchor] == [wrong, DATA]
+
+
+def test_without_its_anchor_a_policy_is_not_to_be_had(setup: Setup) -> None:
+    setup.has(1)
+    setup.anchors[policy(1).digest] = policy(9)
+    setup.blobs[policy(9).digest] = None
+    setup.fetcher.announce(policy(1))
+    setup.fetcher.request(policy(1))
+    setup.until(lambda: setup.events.fetches)
+    assert setup.events.fetches == [(1, None)]
+    setup.has(9)
+    setup.fetcher.announce(policy(1))  # which names a policy that exists by now
+    setup.until(lambda: setup.events.blobs)
+
+
+def test_an_anchor_that_does_not_fit_the_memory_is_refused_before_any_of_it_is_taken(setup: Setup) -> None:
+    setup.has(1)
+    setup.anchors[policy(1).digest] = policy(9, ROOM // 2)
+    setup.fetcher.announce(policy(1))
+    setup.fetcher.request(policy(1))
+    setup.until(lambda: setup.events.fetches)
+    ((refused, reason),) = setup.events.of(PolicyRefused)
+    assert (refused, setup.events.fetches) == (policy(1), [(1, None)])
+    assert str(ROOM // 2 + len(DATA)) in reason
+    assert not [request for request in setup.requests if isinstance(request, BlobRequest)]

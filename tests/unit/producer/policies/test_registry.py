@@ -307,7 +307,7 @@ async def test_a_producer_that_never_served_a_version_ends_and_one_that_did_goes
     assert setup.counters.policy_version == 10
 
 
-def full_disk(data, digest, folder):
+def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

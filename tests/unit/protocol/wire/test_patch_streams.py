@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.wire.adapter_blob import BlobError
-from protocol.wire.patch_streams import PER_WORD, Words, changes, changes_of, element_sum, gaps_of
+from protocol.wire.patch_streams import PER_WORD, Words, changes, changes_of, composed, element_sum, gaps_of
 from protocol.wire.weight_patch import GO_ON, PatchedTensor, WeightPatch
 from tests import weight_patches
 
@@ -112,3 +112,52 @@ def test_changes_come_back_from_a_patch(tensors: list[list[tuple[int, int]]]) ->
         for name, its_changes in expected.items()
         if its_changes
     }
+
+
+def test_two_patches_one_after_the_other_by_hand() -> None:
+    """The first changes elements 1 and 3 of a, and b; the second takes the change of 3 back, changes 0 and 1, and c."""
+    states = [
+        {"a": [8, 8, 8, 8], "b": [5], "c": [5]},
+        {"a": [8, 9, 8, 12], "b": [7], "c": [5]},
+        {"a": [0, 11, 8, 8], "b": [7], "c": [4]},
+    ]
+    base, anchor, last = ({name: torch.tensor(it, dtype=torch.int16) for name, it in state.items()} for state in states)
+    patches = [weight_patches.patch_between(base, anchor), weight_patches.patch_between(anchor, last)]
+    found = {tensor.name: (tensor.sum, places.tolist(), bits.tolist()) for tensor, places, bits in composed(patches)}
+    assert found == {"a": (27, [0, 1], [8, 3]), "b": (7, [0], [2]), "c": (4, [0], [1])}
+    back = [patches[0], weight_patches.patch_between(anchor, base)]
+    assert [(each.name, each.sum, len(places)) for each, places, _ in composed(back)] == [("a", 32, 0), ("b", 5, 0)]
+
+
+@pytest.mark.long
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_patch_of_an_anchor_leads_where_the_patch_of_the_checkpoint_leads(seed: int) -> None:
+    """By each of several versions, back to the first one too: of a large tensor a few elements change, of small ones most."""
+    random = np.random.default_rng(seed)
+    sizes = [200_000, *random.integers(1, 40, 3).tolist()]
+    base = {str(number): random.integers(0, 2**16, size, np.uint16) for number, size in enumerate(sizes)}
+
+    def moved(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        new = {name: each.copy() for name, each in state.items()}
+        for each in new.values():
+            if random.random() < 0.7:
+                count = int(random.integers(0, min(len(each), 100) + 1))
+                each[random.integers(0, len(each), count)] ^= random.integers(0, 4, count, np.uint16)
+        return new
+
+    def between(old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> WeightPatch:
+        tensors = ({name: torch.from_numpy(it.view(np.int16)) for name, it in state.items()} for state in (old, new))
+        return weight_patches.patch_between(*tensors)
+
+    anchor = version = moved(base)
+    for _ in range(4):
+        version = base if random.random() < 0.2 else moved(version)
+        direct = changes_of(between(base, version))
+        both = composed([between(base, anchor), between(anchor, version)])
+        expected, found = (
+            {tensor.name: (tensor.sum, places.tolist(), bits.tolist()) for tensor, places, bits in each if len(places)}
+            for each in (direct, both)
+        )
+        assert found == expected
+        assert all(tensor.sum == int(version[tensor.name].sum(dtype=np.int64)) for tensor, *_ in both)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isal import igzip_lib
 
-from protocol.wire.adapter_blob import BlobError
-from protocol.wire.weight_patch import FILE, PatchedTensor, WeightPatch, pack, parse, read, unpack
+from protocol.wire import adapter_blob
+from protocol.wire.adapter_blob import Anchor, BlobError
+from protocol.wire.weight_patch import ANCHOR_FILE, FILE, PatchedTensor, WeightPatch, pack, parse, read, unpack
 
 # Elements 1 and 4 of six; the XOR of the first is 0x0180, of the second 0x8000.
 TENSOR = PatchedTensor("a.weight", [2, 3], 2, 2, 77)
@@ -55,13 +56,69 @@ def test_a_folder_has_the_patch_whole_and_is_read_by_its_checksum(tmp_path: Path
     checksum = unpack(data, digest, tmp_path / "v1")
     assert checksum == zlib.crc32(data)
     assert os.listdir(tmp_path) == ["v1"]
-    assert read(tmp_path / "v1", checksum) == read(tmp_path / "v1", None) == PATCH
+    assert read(tmp_path / "v1", checksum) == read(tmp_path / "v1", None) == [PATCH]
     with pytest.raises(FileExistsError):
         unpack(data, digest, tmp_path / "v1")
     file = tmp_path / "v1" / FILE
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(BlobError, match=f"not {checksum}"):
         read(tmp_path / "v1", checksum)
+
+
+def anchored(anchor: bytes) -> tuple[bytes, Anchor]:
+    """Return a patch of another one, which is given, and that as its anchor."""
+    digest = hashlib.sha256(anchor).hexdigest()
+    return pack(PATCH._replace(anchor=digest))[0], Anchor(digest, anchor)
+
+
+def test_a_folder_has_a_patch_and_its_anchor_in_the_order_in_which_they_apply(tmp_path: Path) -> None:
+    first = WeightPatch("", [PatchedTensor("b", [1], 1, 1, 9)], [b"\0", b"\0", b"\1", b"\2"])
+    below, _ = pack(first)
+    data, anchor = anchored(below)
+    checksum = unpack(data, None, tmp_path / "v2", anchor)
+    assert checksum == zlib.crc32(below + data)
+    assert (
+        read(tmp_path / "v2", checksum) == read(tmp_path / "v2", None) == [first, PATCH._replace(anchor=anchor.digest)]
+    )
+    with pytest.raises(BlobError, match=r"no b of shape \[1\]"):
+        read(tmp_path / "v2", checksum, {"a.weight": (2, 3)})
+    file = tmp_path / "v2" / ANCHOR_FILE
+    for wrong in (below[:-1] + bytes([below[-1] ^ 1]), pack(PATCH)[0], b""):
+        file.write_bytes(wrong)
+        with pytest.raises(BlobError, match="CRC-32"):
+            read(tmp_path / "v2", checksum)
+        with pytest.raises(BlobError, match="checksum"):
+            read(tmp_path / "v2", None)
+    file.unlink()
+    with pytest.raises(BlobError, match="checksum"):
+        read(tmp_path / "v2", None)
+
+
+def test_an_anchor_that_is_another_one_or_missing_or_has_one_itself_writes_nothing(tmp_path: Path) -> None:
+    below, _ = pack(PATCH)
+    data, anchor = anchored(below)
+    other, _ = pack(WeightPatch("", [], [b""] * 4))
+    again, second = anchored(data)
+    refused: list[tuple[bytes, Anchor | None, str]] = [
+        (data, None, "no anchor was offered"),
+        (data, Anchor(hashlib.sha256(other).hexdigest(), other), f"builds on {anchor.digest[:12]}"),
+        (data, Anchor(anchor.digest, other), "checksum"),
+        (below, anchor, "builds on the checkpoint"),
+        (again, second, "has an anchor itself"),
+        (b"\x80", None, "not a patch"),
+        (*anchored(b"no patch"), "not a patch"),
+    ]
+    for blob_, offered, problem in refused:
+        with pytest.raises(BlobError, match=problem):
+            unpack(blob_, None, tmp_path / "v1", offered)
+        assert os.listdir(tmp_path) == []
+    with pytest.raises(BlobError, match="an adapter builds on no other"):
+        adapter_blob.unpack(b"", None, tmp_path / "v1", anchor)
+    unpack(data, None, tmp_path / "v1", anchor)
+    (tmp_path / "v1" / FILE).write_bytes(again)
+    (tmp_path / "v1" / ANCHOR_FILE).write_bytes(data)
+    with pytest.raises(BlobError, match="has an anchor itself"):
+        read(tmp_path / "v1", None)
 
 
 @pytest.mark.parametrize(
