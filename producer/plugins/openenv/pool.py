@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -168,9 +169,13 @@ class OpenEnvPool:
     async def _list_tools(self) -> list[_Tool]:
         try:
             async with self.session() as session:
-                return msgspec.convert(await session.tools(), list[_Tool])
+                tools = msgspec.convert(await session.tools(), list[_Tool])
         except (EnvironmentFailedError, msgspec.ValidationError) as error:
             raise ConfigError(f"{self._key}.options.url: the server lists no tools: {error}") from error
+        for name, count in Counter(tool.name for tool in tools).items():
+            if count > 1:
+                raise ConfigError(f"{self._key}.options.url: the server has {count} tools {name!r}; rename one there")
+        return tools
 
     def _chosen_field(self, action: dict[str, Any]) -> str | None:
         """Return the field of an action that the text of a turn fills, or None if the text is the whole action."""

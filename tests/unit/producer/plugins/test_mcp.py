@@ -143,6 +143,24 @@ async def test_a_command_that_is_not_there_ends_the_start_with_the_reason():
             await pool.start()
 
 
+OLD = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" in asked:
+        result = {"protocolVersion": "1999-01-01", "capabilities": {}, "serverInfo": {"name": "old", "version": "1"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+@pytest.mark.long
+@asynchronous
+async def test_a_server_of_another_version_of_the_protocol_ends_the_start():
+    async with environments({"command": [sys.executable, "-c", OLD]}) as pool:
+        with pytest.raises(ConfigError, match=r"(?s)environment\.factory: mcp: .*protocol version .*1999-01-01"):
+            await pool.start()
+
+
 @pytest.mark.parametrize(
     ("server", "said"),
     [

@@ -305,6 +305,18 @@ async def test_what_does_not_fit_ends_the_start(server: dict[str, Any], changes:
 
 
 @asynchronous
+async def test_tools_of_one_name_end_the_start() -> None:
+    def says(asked: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        if asked.get("data", {}).get("type") == "list_tools":
+            answer["data"]["observation"]["tools"] = [ADD, ADD]
+        return answer
+
+    with pytest.raises(ConfigError, match="2 tools 'add'"):
+        async with started(OpenEnvServer(TOOLS, says=says), tool_parser="hermes"):
+            pass
+
+
+@asynchronous
 async def test_servers_that_are_down_or_differ_end_the_start(tmp_path: Any) -> None:
     async with running(OpenEnvServer()) as one, running(OpenEnvServer(TOOLS)) as other:
         for urls, said in (
