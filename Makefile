@@ -129,7 +129,7 @@ uninstall-systemd: ## remove them again; configuration and runs stay
 	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh uninstall
 
 clean: ## remove the virtual environment and the files of the demos
-	rm -rf $(VENV) runs/demo runs/demo-base runs/smollm2 runs/smollm2-base build/stand-in build/environments
+	rm -rf $(VENV) runs/demo runs/demo-base runs/guessing runs/guessing-base runs/smollm2 runs/smollm2-base build/stand-in build/environments
 
 # vLLM's CPU build asks for CPU builds of torch. Where pip's indexes have none, uv knows where PyTorch keeps them.
 # torchvision, torchaudio and torchcodec come along as CUDA builds, which break transformers beside a CPU torch; text

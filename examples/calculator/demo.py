@@ -1,6 +1,8 @@
 """The demo: a small model that gets products wrong learns from a real producer and a real trainer to use a calculator.
 
-python -m examples.calculator.demo [--run-dir runs/calculator] [--steps 20]
+python -m examples.calculator.demo [--mcp] [--run-dir runs/calculator] [--steps 20]
+
+With `--mcp` the tool is that of an MCP server.
 """
 
 import argparse
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/calculator"), help="replaced if a demo made it")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="prompt order, sampling and LoRA initialization")
+    parser.add_argument("--mcp", action="store_true", help="take the tool from an MCP server")
     arguments = parser.parse_args()
 
     run_dir, started = arguments.run_dir, time.monotonic()
@@ -38,6 +41,15 @@ def main() -> None:
     settings += ["--set", f"model.path={base}", "--set", f"dataset.path={base}/train.jsonl"]
     settings += ["--set", f"evaluation.dataset.path={base}/eval.jsonl"]
     settings += ["--set", f"trainer.max_steps={arguments.steps}"]
+    if arguments.mcp:
+        servers = [{"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]}]
+        settings += [
+            "--set",
+            "environment.factory=mcp",
+            "--set",
+            f"environment.options={json.dumps({'servers': servers})}",
+        ]
+        settings += ["--set", "environment.max_concurrent=8"]  # each has a server of its own
     run_pair(settings, ["cpu", "cpu"])
 
     still_alone, after = greedy_accuracy(base, base / "eval.jsonl", run_dir / "adapter")
