@@ -63,7 +63,7 @@ def main() -> None:
         "wall_s": time.monotonic() - started,
     }
     (arguments.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    print("held out: " + ", ".join(f"{line['score']:.3f} at version {line['version']}" for line in scores))
+    print("games won, greedy: " + ", ".join(f"{line['score']:.3f} at version {line['version']}" for line in scores))
     print("\n".join(f"  {name:<13} {value:.3f}" for name, value in summary.items()))
 
 
@@ -81,7 +81,7 @@ def other_side(arguments: argparse.Namespace) -> Iterator[list[str]]:
         server += ["--served-model-name", "user", "--max-model-len", "64", "--enforce-eager"]
         options = {"url": url, "model": "user", "prompt": "{secret}", "stop": "right", "max_tokens": 4}
         environment |= {"factory": "simulated_user", "options": options}
-        others = ["--set", "rewards.functions.0.weight=1", "--set", "rewards.credit=outcome"]
+        others = ["--set", "rewards.outcome_weight=1"]
     else:
         yield []
         return

@@ -148,7 +148,7 @@ class McpEnvironment:
     def __init__(self, servers: list[dict[str, Any]]) -> None:
         if not servers:
             raise ConfigError(f"{_KEY}: name a server")
-        self._servers = [Server(options) for options in msgspec.convert(servers, list[Options])]
+        self._servers = [Server(options) for options in _options(servers)]
         self._places: dict[str, Server] = {}
 
     async def get_tools(self) -> list[dict[str, Any]]:
@@ -180,6 +180,13 @@ class McpEnvironment:
         if name not in self._places:
             raise ValueError(f"Tool {name} not found.")
         return await self._places[name].call(name, arguments)
+
+
+def _options(servers: list[dict[str, Any]]) -> list[Options]:
+    try:
+        return msgspec.convert(servers, list[Options])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{_KEY}: {error}") from error
 
 
 def text_of(result: CallToolResult) -> str:

@@ -183,6 +183,8 @@ def test_options_of_a_server_are_checked(server, said):
 def test_an_environment_needs_a_server():
     with pytest.raises(ConfigError, match="name a server"):
         McpEnvironment([])
+    with pytest.raises(ConfigError, match=r"environment\.options\.servers: .*`tool`"):
+        McpEnvironment([{"command": ["a"], "tool": ["b"]}])
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,8 @@ async def test_a_server_that_misbehaves_fails_the_episode_and_is_no_zero(said: A
     def says(asked: dict[str, Any], answer: dict[str, Any]) -> Any:
         return said if asked["type"] == "step" else answer
 
-    async with started(OpenEnvServer(says=says), call_timeout_s=0.2) as pool, pool.session() as session:
+    limit_s = 0.2 if said is None else 10.0
+    async with started(OpenEnvServer(says=says), call_timeout_s=limit_s) as pool, pool.session() as session:
         await session.reset({}, 4)
         with pytest.raises(EnvironmentFailedError, match=reason):
             await session.reply("4")
