@@ -130,8 +130,9 @@ def test_servers_play_and_none_that_misbehaves_stops_the_run(short_dir: Path, da
             if column is not None:  # the server's secret is the number of the prompt, without its tens
                 right = group["prompt_id"] % 10
                 assert rewards[column] == sum(1.0 if digit == right else -0.25 for digit in digits)
-    shown = {name: "".join(map(tokenizer.decode, group["completion_ids"])) for name, group in groups}
-    assert ("door" in shown["rooms"], "wrong" in shown["guess"], "why" in shown["user"]) == (True, True, True)
+    for name, text in (("rooms", "door"), ("guess", "wrong"), ("user", "why")):
+        shown = [tokenizer.decode(ids) for owner, group in groups if owner == name for ids in group["completion_ids"]]
+        assert any(text in each for each in shown), name
     for messages in servers.conversations:
         assert [each["role"] for each in messages] == [
             "system",
