@@ -151,9 +151,6 @@ class SlipstreamTrainer(Trainer):
         check_teachable(config.distillation, self._logits)
         self._kernel: ChosenKernel | None = None
         self._is_chosen = self._logits is None
-        is_here = self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type
-        if is_here and not self.is_sharded:
-            self._choose_kernel()
         self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
         has_kl = options.beta != 0.0
         tensors = get_peft_model_state_dict(model) if has_kl and config.changes_base else None
@@ -161,6 +158,9 @@ class SlipstreamTrainer(Trainer):
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
         self.recipe = self._recipe(config)
+        is_here = self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type
+        if is_here and not self.is_sharded:
+            self._choose_kernel()
         self.last: TrainedStep | None = None
         self.works: list[RankWork] = []
         self._step_loss = torch.zeros(())
@@ -175,7 +175,7 @@ class SlipstreamTrainer(Trainer):
             rewards=RewardRecipe.of(config, options.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
             max_tokens=self._splitter.tokens,
-            tree=self._kernel is not None or not self._is_chosen,
+            tree=False,
             only_advantages=options.beta == 0.0 and not bonus.is_on and options.top_entropy_quantile == 1.0,
             keeps_all_rows=self._router_loss_coef != 0.0,
             pad_token_id=self.processing_class.pad_token_id,
@@ -254,6 +254,7 @@ class SlipstreamTrainer(Trainer):
             if self._ranks.world > 1 and self._ranks.rank == 0:
                 self._ranks.share(Train.of(batch))  # before this rank trains it
             self._newest_groups = batch.groups
+            self._choose_kernel()  # in turns the model comes with the batch, whose rows are split by the choice
             self._splitter.begin(self.recipe, batch.groups, batch.answers, batch.weights)
             for step in range(batch.last_step - batch.num_iterations + 1, batch.last_step + 1):
                 yield self._splitter.split(step)
@@ -413,7 +414,7 @@ class SlipstreamTrainer(Trainer):
     # Passes.
 
     def _choose_kernel(self) -> None:
-        """Choose how rows go through the model, where it computes. All ranks call it, and all take trees or none does."""
+        """Choose how rows go through the model, once, where it computes. All ranks call it, and all take trees or none does."""
         if self._is_chosen:
             return
         self._is_chosen = True
@@ -421,15 +422,13 @@ class SlipstreamTrainer(Trainer):
             self._kernel = choose_kernel(self.base, logging.INFO if self._ranks.rank == 0 else logging.DEBUG)
         if not self._ranks.gather({"tree": torch.tensor([self._kernel is not None])})["tree"].all():
             self._kernel = None
+        self.recipe = replace(self.recipe, tree=self._kernel is not None)
 
     def forward_pass(self, batch: MicroBatch, *, teaches: bool = False) -> Pass:
         """Return log-probs and entropies (if it `teaches` also divergences) of the policy; 0 outside the loss (`scored_mask`)."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, scored_mask(batch))
-        if not self._is_chosen:  # in turns, where the model comes with the first batch; all ranks come here together
-            self._choose_kernel()
-            self.recipe = replace(self.recipe, tree=self._kernel is not None)
         layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)
         self._passes.append(PassSize(layout.ids.numel(), layout.num_tokens))
         if teaches:

@@ -7,6 +7,7 @@ It takes one step for each case, in float64, alone and then with the others, and
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.weight_snapshots import whole
 from consumer.ranks.exchange import Gather, ProcessRanks
 from consumer.ranks.rendezvous import connect
+from replay.batch_selection import TrainingBatch
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.float64 import in_float64
 from tests.unit.consumer.learn.test_loss_parity import off_policy, some_groups
@@ -47,6 +49,9 @@ WHOLE: dict[str, tuple[Any, ...]] = {
     ),
     "some weights": ({"bf16": False}, MANY_PASSES, ["*norm*", "*.mlp.*"]),
 }
+
+CONTINUED = ("adamw_torch_fused", "sdpa"), ("adagrad", "eager")  # trees of rows, and padded rows
+"""Optimizers, with the attention of the model."""
 
 
 def compare(
@@ -91,22 +96,30 @@ def weights(trainer: SlipstreamTrainer) -> torch.Tensor:
 
 def take_step(trainer: SlipstreamTrainer, groups: list[Any]) -> float:
     """Return the norm of the gradient, which is clipped."""
-    trainer._splitter.begin(trainer.recipe, groups, ())
-    trainer.training_step(trainer.model, trainer._splitter.split(1), None)
+
+    def batches() -> Iterator[TrainingBatch]:
+        if trainer._ranks.rank > 0:
+            trainer._ranks.share(None)  # rank 0 has announced it
+        yield TrainingBatch(1, 1, 1, groups, len(groups))
+
+    trainer._batches = batches()
+    [inputs] = trainer.get_train_dataloader()
+    trainer.training_step(trainer.model, inputs, None)
     norm = trainer._get_grad_norm(trainer.model, trainer._clip_grad_norm(trainer.model))
     trainer.optimizer.step()
     trainer.model.zero_grad()
     return norm
 
 
-def go_on(ranks: ProcessRanks, folder: Path, model: Path, optimizer: str) -> dict[str, float]:
+def go_on(ranks: ProcessRanks, folder: Path, model: Path, optimizer: str, attention: str) -> dict[str, float]:
     """Two steps of one process, of ranks, and of ranks and of one process that take the second one from a checkpoint."""
+    attends = {"attn_implementation": attention}
     config = run_config(
         folder / optimizer,
         model,
         "bfloat16",
         lora=None,
-        trainer={"bf16": False, "optim": optimizer, "max_grad_norm": 0.01},
+        trainer={"bf16": False, "optim": optimizer, "max_grad_norm": 0.01, "model_init_kwargs": attends},
     )
     alone = slipstream_trainer(config, model)
     groups = off_policy(alone, some_groups(2))
@@ -159,7 +172,7 @@ def main() -> None:
     ranks = ProcessRanks(connect("127.0.0.1", port), rank, world, torch.device("cpu"), 60)
     with in_float64():
         found = {name: compare(ranks, folder, model, *case) for name, case in (CASES | WHOLE).items()}
-        continued = {name: go_on(ranks, folder, model, name) for name in ("adamw_torch_fused", "adagrad")}
+        continued = {name: go_on(ranks, folder, model, name, *more) for name, *more in CONTINUED}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     (folder / f"continued-{rank}.json").write_text(json.dumps(continued))
 
