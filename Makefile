@@ -84,7 +84,7 @@ bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's
 bench-patches: $(STAMP) ## whole weights as patches: bytes by learning rate and step, the swap, learning beside an adapter; an hour and a half
 	VLLM_CPU_OMP_THREADS_BIND=0 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m benchmarks.swap --mode full --out runs/bench/patches-swap.json
-	$(BIN)/python -m benchmarks.variants weights --steps 30 --out runs/bench/weights.jsonl
+	$(BIN)/python -m benchmarks.variants weights --steps 30 --variants LoRA DoRA 'all weights, 1e-4' 'all weights, 3e-4' 'all weights, 1e-3' --out runs/bench/weights.jsonl
 	$(BIN)/python -m benchmarks.patches --curves runs/bench/weights.jsonl --plot runs/bench/patches.png
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends

@@ -82,10 +82,10 @@ WEIGHTS: dict[str, Settings] = {
     "DoRA": ("model.dtype=bfloat16", "swap={}", "lora.use_dora=true"),
     **{
         f"all weights, {rate}": ("model.dtype=bfloat16", "swap={}", "lora=null", f"trainer.learning_rate={rate}")
-        for rate in ("1e-4", "3e-4", "1e-3")
+        for rate in ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3")
     },
 }
-"""Adapters at the task's learning rate, and all weights at others. All compute in bfloat16."""
+"""Adapters at the task's learning rate, and all weights at others: SmolLM2 needs the low ones. All compute in bfloat16."""
 
 SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS}
 _TAUGHT = "distillation="
