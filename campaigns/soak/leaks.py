@@ -12,7 +12,7 @@ import time
 from campaigns.soak.samples import SHARED_MEMORY, scratch_of
 
 PLANTED = ("sleep", "7200")
-_EVERY_S = 0.5
+_EVERY_S = 0.25
 _BYTES = 2**20
 
 

@@ -66,11 +66,14 @@ def tree_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as a layer of transformers does; without a tree, by torch's SDPA."""
+    """Attend as a layer of transformers does; without a tree, by torch's SDPA. Under autocast both take its type."""
     if tree is None:
         options |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
         found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found, None
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # where queries and keys are in float32 behind their rotation, and values are not
+        query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     return tree(module, query, key, value, Options(scaling, sliding_window, softcap)), None
 
 

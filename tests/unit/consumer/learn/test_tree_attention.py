@@ -108,6 +108,15 @@ def test_attention_alone_takes_trees(family: str) -> None:
         assert torch.equal(alone(model, rows), expected), "other passes are as before"
 
 
+def test_float32_weights_under_autocast_take_trees() -> None:
+    """Behind the rotation queries and keys are in float32 there, and values are not."""
+    model = build("Llama").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choose_kernel(model) is not None
+        assert difference(in_tree(model, some_rows()), alone(model, some_rows())) < 0.05
+        assert difference(of_embeddings(model, in_tree), of_embeddings(model, alone)) < 0.05
+
+
 def test_the_softcap_is_that_of_the_model() -> None:
     """SDPA leaves it out; transformers' own computation has it."""
     settings = ATTENTION["Gemma2"] | {"attn_logit_softcapping": 0.5}
