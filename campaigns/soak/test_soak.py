@@ -14,7 +14,8 @@ from tests.integration.warm import zygote
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 BOUNDS = Bounds(memory_per_hour=2e9, memory_per_1000_groups=1e8, counts_per_hour=3600.0)
-"""Planted are four MB and four of each a second, fewer on a busy machine. Less than one a second may be a pool that fills, or a first checkpoint."""
+"""Planted are four MB and four of each a second, fewer on a busy machine. Less than one a second may be a pool that fills, or a
+first checkpoint."""
 
 
 def test_the_planted_leaks_are_found_and_nothing_else(short_dir: Path) -> None:

@@ -72,7 +72,7 @@ def tree_attention(
         found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found, None
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # where queries and keys are in float32 behind their rotation, and values are not
+    if torch.is_autocast_enabled(device):  # queries and keys may be in float32 there, behind their rotation
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     return tree(module, query, key, value, Options(scaling, sliding_window, softcap)), None
 
