@@ -3,7 +3,8 @@
 The body is msgpack, or JSON from a process whose Python need not have msgspec.
 
 Guarantee: only this process writes frames. If code of the user's has closed or replaced the descriptor, the process writes one
-line that explains it, and ends. If that code has forked and both processes return, the copy ends without a frame.
+line that explains it, and ends; if the daemon has gone, it just ends. If that code has forked and both processes return, the
+copy ends without a frame.
 """
 
 import contextlib
@@ -65,9 +66,11 @@ class WorkerChannel:
         return found.st_dev, found.st_ino
 
     def _lost(self, error: OSError) -> NoReturn:
-        line = f"descriptor {self._socket.fileno()}, the connection to the daemon, was closed by code that runs here: {error}\n"
-        with contextlib.suppress(OSError):
-            os.write(2, line.encode())
+        number = self._socket.fileno()
+        line = f"descriptor {number}, the connection to the daemon, was closed by code that runs here: {error}\n"
+        if not isinstance(error, ConnectionError):  # which it is when the daemon has gone
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())
         os._exit(LOST_STATUS)
 
 
