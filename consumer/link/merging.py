@@ -31,7 +31,7 @@ from protocol.config.lora_section import changes_base
 from protocol.errors import ConfigError
 
 BEGINNING_FILE = "adapter_beginning.safetensors"
-"""What PEFT took out of the base, beside an adapter. Another device would find other singular vectors."""
+"""The part of the base that PEFT took out, beside an adapter. Another device would find other singular vectors."""
 
 _ADAPTER = "default"
 
