@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from examples.arithmetic.build_model import make_model
 
 LENGTH = 64  # of the longest conversation
 _SPECIAL = ("<pad>", "<|end|>", "<unk>")
@@ -40,22 +42,8 @@ def chat_tokenizer(words: Sequence[str], template: str) -> PreTrainedTokenizerFa
 
 def chat_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Make a model of the tokenizer's words with random weights."""
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,  # head_dim 32, the smallest that vLLM's CPU backend takes
-            num_key_value_heads=4,
-            max_position_embeddings=LENGTH,
-            initializer_range=0.06,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
+    ids = {"pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id}
+    return make_model(len(tokenizer), inner=256, length=LENGTH, **ids)
 
 
 def corpus(tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Part]]) -> torch.Tensor:

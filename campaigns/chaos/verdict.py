@@ -140,7 +140,7 @@ def summarize(
 
 
 class _Served(NamedTuple):
-    """How often an engine's weights were a policy's, bit by bit, and how many versions had an anchor."""
+    """The number of times that an engine's weights were a policy's, bit by bit, and of versions that had an anchor."""
 
     compared: int
     anchored: int

@@ -52,21 +52,23 @@ def make_tokenizer(vocabulary: dict[str, int], max_length: int) -> PreTrainedTok
     )
 
 
-def make_model() -> Qwen2ForCausalLM:
-    """Make a model of `VOCAB` with random weights."""
+def make_model(
+    num_words: int = len(VOCAB), *, inner: int = 384, length: int = 64, pad: int = PAD, eos: int = EOS
+) -> Qwen2ForCausalLM:
+    """Make a model of so many words, by default those of `VOCAB`, with random weights."""
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(VOCAB),
+            vocab_size=num_words,
             hidden_size=128,
-            intermediate_size=384,
+            intermediate_size=inner,
             num_hidden_layers=2,
             num_attention_heads=4,  # head_dim 32, the smallest that vLLM's CPU backend takes
             num_key_value_heads=4,
-            max_position_embeddings=64,
+            max_position_embeddings=length,
             initializer_range=0.06,
             tie_word_embeddings=True,
-            pad_token_id=PAD,
-            eos_token_id=EOS,
+            pad_token_id=pad,
+            eos_token_id=eos,
             bos_token_id=None,
         )
     )

@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its head and embeddings are two tensors."""
+    """A model whose head and embeddings are two tensors."""
     return build_model("llama", tmp_path_factory.mktemp("llama") / "model", num_layers=1)
 
 
