@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import transformers
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer, TrainerCallback
 
 from benchmarks.tasks import TASKS, reward_of
@@ -37,18 +39,27 @@ _COLUMNS = {
 }
 
 
-class _Steps(TrainerCallback):
-    """Writes a line when TRL logs a step."""
+_SAMPLED = "vllm:generation_tokens_total"
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+
+class _Steps(TrainerCallback):
+    """Writes a line when TRL logs a step, with the tokens that the server has sampled by then."""
+
+    def __init__(self, file: Path, url: str) -> None:
+        self._file, self._url = file, url
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "reward" in logs:
             line = {"step": state.global_step, "t": time.time()}
             line |= {name: logs.get(key) for name, key in _COLUMNS.items()}
+            line["sampled"] = _sampled(self._url)
             with self._file.open("a") as out:
                 out.write(json.dumps(line) + "\n")
+
+
+def _sampled(url: str) -> int:
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
+    return int(sum(one.value for family in families for one in family.samples if one.name == _SAMPLED))
 
 
 class MessagesReward:
@@ -95,7 +106,7 @@ def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=build_lora(config),
-        callbacks=[_Steps(run_dir / "steps.jsonl")],
+        callbacks=[_Steps(run_dir / "steps.jsonl", url)],
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(run_dir / "adapter"))

@@ -18,7 +18,7 @@ from benchmarks.finished_runs import FinishedRuns
 from benchmarks.overlap_report import OWN, SERVED, TRL, WARM_UP, draw, fastest, table
 from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
-from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
+from benchmarks.whole_runs import CHECKPOINTS, Run, sampled_until, scores, steps
 from examples.folders import fresh_folder
 
 FOLDER = Path("runs/bench/overlap").absolute()
@@ -79,7 +79,10 @@ def run(case: Case) -> dict[str, Any]:
         lines = steps(case, case.steps)
         used = watch.between(lines[0]["t"], lines[-1]["t"])
     found = scores(case, "trl" if case.arm == TRL else "checkpoints")
-    names = ("t", "reward", "wait_s", "step_s", "tokens", "sync_s")
+    if case.arm != TRL:
+        for line, sampled in zip(lines, sampled_until(case.folder, [line["t"] for line in lines]), strict=True):
+            line["sampled"] = sampled
+    names = ("t", "reward", "wait_s", "step_s", "tokens", "sampled", "sync_s")
     return case._asdict() | used | {
         "server_start_s": round(served - began, 1), "whole_s": round(ended - served, 1),
         "dropped": _dropped(case, lines, run.config.sampling.num_generations),

@@ -43,6 +43,13 @@ def seconds_to(one: Result, accuracy: float) -> float | None:
     return next((at for at, _, score in one["accuracy"] if score >= accuracy), None)
 
 
+def tokens_to(one: Result, accuracy: float) -> int | None:
+    """Return the tokens sampled until then; None if no checkpoint has this accuracy, or tokens were not counted."""
+    step = next((number for _, number, score in one["accuracy"] if score >= accuracy), None)
+    counted: list[int] | None = one["steps_of"].get("sampled")
+    return None if step is None or counted is None else counted[step - 1]
+
+
 def by_arm(results: list[Result]) -> dict[Arm, list[Result]]:
     found: dict[Arm, list[Result]] = defaultdict(list)
     for one in results:
@@ -55,8 +62,8 @@ def table(results: list[Result]) -> str:
     goal = WORTH * max(one["accuracy"][-1][2] for one in results)
     rows = [
         f"| arm | staleness | in flight | steps | runs | seconds a step (quartiles) | beside `{OWN}` | trainer waits "
-        f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} |",
-        f"|{'---|' * 13}",
+        f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} | sampled tokens to it |",
+        f"|{'---|' * 14}",
     ]
     reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == OWN}
     for (arm, staleness, inflight, steps), runs in by_arm(results).items():
@@ -68,6 +75,7 @@ def table(results: list[Result]) -> str:
         ]
         shares = [f"{fmean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
         reached = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
+        sampled = [tokens for one in runs if (tokens := tokens_to(one, goal)) is not None]
         cells = [
             *(arm, str(staleness), str(inflight or "-"), str(steps), str(len(runs))),
             f"{fmean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
@@ -78,6 +86,7 @@ def table(results: list[Result]) -> str:
             f"{max(one['peak_memory'] for one in runs) / 2**30:.1f} GiB",
             f"{fmean(one['accuracy'][-1][2] for one in runs):.3f}",
             f"{fmean(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "-",
+            f"{fmean(sampled):,.0f}" if sampled else "-",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from benchmarks.watch import Watch
 from producer.engine.configuration import ON_CPU
 from protocol.config.loader import load_config
 from protocol.runtime import json_lines
+from replay.journal.reader import JournalReader
 from tests.integration.vllm_server import wait_until_healthy
 from tests.unit.protocol.channel_harness import reserve_port
 
@@ -112,6 +113,13 @@ def scores(case: RunCase, checkpoints: str = "checkpoints") -> Iterator[tuple[in
     folders = (case.folder / checkpoints).glob("checkpoint-*")
     for number, folder in sorted((int(folder.name.rpartition("-")[2]), folder) for folder in folders):
         yield number, TASKS[case.task].accuracy(folder)
+
+
+def sampled_until(folder: Path, times: Sequence[float]) -> list[int]:
+    """Return for each Unix time the tokens of the completions that the pair's trainer had accepted by then."""
+    with closing(JournalReader(folder / "journal.sqlite")) as journal:
+        groups = [(row.accepted_at, row.num_tokens) for row in journal.rows()]
+    return [sum(tokens for at, tokens in groups if at <= time) for time in times]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

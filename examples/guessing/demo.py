@@ -28,6 +28,8 @@ CONFIG = "examples/guessing/run.yaml"
 BASE = Path("runs/guessing-base")
 WINDOW = 5  # steps averaged for the first and the last reward
 START_S = 300  # for a server to listen
+_SERVER = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+"""Environment of the second model's server, GiB and threads. By default it takes most of the memory, and every core."""
 
 
 def main() -> None:
@@ -77,15 +79,18 @@ def other_side(arguments: argparse.Namespace) -> Iterator[list[str]]:
         environment |= {"factory": "openenv", "options": {"url": url, "arguments": ["secret"]}}
         others = []
     elif arguments.user:
+        from producer.engine.configuration import ON_CPU  # vLLM takes seconds
+
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE), "--port", str(port)]
         server += ["--served-model-name", "user", "--max-model-len", "64", "--enforce-eager"]
+        server += ["--distributed-executor-backend", ON_CPU["distributed_executor_backend"]]
         options = {"url": url, "model": "user", "prompt": "{secret}", "stop": "right", "max_tokens": 4}
         environment |= {"factory": "simulated_user", "options": options}
         others = ["--set", "rewards.outcome_weight=1"]
     else:
         yield []
         return
-    with subprocess.Popen(server) as process:
+    with subprocess.Popen(server, env=_SERVER | os.environ) as process:
         try:
             wait_for(process, port)
             yield ["--set", f"environment={json.dumps(environment)}", *others]

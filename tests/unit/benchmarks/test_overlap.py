@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overlap_report import OWN, TRL, fastest, quartiles, seconds_to, step_s, table, walls
+from benchmarks.overlap_report import OWN, TRL, fastest, quartiles, seconds_to, step_s, table, tokens_to, walls
 
 
 def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 0, **others: Any) -> dict[str, Any]:
@@ -38,6 +38,14 @@ def test_the_fastest_setting_of_trl_is_that_of_the_first_round() -> None:
 def test_the_time_to_an_accuracy_is_that_of_the_first_checkpoint_which_has_it() -> None:
     assert seconds_to(result(OWN, []), 0.8) == 5.0
     assert seconds_to(result(OWN, []), 0.95) is None
+
+
+def test_tokens_to_an_accuracy_are_those_sampled_by_the_step_of_its_checkpoint() -> None:
+    one = result(OWN, [])
+    assert tokens_to(one, 0.8) is None  # runs of earlier commits did not count them
+    one["steps_of"]["sampled"] = [10, 25, 40, 60]
+    assert tokens_to(one, 0.8) == 60
+    assert tokens_to(one, 0.95) is None
 
 
 def test_the_table_compares_runs_of_one_round_and_one_staleness() -> None:
