@@ -172,7 +172,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
     ),
     "rl_producer_busy_seconds_total": ("Time with a request in the engine.", lambda now: now.workload.busy_s),
     "rl_producer_idle_seconds_total": (
-        "Time connected to a trainer without one, the engine being awake.",
+        "Time connected to a trainer, awake, without a request in the engine.",
         lambda now: now.counters.idle_s,
     ),
     "rl_producer_asleep": (
@@ -321,12 +321,12 @@ class ProducerMetrics:
 _COMPARED = (
     (
         "rl_producer_probe_least_lack_share",
-        "Smallest missing share of the policy's change since a reference that is refused; above 1 the probe cannot judge.",
+        "Least lack of a policy's move that is refused (docs/swap-proof.md); above 1 the probe cannot judge.",
         "share",
     ),
-    ("rl_producer_probe_lack_share", "Measured missing share of that change; noise is around 0.", "lack"),
-    ("rl_producer_probe_change_nats", "Root mean square of that change of the trainer's log-probs.", "moved"),
-    ("rl_producer_probe_noise_nats", "Root mean square of engine minus trainer in that change.", "noise"),
+    ("rl_producer_probe_lack_share", "Lack of the engine's move, a share of the trainer's; noise is around 0.", "lack"),
+    ("rl_producer_probe_change_nats", "Move of the trainer's log-probs, root mean square.", "moved"),
+    ("rl_producer_probe_noise_nats", "Engine's move minus the trainer's, root mean square.", "noise"),
 )
 _MOST = 100.0  # that is shown of a share
 

@@ -39,7 +39,7 @@ def _check_libraries(config: RunConfig) -> None:
 
 
 def main() -> NoReturn:
-    arguments_parser = parser("rl-trainer", "Trains a LoRA adapter with GRPO on groups that rl-producer generates.")
+    arguments_parser = parser("rl-trainer", "Trains a model with GRPO on groups that rl-producer generates.")
     arguments_parser.add_argument(
         "--resume",
         action="store_true",

@@ -26,7 +26,7 @@ from protocol.wire.messages import FailureReason, Lease
 
 DECREASE = 0.75
 ROOM = 0.9  # of the KV cache in use: below it the limit may rise
-TOLERATED = 1.0  # preemptions per completion: about where throughput was best (docs/benchmarks.md)
+TOLERATED = 1.0  # preemptions per completion: about where throughput was best
 
 
 class AdmissionControl:

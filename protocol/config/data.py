@@ -107,7 +107,10 @@ _OF_FILES = ("path", "subset", "revision", "split", "streaming", "blocks")
 
 
 class _RowsSection(Section):
-    path: str | None = Field(None, description="As `dataset.path`.")
+    path: str | None = Field(
+        None,
+        description="Rows: a file (.jsonl, .json, .csv, .parquet), a folder of `save_to_disk`, or a hub name.",
+    )
     reasoning_gym: str | None = Field(None, description="Set of reasoning-gym, in place of `path`.")
     size: Positive | None = Field(None, description="Its rows, less held-out ones.")
     seed: Count | None = Field(None, description="Row i is drawn by `seed` + i. Default: 1; held out 1000000.")
@@ -158,6 +161,7 @@ class _RowsSection(Section):
 
 
 class SourceSection(_RowsSection):
+    path: str | None = Field(None, description="As `dataset.path`.")
     name: Label | None = Field(
         None,
         description="Name in metrics and reports. Default: the end of `path`, or the set.",

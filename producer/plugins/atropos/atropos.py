@@ -207,7 +207,7 @@ class Atropos:
     def watch(self, readings: Readings) -> None:
         readings.counters(
             "rl_producer_atropos_groups_total",
-            "Groups that environments posted (with environment.agent=atropos, as the next), by outcome.",
+            "Groups that environments posted, by outcome (environment.agent=atropos).",
             "outcome",
             lambda: self.outcomes,
         )

@@ -23,7 +23,14 @@ def test_each_example_has_a_page() -> None:
 def test_the_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     options = run.make_context("run", shlex.split(command)).params
-    load_config(options["config"], list(options["overrides"]))
+    config = load_config(options["config"], list(options["overrides"]))
+    assert Path(config.run_dir).parent == REPOSITORY / "runs"
+
+
+def test_harbors_run_reads_the_rows_where_its_page_writes_them() -> None:
+    folder = REPOSITORY / "examples" / "harbor"
+    [rows] = re.findall(r"--rows TASKS > (\S+)", (folder / "README.md").read_text())
+    assert load_config(str(folder / "run.yaml")).dataset.path == str(REPOSITORY / rows)
 
 
 def test_the_published_recipe_reads_the_rows_of_its_dataset() -> None:
