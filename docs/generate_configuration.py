@@ -162,12 +162,9 @@ These values follow from the file. `--check` shows them.
 
 | value | follows from |
 |---|---|
-| completions per step | `pipeline.groups_per_step` x `sampling.num_generations` |
 | engine `max_loras` | `pipeline.max_staleness` + 2: every version whose groups \
 can still be trained, and the one being loaded; with `serve.enabled` + `serve.max_versions` + 2; with `evaluation` + 1 |
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |
-| control endpoint | `transport.endpoint`, else `ipc://RUN_DIR/control.ipc` |
-| blob endpoint | `transport.blob_endpoint`, else the control endpoint with `.blobs` appended (ipc) or the next port (tcp) |
 
 An ipc path may be at most 107 bytes long; where `run_dir` is deep, set `transport.endpoint`.
 """
