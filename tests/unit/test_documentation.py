@@ -105,7 +105,8 @@ def test_every_row_of_a_table_stands_below_its_head() -> None:
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-            rules = [number for number, row in enumerate(table.splitlines()) if re.fullmatch(r"\|(?:\s*:?-+:?\s*\|)+", row)]
+            rows = enumerate(table.splitlines())
+            rules = [number for number, row in rows if re.fullmatch(r"\|(?:\s*:?-+:?\s*\|)+", row)]
             loose += [f"{page.name}: {table[:60]}"] if rules != [1] else []
     assert loose == []
 
