@@ -16,7 +16,7 @@ import msgspec
 
 from producer.environments.contract import EnvironmentFailedError
 from protocol.config.environment_servers import OpenEnvOptions
-from protocol.errors import UNREADABLE
+from protocol.errors import UNREADABLE, UNSENDABLE
 
 _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 _ANSWERS = {"reset": "observation", "step": "observation", "state": "state"}
@@ -69,9 +69,10 @@ class OpenEnvSession:
     async def __aexit__(self, *_: object) -> None:
         assert self._reader is not None
         self._reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._reader
-        await self.socket.close()
+        try:
+            await asyncio.wait([self._reader])
+        finally:
+            await self.socket.close()
 
     async def reset(self, columns: dict[str, Any], prompt_id: int) -> str | None:
         wanted = self.options.arguments + ([self.options.seed] if self.options.seed else [])
@@ -120,17 +121,23 @@ class OpenEnvSession:
 
     async def tools(self) -> Any:
         """Return the tools of an MCP environment, as the server describes them."""
-        return (await self._step("step", {"type": "list_tools"})).get("tools")
+        try:
+            return (await self._step("step", {"type": "list_tools"})).get("tools")
+        except _RefusedActionError as error:
+            raise EnvironmentFailedError(f"{self.url} refused list_tools: {error}") from None
 
     async def ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a message and return the answer's data. Raises ServerFullError besides."""
-        request = {"type": kind} if data is None else {"type": kind, "data": data}
+        try:
+            request = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+        except UNSENDABLE as error:
+            raise EnvironmentFailedError(f"{kind} cannot be sent to {self.url}: {error}") from None
         is_unasked = not self._frames.empty()  # such as the refusal of the session
         try:
             async with asyncio.timeout(self.call_timeout_s):
                 if not is_unasked:
                     with suppress(aiohttp.ClientError, OSError):  # the reader has the reason
-                        await self.socket.send_json(request)
+                        await self.socket.send_str(request)
                 message = await self._frames.get()
         except TimeoutError:
             raise EnvironmentFailedError(
@@ -189,10 +196,11 @@ class OpenEnvSession:
 
     def _refusal(self, kind: str, data: dict[str, Any]) -> Exception:
         code, message = data.get("code"), str(data.get("message", ""))
-        if code == _FULL:
+        if code == _FULL and kind == "state":  # the first that is asked
             return ServerFullError(message[:_MAX_ERROR_CHARS])
         if code == _INVALID and kind == "step":
-            problems = map(_problem, data.get("errors") or [])
+            errors = data.get("errors")
+            problems = map(_problem, errors if isinstance(errors, list) else [])
             return _RefusedActionError("; ".join([message, *problems])[:_MAX_ERROR_CHARS])
         return EnvironmentFailedError(f"{self.url} refused {kind}: {code}: {message[:_MAX_ERROR_CHARS]}")
 
@@ -219,4 +227,7 @@ def _content(value: Any) -> str:
         parts = value["content"] if isinstance(value["content"], list) else []
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         value = value["data"] if value.get("data") is not None else "\n".join(texts) if texts else value
-    return value if isinstance(value, str) else json.dumps(value)
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except RecursionError:
+        raise EnvironmentFailedError("an observation is nested too deeply to be shown") from None

@@ -13,11 +13,13 @@ from producer.environments.contract import EnvironmentFailedError
 from producer.environments.pool import environments_of
 from producer.groups import Rollouts
 from producer.plugins.openenv.pool import OpenEnvPool
+from producer.plugins.openenv.session import OpenEnvSession, _content
 from producer.rollouts.admission import Progress
+from protocol.config.environment_servers import OpenEnvOptions
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.openenv_server import ADD, GUESS, TOOLS, OpenEnvServer, running
-from tests.unit.producer.loop import asynchronous, until
+from tests.unit.producer.loop import asynchronous, settle, until
 from tests.unit.producer.rollouts.test_episodes import Setup, sampled_text
 
 CLOSED = "http://127.0.0.1:9"
@@ -259,6 +261,7 @@ STEP = {"observation": {"said": "x"}, "reward": 1.0, "done": False}
         ({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "division by zero"}}, "division by zero"),
         ({"type": "error"}, "None"),
         ("x" * (4 * 2**20 + 1), "lost"),
+        ({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "no room"}}, "no room"),
     ],
 )
 @asynchronous
@@ -271,6 +274,62 @@ async def test_a_server_that_misbehaves_fails_the_episode_and_is_no_zero(said: A
         await session.reset({}, 4)
         with pytest.raises(EnvironmentFailedError, match=reason):
             await session.reply("4")
+
+
+@asynchronous
+async def test_a_refusal_whose_errors_are_no_list_is_shown_to_the_policy() -> None:
+    refusal = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "digits", "errors": 5}}
+
+    def says(asked: dict[str, Any], answer: dict[str, Any]) -> Any:
+        return refusal if asked["type"] == "step" else answer
+
+    async with started(OpenEnvServer(says=says)) as pool, pool.session() as session:
+        await session.reset({}, 4)
+        assert await session.reply("4") == user("{'error': 'digits'}")
+
+
+@asynchronous
+async def test_a_column_that_no_json_can_have_fails_the_episode() -> None:
+    async with started(OpenEnvServer(), {"arguments": ["level"]}) as pool, pool.session() as session:
+        with pytest.raises(EnvironmentFailedError, match="reset"):
+            await session.reset({"level": b"hard"}, 17)
+
+
+def test_an_observation_that_is_nested_too_deeply_fails_the_episode() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(EnvironmentFailedError):
+        _content(deep)
+
+
+class Silent:
+    """A socket whose server says nothing."""
+
+    is_closed = False
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@asynchronous
+async def test_a_cancellation_while_a_session_ends_is_not_lost() -> None:
+    socket: Any = Silent()
+    options = OpenEnvOptions.model_validate({"url": "http://a"})
+
+    async def episode() -> None:
+        async with OpenEnvSession(socket, "http://a", "environment", options, 1.0, True, "guess"):
+            pass
+        await asyncio.Event().wait()
+
+    playing = asyncio.create_task(episode())
+    await asyncio.sleep(0)  # it waits for the end of the session
+    playing.cancel()
+    await settle()
+    assert (playing.cancelled(), socket.is_closed) == (True, True)
 
 
 @asynchronous
@@ -313,6 +372,17 @@ async def test_tools_of_one_name_end_the_start() -> None:
         return answer
 
     with pytest.raises(ConfigError, match="2 tools 'add'"):
+        async with started(OpenEnvServer(TOOLS, says=says), tool_parser="hermes"):
+            pass
+
+
+@asynchronous
+async def test_a_server_that_refuses_to_list_tools_ends_the_start_with_the_reason() -> None:
+    def says(asked: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        is_listing = asked.get("data", {}).get("type") == "list_tools"
+        return {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no"}} if is_listing else answer
+
+    with pytest.raises(ConfigError, match=r"options\.url"):
         async with started(OpenEnvServer(TOOLS, says=says), tool_parser="hermes"):
             pass
 
