@@ -86,14 +86,23 @@ class Server:
         if not connected.done():
             error = self._holding.exception()
             raise OutageError(f"cannot connect to {self.options.name}: {_reason(error)}")
+        try:
+            self.tools = self._allowed(await self._listed(connected.result()))
+        except Exception as error:
+            await self.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise OutageError(f"{self.options.name} does not list its tools: {_reason(error)}") from error
         self._client = connected.result()
-        tools = {tool.name: tool for tool in await self._listed(self._client)}
+
+    def _allowed(self, listed: list[Tool]) -> dict[str, Tool]:
+        tools = {tool.name: tool for tool in listed}
         allowed = tools if self.options.tools is None else self.options.tools
         if missing := [name for name in allowed if name not in tools]:
             raise ConfigError(
                 f"{_KEY}: {self.options.name} has no tool {missing[0]!r}; it has {', '.join(tools) or 'none'}"
             )
-        self.tools = {name: tools[name] for name in allowed}
+        return {name: tools[name] for name in allowed}
 
     async def close(self) -> None:
         """Close the connection. Ends the process if a server, or what is left of one, holds it."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from mcp.types import CallToolResult, ImageContent, TextContent
+from mcp.types import CallToolResult, ImageContent, ListToolsResult, TextContent, Tool
 
 from producer.environments.contract import EnvironmentFailedError, OutageError
 from producer.environments.pool import EnvironmentPool
@@ -141,6 +141,39 @@ async def test_a_command_that_is_not_there_ends_the_start_with_the_reason():
     async with environments({"command": ["/no/such/server"]}) as pool:
         with pytest.raises(ConfigError, match=r"environment\.factory: mcp: .*cannot connect to /no/such/server"):
             await pool.start()
+
+
+class Listing:
+    """A client whose first listing of tools fails."""
+
+    num_asked = num_open = 0
+
+    async def list_tools(self, **_: Any) -> ListToolsResult:
+        Listing.num_asked += 1
+        if Listing.num_asked == 1:
+            raise RuntimeError("internal error")
+        return ListToolsResult(tools=[Tool(name="look", input_schema={"type": "object"})])
+
+
+@asynchronous
+async def test_a_server_that_fails_to_list_its_tools_is_an_outage_and_asked_again(monkeypatch):
+    @asynccontextmanager
+    async def connection(_: Options) -> AsyncIterator[Listing]:
+        Listing.num_open += 1
+        try:
+            yield Listing()
+        finally:
+            Listing.num_open -= 1
+
+    monkeypatch.setattr(Options, "connection", connection)
+    environment = McpEnvironment([{"url": "http://a/mcp"}])
+    with pytest.raises(OutageError, match="internal error"):
+        await environment.reset()
+    assert Listing.num_open == 0
+    await environment.reset()
+    assert [tool["function"]["name"] for tool in await environment.get_tools()] == ["look"]
+    await environment.close()
+    assert (Listing.num_asked, Listing.num_open) == (2, 0)
 
 
 OLD = """
