@@ -93,6 +93,8 @@ class HttpClient:
                         raise OSError(f"{url} answered with more than {_LONGEST_ANSWER_BYTES} bytes")
                     if time.monotonic() > ends_at:
                         raise TimeoutError(f"{url} did not finish its answer within {timeout_s:g} s")
+                if answer.length:
+                    raise OSError(f"{url} ended its answer {answer.length} bytes early")
                 return answer.status, bytes(content)
         except http.client.HTTPException as error:
             raise OSError(f"{url}: {type(error).__name__}: {error}") from None
@@ -118,15 +120,19 @@ class PolicyEndpoint:
 
     async def fail(self, episode: str, reason: str) -> None:
         """End an episode that cannot be rewarded."""
-        await self._ask(f"/{episode}/failure", {"reason": reason})
+        await self._ask(f"/{episode}/failure", {"reason": reason.encode(errors="replace").decode()})
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> dict[str, Any] | None:
         url, problem = f"{self._base_url}/rollouts{path}", ""
+        try:
+            sent = json.dumps(body).encode()
+        except (TypeError, ValueError, RecursionError) as error:  # rewards of spans are the environment's own
+            raise FailedError(f"/rollouts{path} cannot be sent: {error}") from None
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
             try:
-                status, content = await self._http.ask(url, json.dumps(body).encode(), timeout_s)
+                status, content = await self._http.ask(url, sent, timeout_s)
             except OSError as error:
                 problem = f"{url}: {error}"
                 continue
@@ -190,7 +196,7 @@ class TaskLoop:
             raise TaskOverError
         try:
             async with asyncio.timeout(limit_s) as limit:
-                found = await self.environment.play(task, episode)
+                found = dict(await self.environment.play(task, episode))
         except Exception as error:
             logger.debug("episode %s", episode, exc_info=True)
             reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
@@ -207,6 +213,6 @@ def finite(value: Any) -> float | None:
     """Return a reward as it is posted, or None, which means missing, if it is no finite number."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # such as that of a tensor of several elements
         return None
     return number if math.isfinite(number) and abs(number) < _LARGEST_REWARD else None

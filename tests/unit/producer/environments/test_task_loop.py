@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from producer.environments import task_loop
-from producer.environments.task_loop import PolicyEndpoint, TaskLoop
+from producer.environments.task_loop import HttpClient, PolicyEndpoint, TaskLoop
 from tests.unit.producer.loop import asynchronous, until
 
 
@@ -119,6 +119,44 @@ async def test_what_an_environment_raises_or_takes_too_long_for_fails_its_episod
         "/a.2/failure": {"reason": "TimeoutError: of its own"},
         "/a.3/reward": {"environment": 1.0, "style": 0.0},
     }
+
+
+class Several:
+    def __float__(self) -> float:
+        raise RuntimeError("a tensor with 2 elements cannot be converted to a scalar")
+
+
+@asynchronous
+async def test_a_reward_of_any_kind_costs_its_episode_alone(monkeypatch):
+    def does(episode: str) -> Any:
+        match episode[-1]:
+            case "0":
+                return {"environment": {"turns": [object()]}}
+            case "1":
+                return None
+            case "2":
+                raise ValueError("half a character: \ud800")
+        return {"environment": Several(), "style": 0.5}
+
+    posted = await Producer(monkeypatch, task("a", 4)).played(Player(does), 4)
+    assert posted.keys() == {"/a.0/failure", "/a.1/failure", "/a.2/failure", "/a.3/reward"}
+    assert "not JSON serializable" in posted["/a.0/failure"]["reason"]
+    assert posted["/a.2/failure"]["reason"] == "ValueError: half a character: ?", "the endpoint takes no others"
+    assert posted["/a.3/reward"] == {"environment": None, "style": 0.5}
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@asynchronous
+async def test_an_answer_that_ends_early_is_none(status):
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 %d OK\r\nContent-Length: 9\r\n\r\n{" % status)
+        writer.close()
+
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        with pytest.raises(OSError, match="8 bytes"):
+            await HttpClient(1).ask(url, b"{}", 10.0)
 
 
 @asynchronous
