@@ -7,7 +7,6 @@ it as `python -m producer.environments.worker FD FACTORY OPTIONS`.
 
 import asyncio
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from producer.environments.contract import OutageError
+from producer.rewards.spans import FLOAT32_MAX
 from protocol.config.functions import ENVIRONMENT_PLUGINS, is_plugin, load_function, make_plugin
 from protocol.errors import ConfigError
 from protocol.runtime.worker_channel import WorkerChannel, raised
@@ -164,8 +164,8 @@ def _number(value: Any, method: str) -> float | None:
     if not hasattr(value, "__float__"):
         raise TypeError(f"{method} returned a {type(value).__name__}; return a number, or None for missing")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{method} returned {number}; return a finite number, or None for missing")
+    if not abs(number) <= FLOAT32_MAX:
+        raise ValueError(f"{method} returned {number}; return a number up to {FLOAT32_MAX:.2g}, or None for missing")
     return number
 
 

@@ -107,7 +107,7 @@ def test_a_method_that_rewards_turns_is_no_tool() -> None:
     assert environment.answer(Call("tool", "get_turn_reward")).raised
 
 
-@pytest.mark.parametrize("value", ["0.5", [0.5], {"reward": 0.5}, b"1", float("inf")])
+@pytest.mark.parametrize("value", ["0.5", [0.5], {"reward": 0.5}, b"1", float("inf"), -1e39])
 def test_what_is_no_number_is_no_reward(value: object) -> None:
     environment = Environment("tests.unit.producer.toys:Encouraging", {})
     environment._instance.rewards = iter([value])
