@@ -16,6 +16,7 @@ from protocol.errors import ConfigError
 Messages = list[dict[str, Any]]
 
 _SENTINEL = "7351"
+_CHARACTERS = 16  # of a text, for each token that the model takes, that are read first
 
 
 class Continuation(NamedTuple):
@@ -68,8 +69,14 @@ class ChatFormat(PromptFormat):
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        """Return the tokens of a text; the first ones of a text that has more than twice as many as the model takes. All tokens of
+        what an environment can return would take minutes and gigabytes."""
+        size = _CHARACTERS * self.max_model_len
+        while True:
+            ids: list[int] = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
+            if size >= len(text) or len(ids) > 2 * self.max_model_len:
+                return ids
+            size *= 4
 
     def end_of_turn(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))

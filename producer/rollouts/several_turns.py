@@ -9,7 +9,6 @@ prompt.
 """
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -245,7 +244,7 @@ class PlayedRollouts:
 
 def _with_observation(prompt: list[dict[str, Any]], observation: str | list[Any] | None) -> list[dict[str, Any]]:
     """The prompt with what `reset` returned at the end of its last message."""
-    messages = copy.deepcopy(prompt)
+    messages = list(prompt)
     if observation is None:
         return messages
     content = messages[-1]["content"]

@@ -54,6 +54,23 @@ def test_the_tokens_of_a_result_are_what_follows_the_sampled_end_of_the_turn(tem
     assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[assistant]")
 
 
+def test_of_a_text_that_is_far_too_long_only_the_beginning_becomes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    format_ = chat(PLAIN)
+    assert len(format_.token_ids("a" * 1000)) == 1000
+    assert len(format_.token_ids("a" * 10**6)) == 16 * 64
+    read = list[int]()
+
+    def coarse(text: str, **_: object) -> dict[str, list[int]]:
+        read.append(len(text))
+        return {"input_ids": [0] * (len(text) // 100)}
+
+    monkeypatch.setattr(format_, "tokenizer", coarse)
+    assert len(format_.token_ids("a" * 6000)) == 60, "it may fit, so all of it is read"
+    assert read == [1024, 4096, 6000]
+    assert len(format_.token_ids("a" * 10**6)) == 163
+    assert read[3:] == [1024, 4096, 16384]
+
+
 def test_several_results_follow_one_turn_behind_the_templates_own_end() -> None:
     format_ = chat(PLAIN)
     messages = [*ANSWERED, tool_message("add", "1<|end|>", 1)]

@@ -318,6 +318,33 @@ def test_a_reply_that_fails_fails_the_episode_which_keeps_its_tokens(monkeypatch
     assert sampled_text(failed) == ["5<|end|>"]
 
 
+def test_an_answer_of_any_length_ends_the_episode_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def says_much(self: Environment, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        return "1" * 10**6, False
+
+    monkeypatch.setattr(Environment, "call", says_much)
+    setup, read = Setup(['{"add": {"a": 5}}', "never"], ["7"]), list[int]()
+    token_ids = type(TOKENIZER).__call__
+
+    def counted(self: Any, text: str, **options: Any) -> Any:
+        read.append(len(text))
+        return token_ids(self, text, **options)
+
+    monkeypatch.setattr(type(TOKENIZER), "__call__", counted)
+    episode, _ = setup.play()
+    assert (episode.truncated, len(episode.messages), episode.failure) == (True, 1, "")
+    assert max(read) == 16 * 200
+
+
+def test_a_prompt_may_be_nested_deeply() -> None:
+    deep: list[Any] = []
+    for _ in range(600):
+        deep = [deep]
+    setup = Setup(["5"], ["7"])
+    setup.lease = msgspec.structs.replace(setup.lease, prompt=[ASKED[0] | {"note": deep}])
+    assert [sampled_text(each) for each in setup.play()] == [["5<|end|>"], ["7<|end|>"]]
+
+
 def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
     setup = Setup(["5"], ["7"])
     setup.pool.failing_resets = 2
