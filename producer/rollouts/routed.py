@@ -28,7 +28,9 @@ class RoutedRollouts:
         source = self.sources.get(name)
         if source is None:
             known = ", ".join(self.sources)
-            raise LeaseFailure("bad_prompt", f"the row's {COLUMN} {name!r} is not one of this producer's: {known}")
+            raise LeaseFailure(
+                "generation_failed", f"the row's {COLUMN} {name!r} is not one of this producer's: {known}"
+            )
         rollouts = await source.generate(lease, progress)
         rewards = np.full((len(rollouts.episodes), len(self.reward_names)), np.nan, np.float32)
         for column, own in zip(source.reward_names, rollouts.own_rewards.T, strict=True):
