@@ -73,9 +73,10 @@ class RowReader:
             made = self._call("transform", self.transform, row, number)
             if made is None:
                 return None
-            if not isinstance(made, dict):
+            if not isinstance(made, dict) or not all(isinstance(name, str) for name in made):
                 raise DatasetError(
-                    f"{self.key}.transform returned {made!r:.80} for {self.place(number)}; it must return a dict or None"
+                    f"{self.key}.transform returned {made!r:.80} for {self.place(number)}; it must return a dict or None, and "
+                    "names of columns are texts"
                 )
             row = dict(made)
         column = self.source.prompt_column

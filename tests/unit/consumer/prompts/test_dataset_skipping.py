@@ -33,6 +33,9 @@ def broken(row):
 
 def wrong(row):
     return [row]
+
+def numbered(row):
+    return row | {3: "a column without a name"}
 """
 
 
@@ -140,6 +143,7 @@ def test_a_filter_that_does_not_say_ends_the_start(rows: Path, name: str, messag
 
 
 @pytest.mark.usefixtures("transformed_here")
-def test_a_transform_that_returns_something_else(rows: Path) -> None:
+@pytest.mark.parametrize("name", ["wrong", "numbered"])
+def test_a_transform_that_returns_something_else(rows: Path, name: str) -> None:
     with pytest.raises(DatasetError, match=r"transform returned .* for row 0 of .*; it must return a dict or None"):
-        opened(rows, transform="wrong")
+        opened(rows, transform=name)
