@@ -9,6 +9,7 @@ connection. Whatever a server sends stays in the environment's process, apart fr
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
@@ -51,7 +52,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        return self.url or " ".join(self.command or [])
+        return re.sub("//[^/]*@", "//", self.url) if self.url else " ".join(self.command or [])  # no password is told
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Client]:

@@ -69,8 +69,8 @@ class ChatFormat(PromptFormat):
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text; the first ones of a text that has more than twice as many as the model takes. All tokens of
-        what an environment can return would take minutes and gigabytes."""
+        """Return the tokens of a text; of one that has more than twice as many as the model takes, the first ones. All tokens of
+        what an environment may return can take minutes and gigabytes."""
         size = _CHARACTERS * self.max_model_len
         while True:
             ids: list[int] = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]

@@ -167,7 +167,10 @@ class PlayedRollouts:
         if is_last or environment.done or not answers:
             return None
         messages += answers
-        following = await self.chat.in_thread(self.chat.go_on, place.text, messages, len(answers), ended_by)
+        try:
+            following = await self.chat.in_thread(self.chat.go_on, place.text, messages, len(answers), ended_by)
+        except LeaseFailure as failure:  # the template took the prompt, and refuses what was said since
+            raise EnvironmentFailedError(failure.detail) from failure
         if not await self._continue(episode, following, sampling.max_completion_length):
             episode.truncated = True
             return None

@@ -213,6 +213,10 @@ def test_options_of_a_server_are_checked(server, said):
         msgspec.convert(server, Options)
 
 
+def test_no_message_has_the_password_of_a_url():
+    assert Options(url="https://me:secret@host/@tools/mcp").name == "https://host/@tools/mcp"
+
+
 def test_an_environment_needs_a_server():
     with pytest.raises(ConfigError, match="name a server"):
         McpEnvironment([])

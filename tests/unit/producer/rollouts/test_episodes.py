@@ -336,6 +336,15 @@ def test_an_answer_of_any_length_ends_the_episode_truncated(monkeypatch: pytest.
     assert max(read) == 16 * 200
 
 
+def test_what_is_said_in_an_episode_and_the_template_refuses_costs_that_episode_alone() -> None:
+    refusing = PLAIN + "{% if messages[-1].content == '5' %}{{ raise_exception('no fives') }}{% endif %}"
+    setup = Setup(['{"add": {"a": 5}}', "never"], ["7"])
+    setup.source.chat = ChatFormat(tokenizer(refusing), 200, {}, TOOLS, Parser())
+    failed, scored = setup.play()
+    assert ("no fives" in failed.failure, scored.failure, scored.reward) == (True, "", 0.0)
+    assert sampled_text(failed) == ['{"add": {"a": 5}}<|end|>']
+
+
 def test_a_prompt_may_be_nested_deeply() -> None:
     deep: list[Any] = []
     for _ in range(600):
