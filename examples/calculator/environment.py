@@ -15,4 +15,4 @@ class Calculator:
             a: The first number.
             b: The second number.
         """
-        return a * b
+        return int(a) * int(b)  # a text or a list times a number would take all memory

@@ -39,11 +39,11 @@ async def work(root: str, options: argparse.Namespace) -> None:
 
         async def finish(task: dict[str, Any], episode: str) -> None:
             try:
-                body: dict[str, Any] = {"solved": await play(root, task, episode, options)}
-                path = "reward"
-            except Exception as error:  # a sandbox that fails costs its episode
-                path, body = "failure", {"reason": f"{type(error).__name__}: {error}"}
-            await http.post(f"/rollouts/{episode}/{path}", json=body)
+                reward = {"solved": await play(root, task, episode, options)}
+                (await http.post(f"/rollouts/{episode}/reward", json=reward)).raise_for_status()
+            except Exception as error:  # a sandbox that fails, or a reward that is refused, costs its episode
+                reason = f"{type(error).__name__}: {error}"
+                await http.post(f"/rollouts/{episode}/failure", json={"reason": reason})
 
         while True:
             answer = (await http.post("/rollouts", json={"wait_s": 30})).raise_for_status()

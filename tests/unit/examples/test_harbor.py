@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -36,13 +37,16 @@ class Trial:
         config, asked = self._config, self._config.agent.kwargs
         if config.trial_name.endswith(".2"):
             return SimpleNamespace(verifier_result=None, exception_info=SimpleNamespace(exception_message="no sandbox"))
-        messages: list[Any] = [{"role": "user", "content": (config.task.path / "instruction.md").read_text()}]
+        task = (config.task.path / "instruction.md").read_text()
+        if task == "ask nothing":
+            return SimpleNamespace(verifier_result=SimpleNamespace(rewards={"reward": 0.0}), exception_info=None)
+        messages: list[Any] = [{"role": "user", "content": task}]
         async with openai.AsyncOpenAI(base_url=asked["api_base"], api_key="none", max_retries=0) as client:
             for _ in range(2):
                 answer = await client.chat.completions.create(model="policy", messages=messages)
                 said = answer.choices[0].message.content
                 messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
-        reward = float(said == "4" and config.trial_name.endswith(".1"))
+        reward = math.nan if task == "divide" else float(said == "4" and config.trial_name.endswith(".1"))
         return SimpleNamespace(verifier_result=SimpleNamespace(rewards={"reward": reward}), exception_info=None)
 
 
@@ -65,8 +69,13 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.long
 @asynchronous
 async def test_a_worker_plays_a_task_and_posts_its_rewards(worker: Any, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "tasks" / "double").mkdir(parents=True)
-    (tmp_path / "tasks" / "double" / "instruction.md").write_text("double 2")
+    def task_of(instruction: str, name: str = "other") -> str:
+        folder = tmp_path / name / instruction.partition(" ")[0]
+        folder.mkdir(parents=True)
+        (folder / "instruction.md").write_text(instruction)
+        return str(folder)
+
+    task_of("double 2", "tasks")
     worker.rows(tmp_path / "tasks")
     row = json.loads(capsys.readouterr().out)
     assert row["prompt"] == "double 2"
@@ -80,10 +89,14 @@ async def test_a_worker_plays_a_task_and_posts_its_rewards(worker: Any, tmp_path
         episodes, rewards, _ = await agents.fulfil(lease_of(row | {"prompt": []}, 0, num_generations=2))
         with pytest.raises(Exception, match="no sandbox"):
             await agents.fulfil(lease_of(row | {"prompt": []}, 1, num_generations=3))
+        with pytest.raises(Exception, match="failed before anything was sampled"):
+            await agents.fulfil(lease_of(row | {"prompt": [], "task": task_of("ask nothing")}, 2, num_generations=2))
+        odd, _, _ = await agents.fulfil(lease_of(row | {"prompt": [], "task": task_of("divide")}, 3, num_generations=2))
         working.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await working
     np.testing.assert_array_equal(rewards, [[0.0], [1.0]])
+    assert all(episode.failure for episode in odd), "nan is no reward"
     for episode in episodes:
         (record,) = episode.records
         assert "".join(map(chr, record.token_ids)) == "u:double 2\na:5\nu:go on\na:4\n"
