@@ -165,7 +165,7 @@ class _StopFlag:
 def _prepare_device(gpus: list[int]) -> None:
     if not gpus:
         # One core is the engine's when both daemons share a machine.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 2) - 1)))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) - 1)))
     elif torch.cuda.device_count() < 1:
         raise DeviceError(
             f"--gpu {','.join(map(str, gpus))}: torch {torch.__version__} sees no CUDA device; install a CUDA build of torch "

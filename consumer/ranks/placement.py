@@ -98,7 +98,7 @@ class Placement:
                 found |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
             found |= _without_rounding()
         if self.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            found |= {"OMP_NUM_THREADS": str(max(1, ((os.cpu_count() or 2) - 1) // self.num_ranks))}
+            found |= {"OMP_NUM_THREADS": str(max(1, (len(os.sched_getaffinity(0)) - 1) // self.num_ranks))}
         return found
 
 

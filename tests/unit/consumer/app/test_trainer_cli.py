@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from consumer.app import cli
+from consumer.app import cli, daemon
 from protocol.errors import ConfigError
 from protocol.gpu import nvml as device
 from protocol.gpu.nvml import VisibleGpu
@@ -61,3 +61,13 @@ def test_ranks_that_cannot_share_the_weights_are_refused_before_anything_is_load
     with pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext():
         cli._load(arguments)
     assert arguments.num_ranks == nodes * (2 if "," in gpu else ranks or 1)
+
+
+def test_a_trainer_on_a_cpu_leaves_one_of_its_cores_and_counts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(4)))
+    taken: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    daemon._prepare_device([])
+    assert taken == [3]
