@@ -4,7 +4,7 @@ Guarantee: every policy that is announced is handed over exactly once, unless a 
 memory, and again after `forget_announcement`; a policy that is requested is answered, with its bytes or with None. A download
 that serves both purposes runs once. Its thread tries the sources in their order, the trainer last, whatever is wrong with the
 others. Its bytes are kept once: in a file of the host's cache, or in memory. The anchor of a patch is fetched before the patch,
-and not again while the patches that come have the same one.
+and not again while the patches that come have the same one. No newer policy ends the download of an anchor.
 """
 
 import contextlib
@@ -59,8 +59,9 @@ class Fetcher:
         self.anchor: Anchor | None = None  # of the last patch that had one
 
     def announce(self, policy: PolicyInfo) -> None:
-        """Fetch the trainer's newest policy. It is announced again and again, and only a change has an effect."""
-        if policy == self._announced:
+        """Fetch the trainer's newest policy. It is announced again and again, and only a change has an effect, and none while an
+        anchor arrives: the newer policy probably has the same one."""
+        if policy == self._announced or any(each.awaits_anchor for each in self._downloads.values()):
             return
         self._announced = policy
         if (problem := self._begin("newest", policy)) is not None:
@@ -167,6 +168,11 @@ class _Download(threading.Thread):
         self._announced_at = time.monotonic()
         self._cancelled = threading.Event()
         self._answers: queue.Queue[Answer | Reconnected] = queue.Queue(_MAX_WAITING)
+
+    @property
+    def awaits_anchor(self) -> bool:
+        """Tell whether it is of the newest policy, and has not come to that itself."""
+        return "newest" in self.purposes and self.wanted != self.policy.digest
 
     def put(self, answer: Answer | Reconnected) -> None:
         try:

@@ -307,6 +307,24 @@ def test_an_anchor_comes_before_the_policy_and_once_for_those_that_build_on_it(s
     assert setup.sources.released == setup.sources.claims
 
 
+def test_a_newer_policy_does_not_end_the_download_of_an_anchor(setup: Setup) -> None:
+    """A producer whose link is slow would begin anew with every version, and never have it."""
+    setup.has(1, 2, 3)
+    setup.anchors = {policy(version).digest: policy(9) for version in (1, 2, 3)}
+    setup.fetcher.announce(policy(1))
+    setup.until(lambda: setup.offers_of(9))
+    setup.answer(PolicyRequest(policy(9).digest), DATA)
+    setup.until(lambda: BlobRequest(policy(9).digest, 0, len(DATA)) in setup.requests)
+    for version in (2, 3):
+        setup.fetcher.announce(policy(version))
+    setup.answer(BlobRequest(policy(9).digest, 0, len(DATA)), DATA)
+    setup.until(lambda: setup.events.blobs)
+    setup.fetcher.announce(policy(3))
+    setup.until(lambda: (3, DATA) in setup.events.blobs)
+    assert (2, DATA) not in setup.events.blobs
+    assert setup.offers_of(9) == 1
+
+
 def test_an_anchor_whose_sha256_is_wrong_is_handed_over_to_be_refused_and_fetched_again(setup: Setup) -> None:
     setup.has(1, 2)
     setup.anchors = {policy(version).digest: policy(9) for version in (1, 2)}

@@ -1,10 +1,12 @@
 """Files that daemons of one host hand each other: private, bounded, gone in the end; read only if they are what was offered."""
 
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,28 @@ def test_only_what_was_offered_is_read(memory: SharedMemory, tmp_path: Path) -> 
     ):
         with pytest.raises(UnusableFileError, match=why):
             read_offered(name, num_bytes, tmp_path)
+
+
+class ShortReads(io.FileIO):
+    """Reads at most seven bytes at a time, as Linux reads at most 2 GiB."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(7 if size is None or not 0 <= size <= 7 else size)
+
+    def readinto(self, buffer: Any) -> int | None:
+        return super().readinto(memoryview(buffer)[:7])
+
+
+def test_a_file_is_read_whole_however_little_linux_gives_at_a_time(
+    memory: SharedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(path: str, mode: str, buffering: int = -1, opener: Any = None) -> Any:
+        raw = ShortReads(path, mode, opener=opener)
+        return raw if buffering == 0 else io.BufferedReader(raw)
+
+    path = offered(memory)
+    monkeypatch.setattr(module, "open", short, raising=False)
+    assert read_offered(str(path), 100, tmp_path) == DATA
 
 
 def test_a_file_of_another_user_is_not_read(
