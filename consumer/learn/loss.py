@@ -302,7 +302,7 @@ class EntropyBonus:
 class ReferencePolicy:
     """The policy that the KL term is measured from: the base model, or the adapter that a run started from, also one that
     began with a part of the base (PiSSA). Where the weights themselves train, it keeps those of now; of linear layers as autocast
-    to bfloat16 rounds them in each pass.
+    to bfloat16 rounds them in each pass, but of a head that computes in float32.
 
     A context for forward passes without a gradient: inside, the model computes as its reference policy; afterwards as before,
     with the very same parameters.
@@ -310,24 +310,18 @@ class ReferencePolicy:
     Args:
         model: whose adapter `default` is trained.
         tensors: of the adapter to compute with; None: without an adapter.
-        keeps_weights: whether the weights themselves train and there is a KL term.
-        casts: whether passes are under autocast to bfloat16.
+        options: the run's GRPOConfig, if the weights themselves train and there is a KL term.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tensors: dict[str, torch.Tensor] | None = None,
-        *,
-        keeps_weights: bool = False,
-        casts: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, tensors: dict[str, torch.Tensor] | None = None, options: Any = None) -> None:
         self._model = model
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        if keeps_weights:
-            casts &= not spreads_weights(model)  # whose parts keep their type
+        if options is not None:
+            casts = options.bf16 and not spreads_weights(model)  # whose parts keep their type
             cast = {each.weight for each in model.modules() if casts and isinstance(each, torch.nn.Linear)}
             cast.discard(model.get_input_embeddings().weight)
+            if options.cast_lm_head_to_fp32:
+                cast.discard(model.get_output_embeddings().weight)
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
             self._pairs = [
                 (each, each.detach().to(torch.bfloat16 if each in cast else each.dtype, copy=True)) for each in trained

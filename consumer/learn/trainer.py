@@ -154,7 +154,7 @@ class SlipstreamTrainer(Trainer):
         self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
         has_kl = options.beta != 0.0
         tensors = get_peft_model_state_dict(model) if has_kl and config.changes_base else None
-        self._reference = ReferencePolicy(model, tensors, keeps_weights=has_kl and lora is None, casts=options.bf16)
+        self._reference = ReferencePolicy(model, tensors, options if has_kl and lora is None else None)
         self._splitter = StepSplitter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
         self.reward_names = config.reward_names
         self.recipe = self._recipe(config)

@@ -125,12 +125,18 @@ def test_only_named_parameters_train(tmp_path: Path, one_layer_model: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "options", "trainable"), [("qwen2", {}, []), ("llama", {}, []), ("llama", {"bf16": False}, ["*mlp*"])]
+    ("family", "options", "trainable"),
+    [
+        ("qwen2", {}, []),
+        ("llama", {}, []),
+        ("llama", {"bf16": False}, ["*mlp*"]),
+        ("llama", {"cast_lm_head_to_fp32": True}, []),
+    ],
 )
 def test_the_kl_term_measures_from_the_base(
     tmp_path: Path, family: str, options: dict[str, Any], trainable: list[str]
 ) -> None:
-    """Head and embeddings are one tensor or two; passes have autocast or not."""
+    """Head and embeddings are one tensor or two; passes have autocast or not, or the head alone has none."""
     model = build_model(family, tmp_path / "model", num_layers=1)
     trainer = {"max_steps": 3, "beta": 0.5, "learning_rate": 1e-2} | options
     run = FullRun(tmp_path / "run", model, **FULL, trainable=trainable, trainer=trainer)
