@@ -358,10 +358,14 @@ def recorded_run(
     """A run that trains the batches of a journal again, and the counts of its groups."""
     config = setup.config
     run_id = recorded.check(setup.facts("?"))
-    logs.bind(run=run_id)
-    torch.set_num_threads(recorded.num_threads)
     run_dir, folder = Path(config.run_dir), config.checkpoints_dir
     start = RunStart(run_id, checkpoints.starting_point(run_dir, folder, has_groups=False, resume=resume))
+    if start.checkpoint is not None and start.checkpoint.run_id != run_id:
+        raise ConfigError(
+            f"run_dir: {start.checkpoint.folder} is of another run than that of --from-journal; choose another run_dir"
+        )
+    logs.bind(run=run_id)
+    torch.set_num_threads(recorded.num_threads)
     checkpoints.clear_leftovers(folder)
     write_resolved(config)
     counts: Counter[str] = Counter()

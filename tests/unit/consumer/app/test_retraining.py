@@ -4,16 +4,20 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from consumer.app.feed import RecordedFeed, RecordedRun
+from consumer.app.wiring import recorded_run
 from consumer.waiting import StopRequested
 from protocol.errors import ConfigError, JournalError
+from protocol.exposition import Watch
 from protocol.wire.codec import SCHEMA_VERSION
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal
-from tests.unit.consumer.builders import SHAPE, fill, live_buffer
+from tests.unit.consumer.builders import SHAPE, fill, live_buffer, run_config
 from tests.unit.replay.builders import replay_table
 
 FACTS = {
@@ -175,6 +179,16 @@ def test_a_fact_that_differs_is_named_with_both_values(recorded: RecordedRun, na
     with pytest.raises(ConfigError) as caught:
         recorded.check(FACTS | {name: "other"})
     assert str(caught.value) == f"--from-journal: {key} is other, the run was made with {FACTS[name] or 'none'}"
+
+
+def test_the_checkpoint_of_another_run_is_not_trained_on(tmp_path: Path, recorded: RecordedRun) -> None:
+    config = run_config(tmp_path / "again")
+    checkpoint = config.checkpoints_dir / "checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "pipeline_state.json").write_text('{"step": 2, "run_id": "another"}')
+    setup: Any = SimpleNamespace(config=config, facts=lambda run_id: FACTS)
+    with pytest.raises(ConfigError, match=r"run_dir: .*checkpoint-2"):
+        recorded_run(setup, recorded, cast("Watch", None), resume=True)
 
 
 def test_answers_are_those_of_the_rows_that_the_run_had(tmp_path: Path, journal: Journal) -> None:
