@@ -10,7 +10,7 @@ between a change and the one before it; `GO_ON` stands for as many elements with
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -23,6 +23,7 @@ from protocol.wire.adapter_blob import Anchor, BlobError, verify, write_files
 FILE, ANCHOR_FILE = "weights.patch", "anchor.patch"
 GO_ON = 65535
 _LEVEL = 1  # of deflate: 1/279 of the weights, where zstd has 1/289
+_PIECE_BYTES = 2**30  # of a stream, each deflated by itself: msgpack has no bytes of 4 GiB
 _MAX_TENSORS, _MAX_NAME = 100_000, 512
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -53,7 +54,7 @@ class _Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     anchor: Annotated[str, msgspec.Meta(max_length=64)]
     tensors: Annotated[list[PatchedTensor], msgspec.Meta(max_length=_MAX_TENSORS)]
-    streams: Annotated[list[bytes], msgspec.Meta(min_length=4, max_length=4)]
+    streams: Annotated[list[list[bytes]], msgspec.Meta(min_length=4, max_length=4)]  # of pieces
 
 
 class WeightPatch(NamedTuple):
@@ -66,7 +67,7 @@ class WeightPatch(NamedTuple):
 
 def pack(patch: WeightPatch) -> tuple[bytes, str]:
     """Return the blob and its sha256 in hex. Equal patches give equal blobs."""
-    streams = [igzip_lib.compress(each, _LEVEL) for each in patch.streams]
+    streams = [[igzip_lib.compress(piece, _LEVEL) for piece in _pieces(each)] for each in patch.streams]
     data = msgspec.msgpack.encode(_Patch(patch.anchor, patch.tensors, streams))
     return data, hashlib.sha256(data).hexdigest()
 
@@ -96,10 +97,22 @@ def _check_names(tensors: list[PatchedTensor], shapes: Mapping[str, Sequence[int
             raise BlobError(f"the patch is of other weights: the checkpoint has no {each.name} of shape {each.shape}")
 
 
-def _inflated(stream: bytes, length: int) -> bytes:
+def _pieces(stream: bytes | bytearray) -> Iterator[memoryview]:
+    for at in range(0, len(stream), _PIECE_BYTES):
+        yield memoryview(stream)[at : at + _PIECE_BYTES]
+
+
+def _inflated(pieces: list[bytes], length: int) -> bytes:
+    lengths = [min(_PIECE_BYTES, length - at) for at in range(0, length, _PIECE_BYTES)]
+    if len(pieces) != len(lengths):
+        raise BlobError("not a patch of weights: a stream has more or fewer pieces than its header says")
+    return b"".join(map(_inflated_piece, pieces, lengths))
+
+
+def _inflated_piece(piece: bytes, length: int) -> bytes:
     inflater = igzip_lib.IgzipDecompressor()
     try:
-        result = inflater.decompress(stream, length + 1)
+        result = inflater.decompress(piece, length + 1)
     except (igzip_lib.IsalError, EOFError) as error:  # type: ignore[misc]
         raise BlobError(f"not a patch of weights: {error}") from error
     if len(result) != length or not inflater.eof:

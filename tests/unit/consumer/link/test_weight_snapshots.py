@@ -188,12 +188,13 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
     snapshots = WeightSnapshots(model)
     for count in (10, 5000):
         model.change(count)
-        snapshots.take().published(0)
+        anchor = snapshots.take().published(0)
     snapshots.save(tmp_path)
     other = Large()
     with torch.no_grad():
         other.weight[50, 50] = 3.0
     data = (tmp_path / KEPT_FILE).read_bytes()
+    assert data == bytes(8) + anchor.data, "no patch of the anchor is there yet"
     with pytest.raises(ConfigError, match=r"run_dir: .*model\.path"):
         WeightSnapshots(other).restore(tmp_path)
     with pytest.raises(ConfigError, match=r"run_dir: .*no weight of shape"):

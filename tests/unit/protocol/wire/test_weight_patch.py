@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isal import igzip_lib
 
-from protocol.wire import adapter_blob
+from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.adapter_blob import Anchor, BlobError
 from protocol.wire.weight_patch import ANCHOR_FILE, FILE, PatchedTensor, WeightPatch, pack, parse, read, unpack
 
@@ -24,8 +24,12 @@ PATCH = WeightPatch("", [TENSOR], STREAMS)
 
 
 def blob(tensors: list[Any], streams: list[bytes], **fields: Any) -> bytes:
-    packed = [igzip_lib.compress(each) for each in streams]
-    return msgpack.packb({"anchor": "", "tensors": tensors, "streams": packed} | fields)
+    return in_pieces(tensors, [[igzip_lib.compress(each)] for each in streams], **fields)
+
+
+def in_pieces(tensors: list[Any], streams: list[list[bytes]], **fields: Any) -> bytes:
+    data: bytes = msgpack.packb({"anchor": "", "tensors": tensors, "streams": streams} | fields)
+    return data
 
 
 def test_a_patch_by_hand() -> None:
@@ -34,7 +38,7 @@ def test_a_patch_by_hand() -> None:
     raw = msgpack.unpackb(data)
     assert list(raw) == ["anchor", "tensors", "streams"]
     assert raw["tensors"] == [["a.weight", [2, 3], 2, 2, 77]]
-    assert [zlib.decompress(each, -15) for each in raw["streams"]] == STREAMS
+    assert [[zlib.decompress(piece, -15) for piece in each] for each in raw["streams"]] == [[each] for each in STREAMS]
     assert parse(data) == PATCH
     assert parse(blob([["a.weight", [2, 3], 2, 2, 77]], STREAMS)) == PATCH
 
@@ -49,6 +53,21 @@ def test_equal_patches_are_equal_blobs_that_are_read_as_they_were_written(parts:
     data, digest = pack(patch)
     assert parse(data) == patch
     assert pack(parse(data)) == (data, digest)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3])
+def test_a_long_stream_is_deflated_in_pieces(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(weight_patch, "_PIECE_BYTES", piece_bytes)
+    tensor = PatchedTensor("a", [9], 3, 0, 5)
+    patch = WeightPatch("", [tensor], [b"", b"", b"abc", b"def"])
+    data, _ = pack(patch)
+    pieces = {1: [[b"a", b"b", b"c"], [b"d", b"e", b"f"]], 2: [[b"ab", b"c"], [b"de", b"f"]], 3: [[b"abc"], [b"def"]]}
+    streams = msgpack.unpackb(data)["streams"]
+    assert [[zlib.decompress(piece, -15) for piece in each] for each in streams] == [[], [], *pieces[piece_bytes]]
+    assert parse(data) == patch
+    for wrong in ([*streams[:3], streams[3][1:]], [*streams[:3], [*streams[3], igzip_lib.compress(b"")]]):
+        with pytest.raises(BlobError):
+            parse(in_pieces([["a", [9], 3, 0, 5]], wrong))
 
 
 def test_a_folder_has_the_patch_whole_and_is_read_by_its_checksum(tmp_path: Path) -> None:
@@ -147,8 +166,10 @@ def test_damaged_bytes_write_nothing(tmp_path: Path, damage: Any) -> None:
         blob([["a", [2, 3], 1, 2, 77]], STREAMS),
         blob([["a", [2, 3], 3, 3, 77]], STREAMS),
         blob([["a", [2, 3], 2, 2, 77]], [*STREAMS[:3], STREAMS[3] + b"\0"]),
-        msgpack.packb({"anchor": "", "tensors": [["a", [2, 3], 2, 2, 77]], "streams": [b"no deflate"] * 4}),
-        msgpack.packb({"anchor": "", "tensors": [["a", [2, 3], 2, 2, 77]], "streams": [b""] * 4}),
+        in_pieces([["a", [2, 3], 2, 2, 77]], [[b"no deflate"]] * 4),
+        in_pieces([["a", [2, 3], 2, 2, 77]], [[b""]] * 4),
+        in_pieces([["a", [2, 3], 2, 2, 77]], [[]] * 4),
+        in_pieces([["a", [2, 3], 0, 0, 77]], [[igzip_lib.compress(b"")], [], [], []]),
     ],
 )  # fmt: skip
 def test_what_is_no_patch_or_says_other_counts_than_it_has_is_refused(data: bytes) -> None:
@@ -170,7 +191,7 @@ def test_a_patch_of_other_tensors_is_refused(shapes: dict[str, tuple[int, ...]])
 
 
 def test_a_bomb_is_inflated_no_further_than_its_header_says() -> None:
-    bomb = [igzip_lib.compress(bytes(2**26))] * 4
+    bomb = [[igzip_lib.compress(bytes(2**26))]] * 4
     header = {"anchor": "", "tensors": [["a", [2, 3], 2, 2, 77]], "streams": bomb}
     data = msgpack.packb(header)
     tracemalloc.start()
