@@ -11,12 +11,14 @@ absent: a plain PEFT adapter with `evaluation.json` beside it, the best that thi
 
 import json
 import re
+import struct
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from consumer.link.policy_store import PublishedPolicy
@@ -29,6 +31,7 @@ from protocol.wire.adapter_blob import unpack as unpack_adapter
 from protocol.wire.messages import PolicyInfo, Probe
 
 _RESULT = "evaluation.json"
+_LENGTH = struct.Struct("<Q")
 _MAX_BYTES = 16 * 2**20  # of one file; a line has some 400 bytes
 _DUE_FILE = re.compile(r"(\.)?version-(\d{1,19})-step-(\d{1,19})\.adapter(?(1)\.partial)")
 _REMEMBERED = 1024  # versions; requests name only the newest
@@ -136,7 +139,8 @@ class EvaluationResults:
 
 
 class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy to evaluate: the step that made it, its blob, its probe as a `PolicyOffer` has it, and its anchor."""
+    """A policy to evaluate: the step that made it, its blob, its probe as a `PolicyOffer` has it, and its anchor. In a file the
+    blobs, which may be larger than msgpack's 4 GiB, stand behind all else and its length."""
 
     policy: PolicyInfo
     step: int
@@ -149,6 +153,21 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The policy as producers download it."""
         anchor = Anchor(*self.anchor) if self.anchor else None
         return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, self.probe, anchor=anchor)
+
+    def write(self, path: Path) -> None:
+        digest, below = self.anchor or ("", b"")
+        head = msgspec.msgpack.encode(structs.replace(self, blob=b"", anchor=(digest, b"") if self.anchor else None))
+        with path.open("wb") as file:
+            for part in (_LENGTH.pack(len(head)), head, self.blob, below):
+                file.write(part)
+
+    @classmethod
+    def read(cls, path: Path) -> "DueVersion":
+        with path.open("rb") as file:
+            [length] = _LENGTH.unpack(file.read(_LENGTH.size))
+            head = msgspec.msgpack.decode(file.read(length), type=cls)
+            blob, below = file.read(head.policy.num_bytes), file.read()
+        return structs.replace(head, blob=blob, anchor=head.anchor and (head.anchor[0], below))
 
 
 class EvaluationQueue:
@@ -179,7 +198,7 @@ class EvaluationQueue:
                     self._due[version] = file
         self._skip()
         for version, file in self._due.items():
-            self._waiting[version] = msgspec.msgpack.decode(file.read_bytes(), type=DueVersion)
+            self._waiting[version] = DueVersion.read(file)
 
     @property
     def versions(self) -> list[int]:
@@ -191,7 +210,7 @@ class EvaluationQueue:
         version = due.policy.version
         file = self._folder / f"version-{version}-step-{due.step}.adapter"
         with staged(file) as partial:
-            partial.write_bytes(msgspec.msgpack.encode(due))
+            due.write(partial)
         with self._lock:
             self._due[version], self._waiting[version] = file, due
             self._skip()

@@ -178,7 +178,7 @@ def test_an_evaluation_begins_without_a_file_being_read(tmp_path: Path, monkeypa
     waiting = queue(tmp_path)
     waiting.put(due(4))
     with monkeypatch.context() as patched:
-        patched.delattr(Path, "read_bytes")
+        patched.delattr(Path, "open")
         assert waiting.begin() == due(2)
         waiting.done(2)
         assert waiting.begin() == due(4)
@@ -214,6 +214,9 @@ def test_a_patch_is_due_and_kept_with_its_anchor(tmp_path: Path) -> None:
     below, anchor = weight_patch.pack(WeightPatch("", [], [b""] * 4))
     data, digest = weight_patch.pack(WeightPatch(anchor, [], [b""] * 4))
     queue(tmp_path).put(DueVersion(PolicyInfo(4, digest, len(data)), 40, data, anchor=(anchor, below)))
+    [file] = (tmp_path / "evaluation").iterdir()
+    written = file.read_bytes()
+    assert written[8 + int.from_bytes(written[:8], "little") :] == data + below, "msgpack has no bytes of 4 GiB"
     due = queue(tmp_path).begin()
     assert due is not None
     assert due.published == PublishedPolicy(
