@@ -7,7 +7,7 @@ reproducible.
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -110,6 +110,7 @@ class ScriptedProducer:
         capacity: int = 64,
         answer: Answer = made_up_group,
         evaluates: bool = False,
+        swap_mode: Literal["adapter", "merged", "full"] = "adapter",
     ):
         self.channel = channel
         self.engine = engine
@@ -117,6 +118,7 @@ class ScriptedProducer:
         self.capacity = capacity
         self.answer = answer
         self.evaluates = evaluates
+        self.swap_mode = swap_mode
         self.acks: list[Ack] = []
         self.nacks: list[Nack] = []
         self.versions: list[int] = []
@@ -150,7 +152,9 @@ class ScriptedProducer:
                 arrived = self.channel.poll(0)
             now = time.monotonic()
             if self._policy_version < 0 and now - said_hello > 0.5:
-                self.channel.send(Hello(self.name, self.engine, self.capacity, evaluates=self.evaluates))
+                self.channel.send(
+                    Hello(self.name, self.engine, self.capacity, swap_mode=self.swap_mode, evaluates=self.evaluates)
+                )
                 said_hello = now
             elif self._policy_version >= 0 and now - last_beat > 0.3:
                 held = [lease.lease_id for lease in self._waiting] + sorted(self._unacknowledged)

@@ -200,6 +200,7 @@ def _terms(
         reward_names=config.reward_names,
         engine_quantization=str(config.engine.get("quantization") or ""),
         quantization=config.model.quantization or "",
+        patches=config.weights == "full",
     )
     return SessionTerms(
         needs,

@@ -26,6 +26,7 @@ class TrainerNeeds:
     reward_names: tuple[str, ...]
     engine_quantization: str = ""  # as the trainer's configuration says it; "": none
     quantization: str = ""  # of the trainer's base; "": none
+    patches: bool = False  # policies are patches of the weights, and no adapters
 
 
 def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
@@ -79,6 +80,11 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
             facts.trainer_quantization != needs.quantization,
             f"the trainer's base is quantized as {needs.quantization or 'none'}, the producer's file says "
             f"{facts.trainer_quantization[:_SHOWN] or 'none'}: give both the same model.quantization",
+        ),
+        (
+            needs.patches != (swap_mode == "full"),
+            f"the trainer publishes {'patches of the weights' if needs.patches else 'adapters'}, which the producer's file does "
+            "not say: give both the same lora section",
         ),
     )
     return [problem for is_one, problem in checks if is_one]

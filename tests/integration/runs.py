@@ -54,6 +54,7 @@ class Run:
         """One whose facts fit, but for the changes."""
         channel = ZmqClient(name, self.config.control_endpoint, self.config.blob_endpoint, 2**26)
         digests = {"base_model_digest": base_model_digest(self.model), "tokenizer_digest": tokenizer_digest(self.model)}
+        options = {"swap_mode": self.config.weights} | options
         producer = ScriptedProducer(channel, facts(**digests | dict(changes)), name=name, **options).start()
         self.stack.callback(producer.stop)
         return producer

@@ -1,5 +1,7 @@
 """Each reason to refuse an engine, alone and together, with its fix."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -81,6 +83,15 @@ def test_an_engine_that_merges_policies_into_its_weights_needs_no_lora_slots() -
     facts = msgspec.structs.replace(FACTS, max_lora_rank=0, max_loras=0)
     assert problems(NEEDS, facts, "merged") == []
     assert len(problems(NEEDS, facts, "adapter")) == 2
+
+
+@pytest.mark.parametrize("swap_mode", ["adapter", "merged", "full"])
+@pytest.mark.parametrize("patches", [False, True])
+def test_patches_are_for_an_engine_that_takes_them_and_adapters_for_one_that_does_not(
+    swap_mode: str, patches: bool
+) -> None:
+    found = problems(replace(NEEDS, patches=patches), FACTS, swap_mode)
+    assert bool(found) == (patches != (swap_mode == "full"))
 
 
 @pytest.mark.parametrize(("facts", "problem"), PROBLEMS, ids=[next(iter(facts)) for facts, _ in PROBLEMS])
