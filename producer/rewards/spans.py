@@ -11,7 +11,7 @@ A span begins where the one before it ends, the first with the completion.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -61,10 +61,20 @@ class Spans(msgspec.Struct, frozen=True):
         if text is None or decode(ids) != text:
             raise ValueError("has ends in characters of a text that is not that of its tokens; give them in tokens")
 
-        def holds(num: int, end: int) -> bool:
-            return decode(ids[:num]).startswith(text[:end])
+        @lru_cache(32)  # many ends may lie in one token
+        def beginning(num: int) -> str:
+            return decode(ids[:num])
 
-        ends = [bisect_left(range(len(ids)), True, key=partial(holds, end=end)) for end in self.ends]
+        def holds(num: int, end: int) -> bool:
+            return beginning(num).startswith(text[:end])
+
+        ends, place = list[int](), 0
+        for end in self.ends:  # each is near the one before it
+            step = 1
+            while place + step < len(ids) and not holds(place + step, end):
+                step *= 2
+            place = bisect_left(range(len(ids)), True, place, min(place + step, len(ids)), key=partial(holds, end=end))
+            ends.append(place)
         return Spans("tokens", ends, self.rewards)
 
 

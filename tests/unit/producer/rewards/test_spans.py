@@ -96,6 +96,22 @@ def test_a_span_in_characters_ends_with_the_token_of_its_last_character(completi
         spans.in_tokens("ab cd", IDS, decode)
 
 
+def test_as_many_spans_as_characters_take_hardly_more_texts_than_there_are_tokens() -> None:
+    ids, text = list(range(100)), "abc" * 100
+    read = list[int]()
+
+    def decode(ids: list[int]) -> str:
+        read.append(len(ids))
+        return "abc" * len(ids)
+
+    spans = Spans("characters", list(range(1, 301)), [0.0] * 300).in_tokens(text, ids, decode)
+    assert spans.ends == [1 + place // 3 for place in range(300)]
+    assert len(read) < 2 * 100
+    read.clear()
+    assert Spans("characters", [150, 300], [0.0] * 2).in_tokens(text, ids, decode).ends == [50, 100]
+    assert len(read) < 30
+
+
 def scored(functions: dict[str, list[Any]], weights: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Scored:
     """By a pool whose functions return these values for two completions, of the tokens of `TEXT` and of 10."""
 
