@@ -60,22 +60,28 @@ class Spans(msgspec.Struct, frozen=True):
         text = text_of(completion)
         if text is None or decode(ids) != text:
             raise ValueError("has ends in characters of a text that is not that of its tokens; give them in tokens")
+        return Spans("tokens", ends_in_tokens(text, self.ends, ids, decode), self.rewards)
 
-        @lru_cache(32)  # many ends may lie in one token
-        def beginning(num: int) -> str:
-            return decode(ids[:num])
 
-        def holds(num: int, end: int) -> bool:
-            return beginning(num).startswith(text[:end])
+def ends_in_tokens(text: str, ends: list[int], ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """Return for each end in characters, in ascending order, the smallest number of tokens whose text begins with all before it.
+    About as many texts are decoded as there are tokens, or fewer."""
 
-        ends, place = list[int](), 0
-        for end in self.ends:  # each is near the one before it
-            step = 1
-            while place + step < len(ids) and not holds(place + step, end):
-                step *= 2
-            place = bisect_left(range(len(ids)), True, place, min(place + step, len(ids)), key=partial(holds, end=end))
-            ends.append(place)
-        return Spans("tokens", ends, self.rewards)
+    @lru_cache(32)  # many ends may lie in one token
+    def beginning(num: int) -> str:
+        return decode(ids[:num])
+
+    def holds(num: int, end: int) -> bool:
+        return beginning(num).startswith(text[:end])
+
+    found, place = list[int](), 0
+    for end in ends:  # each is near the one before it
+        step = 1
+        while place + step < len(ids) and not holds(place + step, end):
+            step *= 2
+        place = bisect_left(range(len(ids)), True, place, min(place + step, len(ids)), key=partial(holds, end=end))
+        found.append(place)
+    return found
 
 
 def text_of(completion: Any) -> str | None:

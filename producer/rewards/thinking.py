@@ -11,14 +11,14 @@ tag extends to the last token.
 
 import math
 import re
-from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 from msgspec.structs import replace
 
+from producer.rewards.spans import ends_in_tokens
 from producer.rewards.worker import Job, Scores
 from protocol.config.rewards import RewardFunction, RewardsSection, ThinkingSection
 
@@ -66,14 +66,10 @@ class Thinking:
         """Return the number of tokens of reasoning."""
         text = self._decode(ids)
         found, is_closed = segments(text, self._opening, self._closing, opened=opened)
-        borders = [(self._tokens_to(ids, text[:start]), self._tokens_to(ids, text[:end])) for start, end in found]
+        borders = ends_in_tokens(text, list(chain.from_iterable(found)), ids, self._decode)
         if borders and not is_closed:
-            borders[-1] = borders[-1][0], len(ids)
-        return sum(end - start for start, end in borders)
-
-    def _tokens_to(self, ids: list[int], beginning: str) -> int:
-        """Return the smallest number of tokens whose text begins with `beginning`."""
-        return bisect_left(range(len(ids)), True, key=lambda num: self._decode(ids[:num]).startswith(beginning))
+            borders[-1] = len(ids)
+        return sum(borders[1::2]) - sum(borders[::2])
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -54,6 +54,22 @@ def read(thinking: Thinking, prompt: Any, texts: list[str], made: PreTrainedToke
     return thinking.read(prompt, shown, ids, count=True)
 
 
+def test_a_completion_of_tags_alone_is_counted_with_hardly_more_texts_than_it_has_tokens(monkeypatch):
+    made = tokenizer()
+    thinking = Thinking(ThinkingSection(), made, {})
+    ids, read = made("<think></think>" * 100 + "<think>")["input_ids"], list[int]()
+    decode = type(made).decode
+
+    def counted(self: Any, ids: list[int], **options: Any) -> str:
+        read.append(len(ids))
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(type(made), "decode", counted)
+    assert len(ids) == 201
+    assert thinking.count(ids, opened=False) == 201
+    assert len(read) < 2 * 201
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_answers_and_tokens(special):
     made = tokenizer(special)
