@@ -197,7 +197,7 @@ class TaskLoop:
         try:
             async with asyncio.timeout(limit_s) as limit:
                 found = dict(await self.environment.play(task, episode))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logger.debug("episode %s", episode, exc_info=True)
             reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
             if limit.expired():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -111,13 +112,16 @@ async def test_what_an_environment_raises_or_takes_too_long_for_fails_its_episod
                 return asyncio.sleep(60)
             case "2":
                 raise TimeoutError("of its own")
+            case "4":
+                sys.exit("bad arguments")
         return {"environment": 1.0, "style": 0.0}
 
-    assert await Producer(monkeypatch, task("a", 4)).played(Player(does), 4, timeout_s=0.5) == {
+    assert await Producer(monkeypatch, task("a", 5)).played(Player(does), 5, timeout_s=0.5) == {
         "/a.0/failure": {"reason": "KeyError: 'number'"},
         "/a.1/failure": {"reason": "it was not over within environment.episode_timeout_s=0.5 seconds"},
         "/a.2/failure": {"reason": "TimeoutError: of its own"},
         "/a.3/reward": {"environment": 1.0, "style": 0.0},
+        "/a.4/failure": {"reason": "SystemExit: bad arguments"},
     }
 
 
