@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from producer.environments.task_loop import Environment, PolicyEndpoint, TaskLoop
-from protocol.runtime.worker_channel import WorkerChannel
+from protocol.runtime.worker_channel import WorkerChannel, end_before_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def main(descriptor: str, _root: str, folder: str, plugin: str) -> NoReturn:
     raises the problem."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")
     logging.getLogger("producer.environments").setLevel(logging.INFO)
+    end_before_daemon()
     channel = WorkerChannel(int(descriptor))
     settings = _received(channel)
     try:

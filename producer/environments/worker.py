@@ -17,7 +17,7 @@ from producer.environments.contract import OutageError
 from producer.rewards.spans import FLOAT32_MAX
 from protocol.config.functions import ENVIRONMENT_PLUGINS, is_plugin, load_function, make_plugin
 from protocol.errors import ConfigError
-from protocol.runtime.worker_channel import WorkerChannel, raised
+from protocol.runtime.worker_channel import WorkerChannel, end_before_daemon, raised
 
 _NOT_TOOLS = ("reset", "reply", "get_reward", "get_turn_reward")
 
@@ -121,6 +121,7 @@ class Environment:
 
 
 def main(descriptor: int, factory: str, options: str) -> None:
+    end_before_daemon()
     channel = WorkerChannel(descriptor)
     environment, problem = None, ""
     try:

@@ -5,13 +5,11 @@ Guarantee: unless a function blocks or kills the process, its result is returned
 """
 
 import asyncio
-import contextlib
 import inspect
 import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -19,12 +17,11 @@ import msgspec
 from producer.rewards.spans import FLOAT32_MAX, Spans
 from protocol.config.functions import load_function, make_plugin
 from protocol.errors import ConfigError, DeviceError
-from protocol.runtime.worker_channel import WorkerChannel, raised
+from protocol.runtime.worker_channel import WorkerChannel, end_before_daemon, raised
 
 Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
 _MAX_PROBLEM_CHARS = 500
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
-_KILLED_FIRST = "1000"  # of oom_score_adj: when the host is out of memory, a worker goes before the engine
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -89,8 +86,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def main(descriptor: int, sources: bytes) -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
+    end_before_daemon()
     channel = WorkerChannel(descriptor)
     functions, problems, of_device = [], list[str](), False
     for source in msgspec.json.decode(sources, type=list[Source]):

@@ -1,6 +1,7 @@
 """The user's environments, as real processes: what they say, what they fail at, and what is left of them."""
 
 import asyncio
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +25,11 @@ def columns(stock: int = 4) -> dict[str, object]:
     return {"prompt": [{"role": "user", "content": "shop"}], "stock": stock}
 
 
+def oom_score_below(keeper: int) -> int:
+    [kept] = psutil.Process(keeper).children()
+    return int(Path(f"/proc/{kept.pid}/oom_score_adj").read_text())
+
+
 @pytest.mark.long
 @asynchronous
 async def test_an_episode_costs_nothing_but_itself() -> None:
@@ -33,6 +39,7 @@ async def test_an_episode_costs_nothing_but_itself() -> None:
         async with environments.session() as environment:
             first = environment.process.process.pid
             assert await environment.reset(columns()) == " stock 4"
+            assert oom_score_below(first) == 1000, "it goes before the engine"
             assert await environment.call("buy", {"count": 3}) == ("sold 3", False)
             assert await environment.call("buy", {"count": 9}) == ("{'error': 'only 4 left'}", True)
             assert await environment.call("wait", {"seconds": 0.01}) == ("waited", False)
