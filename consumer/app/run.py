@@ -224,9 +224,11 @@ class Run(TrainerCallback):
     def publish(self, step: int) -> None:
         """Publish the weights that step `step` starts from."""
         version = self.setup.budget.version_at(step)
-        snapshot = self._snapshots.take(self._probe.measure(version))
-        self.submit(step, version, snapshot)
+        self.submit(step, version, self._snapshot(version))
         logs.bind(version=version)
+
+    def _snapshot(self, version: int) -> Snapshot:
+        return self._snapshots.take(self._probe.measure(version))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._step_began = time.monotonic()
@@ -237,8 +239,13 @@ class Run(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step, batch = state.global_step, self._batch
-        self.end_step(step, self._plan())
         published = step % self.setup.budget.sync_interval == 0
+        try:
+            self.end_step(step, self._plan())
+        except StopRequested:
+            if published:  # ranks that share weights are in this already
+                self._snapshot(self.setup.budget.version_at(step)).release()
+            raise
         if published:
             self.publish(step)
         self._report(step)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from consumer.learn.model import save_weights
 from consumer.link import patch_maker
+from consumer.waiting import StopRequested
 from protocol.config.loader import dump_config, load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -86,6 +87,34 @@ def test_a_run_that_goes_on_patches_the_same_anchors(
         FullRun(folder, one_layer_model, stop_at=step, **settings)
         resumed = FullRun(folder, one_layer_model, resume=True, **settings)
         assert resumed.blobs == whole.blobs[step:]
+
+
+@pytest.mark.long
+def test_a_stop_while_the_journal_has_no_room_leaves_no_rank_alone_in_a_snapshot(
+    tmp_path: Path, one_layer_model: Path
+) -> None:
+    """The other ranks gather the weights when a step ends, whatever holds up this one."""
+    taken: list[int] = []
+
+    class Stopped(FullRun):
+        def prepare(self) -> None:
+            end_step, snapshots = self.run.end_step, self.run._snapshots
+            take = snapshots.take
+
+            def end(step: int, plan: Any) -> None:
+                if step == 2:
+                    raise StopRequested
+                end_step(step, plan)
+
+            def counted(probe: Any) -> Any:
+                taken.append(self.trainer.state.global_step)
+                return take(probe)
+
+            self.run.end_step, snapshots.take = end, counted  # type: ignore[method-assign, assignment]
+
+    with pytest.raises(StopRequested):
+        Stopped(tmp_path, one_layer_model, **FULL)
+    assert taken == [0, 1, 2]
 
 
 @pytest.mark.long
