@@ -11,9 +11,9 @@ TRAINER = """\
 
 [`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig) with transformers' `TrainingArguments`, read by
 the trainer. Slipstream's defaults are for LoRA, because TRL's are for full fine-tuning
-([learning rates compared](../examples/smollm2/README.md#learning-rates)). On a GPU `bf16` is true for a model in
-bfloat16. Without `gradient_checkpointing` [memory decides](models.md#activations); TRL recomputes all layers. Other defaults that
-decide what a run learns and costs:
+([learning rates compared](../examples/smollm2/README.md#learning-rates)). With `lora: null` the learning rate is TRL's. On a GPU
+`bf16` is true for a model in bfloat16. Without `gradient_checkpointing` [memory decides](models.md#activations); TRL recomputes
+all layers. Other defaults that decide what a run learns and costs:
 """
 
 OTHERS = """\

@@ -98,13 +98,14 @@ class RunConfig(Section):
         [], description="With `lora: null`: patterns (`*.norm.*`) of the parameters that train. Default: all."
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
-    trainer: dict[str, Any] = Field(default_factory=lambda: dict(trainer_keys.DEFAULTS), description="trl.GRPOConfig.")
+    trainer: dict[str, Any] = Field(default_factory=dict, validate_default=True, description="trl.GRPOConfig.")
     sft: dict[str, Any] = Field(default_factory=dict, description="trl.SFTConfig, of `slipstream sft`.")
 
     @field_validator(*RESERVED)
     @classmethod
     def _check_library_section(cls, value: dict[str, Any] | None, info: Any) -> dict[str, Any] | None:
-        return None if value is None else check(info.field_name, value)
+        ours = trainer_keys.defaults(info.data.get("lora", {})) if info.field_name == "trainer" else {}
+        return None if value is None else check(info.field_name, ours | value)
 
     @field_validator("environment", mode="before")
     @classmethod

@@ -37,6 +37,12 @@ TRL_DEFAULTS: dict[str, Any] = {
 }
 """TRL's of the keys that decide what a run learns and costs."""
 
+
+def defaults(lora: dict[str, Any] | None) -> dict[str, Any]:
+    """Return ours. Without `lora` all weights train, at TRL's learning rate."""
+    return DEFAULTS if lora is not None else DEFAULTS | {"learning_rate": TRL_DEFAULTS["learning_rate"]}
+
+
 WORKS: dict[str, tuple[str, ...]] = {
     "Length of the run": ("num_train_epochs", "max_steps"),
     "Optimizer": (

@@ -57,6 +57,14 @@ def test_what_trainer_leaves_out_keeps_our_default_and_is_shown(run_yaml: Path) 
     assert shown["trainer"]["save_steps"] == 50
 
 
+def test_all_weights_train_at_trls_learning_rate(run_yaml: Path) -> None:
+    for trainer in ("", "trainer: {max_steps: 9}\n"):
+        config = load(run_yaml, MINIMAL + "lora: null\n" + trainer)
+        assert config.trainer["learning_rate"] == 1e-6
+        assert config.trainer["save_steps"] == 50
+    assert load(run_yaml, MINIMAL + "lora: null\ntrainer: {learning_rate: 3.0e-6}\n").trainer["learning_rate"] == 3e-6
+
+
 def test_what_the_file_leaves_to_trl_is_shown_with_trls_value(run_yaml: Path) -> None:
     lines = dump_config(load(run_yaml, MINIMAL + "trainer: {beta: 0.01}\n")).splitlines()
     assert "# trainer.max_grad_norm: 1.0" in lines
