@@ -33,6 +33,7 @@ from producer.endpoint.openai import LENGTHS, RefusedError, Sampled, ServedReque
 from producer.engine_contract import Completion
 from producer.groups import Episode, LeaseFailure, Record
 from producer.rewards.spans import Spans, finite
+from protocol.errors import UNSENDABLE
 from protocol.wire.messages import Lease, Sampling
 
 _MAX_CALLS = 256  # of an episode
@@ -141,7 +142,8 @@ class Agents:
     ) -> tuple[list[Episode], NDArray[np.float32], float]:
         """Return the episodes of this lease once agents have generated and scored them, the posted rewards (float32, (episodes,
         names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure if no agent took the task
-        (`returned`), or an episode has no completion. `waited_s` of the lease's time are over."""
+        (`returned`), the row cannot be sent, or an episode has no completion. `waited_s` of the lease's time are over."""
+        _check_sendable(lease)
         names = [f"{lease.lease_id}.{number}" for number in range(lease.sampling.num_generations)]
         episodes = [AgentEpisode(0, [], id=name, floor=lease.policy_floor) for name in names]
         limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
@@ -333,6 +335,20 @@ class _Reward(NamedTuple):
 
 def _is_reward(value: Any) -> bool:
     return value is None or isinstance(value, dict) or (type(value) in (int, float) and abs(value) < 1e30)
+
+
+def _check_sendable(lease: Lease) -> None:
+    """Raise LeaseFailure if an agent cannot be sent a part of the row."""
+    for place, value in [
+        ("prompt", lease.prompt),
+        *((f"column {name!r}", value) for name, value in lease.columns.items()),
+    ]:
+        try:
+            msgspec.json.encode(value)
+        except UNSENDABLE as error:
+            raise LeaseFailure(
+                "bad_prompt", f"the row's {place} cannot be sent to an agent as JSON: {error}; drop or convert it"
+            ) from None
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:

@@ -10,14 +10,13 @@ import http.client
 import json
 import logging
 import math
-import time
-import urllib.error
-import urllib.request
+import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 logger = logging.getLogger(__name__)
 
@@ -59,45 +58,71 @@ class FailedError(Exception):
     """An episode failed, or the producer refused a request; the text has the reason."""
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 class HttpClient:
     """HTTP with the standard library, for `num_threads` requests at once. An answer is bounded in bytes and in time; no proxy is
     used, and no redirect is followed."""
 
     def __init__(self, num_threads: int, headers: dict[str, str] | None = None) -> None:
         self._headers = _JSON | (headers or {})
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-        self._threads = ThreadPoolExecutor(num_threads)
+        self._threads, self._free = ThreadPoolExecutor(num_threads), asyncio.Semaphore(num_threads)
 
     async def ask(self, url: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of the answer to a POST, or to a GET if `body` is None. Raise OSError if the answer is
-        incomplete or too long."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._asked, url, body, timeout_s)
-
-    def _asked(self, url: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        ends_at, content = time.monotonic() + timeout_s, bytearray()
-        request = urllib.request.Request(url, body, self._headers)  # noqa: S310 - http, which the configuration has checked
-        try:
+        incomplete, too long or too late. A cancellation ends the request and frees its thread."""
+        exchange, loop = _Exchange(url, timeout_s), asyncio.get_running_loop()
+        async with self._free:
+            timer = loop.call_later(timeout_s, exchange.end)
             try:
-                answer = self._opener.open(request, timeout=timeout_s)
-            except urllib.error.HTTPError as error:
-                answer = error
-            with answer:
-                while piece := answer.read1(_PIECE_BYTES):
-                    content += piece
-                    if len(content) > _LONGEST_ANSWER_BYTES:
-                        raise OSError(f"{url} answered with more than {_LONGEST_ANSWER_BYTES} bytes")
-                    if time.monotonic() > ends_at:
-                        raise TimeoutError(f"{url} did not finish its answer within {timeout_s:g} s")
-                if answer.length:
-                    raise OSError(f"{url} ended its answer {answer.length} bytes early")
-                return answer.status, bytes(content)
-        except http.client.HTTPException as error:
-            raise OSError(f"{url}: {type(error).__name__}: {error}") from None
+                return await loop.run_in_executor(self._threads, exchange.run, body, self._headers)
+            finally:
+                timer.cancel()
+                exchange.end()
+
+
+class _Exchange:
+    """A request and its answer, which another thread may end."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        parts = urlsplit(url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._url, self._timeout_s = url, timeout_s
+        self._target = parts._replace(scheme="", netloc="").geturl() or "/"
+        self._connection = kind(parts.netloc, timeout=timeout_s)
+        self._socket: socket.socket | None = None
+        self._is_over = False
+
+    def end(self) -> None:
+        self._is_over = True
+        if self._socket is not None:
+            with suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def run(self, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        try:
+            with closing(self._connection):
+                self._connection.connect()
+                self._socket = self._connection.sock
+                if self._is_over:
+                    raise TimeoutError
+                return self._answered(body, headers)
+        except (http.client.HTTPException, OSError) as error:
+            if self._is_over:
+                raise TimeoutError(f"{self._url} did not finish its answer within {self._timeout_s:g} s") from None
+            if isinstance(error, OSError):
+                raise
+            raise OSError(f"{self._url}: {type(error).__name__}: {error}") from None
+
+    def _answered(self, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        content = bytearray()
+        self._connection.request("GET" if body is None else "POST", self._target, body, headers)
+        with self._connection.getresponse() as answer:
+            while not self._is_over and (piece := answer.read1(_PIECE_BYTES)):
+                content += piece
+                if len(content) > _LONGEST_ANSWER_BYTES:
+                    raise OSError(f"{self._url} answered with more than {_LONGEST_ANSWER_BYTES} bytes")
+            if answer.length or self._is_over:
+                raise OSError(f"{self._url} ended its answer {answer.length} bytes early")
+            return answer.status, bytes(content)
 
 
 class PolicyEndpoint:

@@ -79,10 +79,21 @@ def open_session(
         trusted = ssl.create_default_context(cafile=section.ca_file)
     except OSError as error:  # ssl.SSLError, too
         raise ConfigError(f"{place}.ca_file: {section.ca_file} cannot be read: {error}") from error
+    redirects = aiohttp.TraceConfig()
+    redirects.on_request_redirect.append(_refuse_redirect)
     return aiohttp.ClientSession(
         headers=headers,
+        trace_configs=[redirects],
         connector=aiohttp.TCPConnector(limit=0, ssl=trusted, keepalive_timeout=_KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+    )
+
+
+async def _refuse_redirect(_session: Any, _context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+    """Refuse for `ws_connect`, which has no `allow_redirects`."""
+    response = redirect.response
+    raise aiohttp.ClientError(
+        f"status {response.status}: it points to {response.headers.get('Location')!r:.{MAX_ERROR_CHARS}}"
     )
 
 

@@ -26,7 +26,7 @@ from producer.plugins.engine_server.api import (
     ServerRefusedError,
     open_session,
 )
-from producer.plugins.openenv.session import OpenEnvSession, ServerFullError
+from producer.plugins.openenv.session import LARGEST_ANSWER_BYTES, OpenEnvSession, ServerFullError
 from producer.rewards.pool import pause_s
 from protocol.config.environment_servers import OpenEnvOptions
 from protocol.config.rewards import EnvironmentSection
@@ -137,7 +137,9 @@ class OpenEnvPool:
             limits = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)
             try:
                 async with asyncio.timeout(self._section.call_timeout_s):
-                    socket = await self._http.ws_connect(f"{server.url}/ws", timeout=limits)
+                    socket = await self._http.ws_connect(
+                        f"{server.url}/ws", timeout=limits, max_msg_size=LARGEST_ANSWER_BYTES
+                    )
             except (aiohttp.ClientError, OSError) as error:
                 raise EnvironmentFailedError(
                     f"no connection to {server.url}: {error or type(error).__name__}"

@@ -1,8 +1,9 @@
 """The session of an episode with a server of OpenEnv.
 
-Guarantee: no answer takes longer than `environment.call_timeout_s`, and none is larger than aiohttp's 4 MiB. A lost session, and
-an answer in another form, raise EnvironmentFailedError: neither is a reward of zero. Only an action that the server finds invalid
-is the policy's: it sees the refusal and goes on. Pings of the server are answered while the policy generates.
+Guarantee: no answer takes longer than `environment.call_timeout_s` or is larger than `LARGEST_ANSWER_BYTES`. Of what a server
+sends unasked, two messages at most are in memory. A lost session, and an answer in another form, raise EnvironmentFailedError:
+neither is a reward of zero. Only an action that the server finds invalid is the policy's: it sees the refusal and goes on. Pings
+of the server are answered while the policy generates.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 _ANSWERS = {"reset": "observation", "step": "observation", "state": "state"}
 _LARGEST_REWARD = 1e30
 _MAX_ERROR_CHARS = 400
-_MOST_FRAMES = 4  # that wait; a server that sends more is not read
+LARGEST_ANSWER_BYTES = 4 * 2**20  # far more text than a policy's context has room for
 
 
 class ServerFullError(Exception):
@@ -59,7 +60,7 @@ class OpenEnvSession:
     done: bool = False
     _rewards: list[float] = field(default_factory=list)
     _turn: list[float] = field(default_factory=list)
-    _frames: asyncio.Queue[aiohttp.WSMessage] = field(default_factory=lambda: asyncio.Queue(_MOST_FRAMES))
+    _frames: asyncio.Queue[aiohttp.WSMessage] = field(default_factory=lambda: asyncio.Queue(1))
     _reader: "asyncio.Task[None] | None" = None
 
     async def __aenter__(self) -> Self:
@@ -145,6 +146,11 @@ class OpenEnvSession:
             ) from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             self._frames.put_nowait(message)  # the next one that asks finds it, too
+            if (
+                isinstance(message.data, aiohttp.WebSocketError)
+                and message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+            ):
+                raise EnvironmentFailedError(f"{self.url} answered {kind} with more than {LARGEST_ANSWER_BYTES} bytes")
             raise EnvironmentFailedError(
                 f"{self.url} ended the session before it answered {kind}, which is lost ({message.type.name})",
                 is_outage=True,

@@ -154,6 +154,21 @@ async def test_what_its_time_leaves_undone():
     assert [episode.token_ids for episode in episodes] == [[2], [2]]
 
 
+@pytest.mark.parametrize("value", [{(1, 2): 3}, [{None: 1}], msgspec.msgpack.Ext(3, b"x")])
+@asynchronous
+async def test_a_row_that_no_agent_can_be_sent_fails_its_prompt_and_the_next_one_is_handed_out(value):
+    agents = Agents(("solved",))
+    asking = asyncio.create_task(agents.take(5.0))
+    with pytest.raises(LeaseFailure, match="'grid'") as caught:
+        await agents.fulfil(task(columns={"answer": "2", "grid": value}))
+    assert (caught.value.reason, agents.num_waiting) == ("bad_prompt", 0)
+    fulfilling = asyncio.create_task(agents.fulfil(task()))
+    taken = await asking
+    assert taken is not None
+    assert taken["columns"] == {"answer": "2"}
+    fulfilling.cancel()
+
+
 @asynchronous
 async def test_an_episode_that_failed_has_no_rewards_and_without_a_completion_costs_its_task():
     agents = Agents(("solved",))

@@ -163,6 +163,40 @@ async def test_an_answer_that_ends_early_is_none(status):
             await HttpClient(1).ask(url, b"{}", 10.0)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "begin", [b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"]
+)
+@pytest.mark.parametrize("limit_s", [0.1, 60.0])
+@asynchronous
+async def test_a_trickled_answer_holds_a_thread_no_longer_than_the_limit_or_a_cancellation(begin, limit_s):
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def trickles(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/whole" in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        else:
+            asked.set()
+            writer.write(begin)
+            while not writer.is_closing():
+                writer.write(b"1")
+                await asyncio.sleep(0.01)
+            ended.set()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(trickles, "127.0.0.1", 0) as server:
+        url, client = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", HttpClient(1)
+        asking = asyncio.create_task(client.ask(f"{url}/trickled", None, limit_s))
+        await asked.wait()
+        if limit_s > 1.0:
+            asking.cancel()
+        with pytest.raises(TimeoutError if limit_s < 1.0 else asyncio.CancelledError):
+            await asyncio.wait_for(asking, 20.0)
+        await ended.wait()
+        assert await asyncio.wait_for(client.ask(f"{url}/whole?a=b", None, 20.0), 20.0) == (200, b"ok")
+
+
 @asynchronous
 async def test_a_task_that_is_over_is_dropped_a_busy_producer_is_asked_again_and_a_refused_reward_fails(monkeypatch):
     producer = Producer(monkeypatch, task("over", 1), task("expired", 1, expires_in_s=-1.0), task("a", 2))

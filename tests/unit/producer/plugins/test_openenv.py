@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from producer.environments.contract import EnvironmentFailedError
 from producer.environments.pool import environments_of
@@ -260,7 +263,7 @@ STEP = {"observation": {"said": "x"}, "reward": 1.0, "done": False}
         ('{"type": "observation", "data": {"observation": {}, "reward": NaN}}', "form"),
         ({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "division by zero"}}, "division by zero"),
         ({"type": "error"}, "None"),
-        ("x" * (4 * 2**20 + 1), "lost"),
+        ("x" * (4 * 2**20 + 1), "more than 4194304 bytes"),
         ({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "no room"}}, "no room"),
     ],
 )
@@ -342,6 +345,26 @@ async def test_an_answer_that_was_not_asked_for_ends_the_episode() -> None:
             await session.reply("4")
 
 
+@asynchronous
+async def test_a_server_that_talks_on_its_own_is_not_read() -> None:
+    """One message waits and the reader has another; the rest stays in sockets."""
+
+    class Talkative(Silent):
+        num_read = 0
+
+        async def receive(self) -> Any:
+            self.num_read += 1
+            return aiohttp.WSMessage(aiohttp.WSMsgType.TEXT, '{"type": "state"}', None)
+
+    socket: Any = Talkative()
+    options = OpenEnvOptions.model_validate({"url": "http://a"})
+    async with OpenEnvSession(socket, "http://a", "environment", options, 1.0, True, "guess") as session:
+        await settle()
+        assert socket.num_read == 2
+        with pytest.raises(EnvironmentFailedError, match="form"):
+            await session.reply("4")
+
+
 def schema(**action: Any) -> dict[str, Any]:
     return GUESS | {"action": GUESS["action"] | action}
 
@@ -399,6 +422,25 @@ async def test_servers_that_are_down_or_differ_end_the_start(tmp_path: Any) -> N
             with pytest.raises(ConfigError, match=said):
                 await pool.start()
             await pool.close()
+
+
+@asynchronous
+async def test_a_session_is_not_led_to_another_server() -> None:
+    other, app = OpenEnvServer(), web.Application()
+    async with running(other) as url:
+
+        async def leads_away(_: web.Request) -> web.Response:
+            raise web.HTTPFound(f"{url}/ws")
+
+        app.add_routes([web.get("/schema", other.describe), web.get("/ws", leads_away)])
+        async with TestServer(app) as server:
+            pool = pool_of(str(server.make_url("")))
+            await pool.start()
+            with pytest.raises(EnvironmentFailedError, match="302"):
+                async with pool._at(pool._servers[0]):
+                    pass
+            await pool.close()
+    assert other.most_sessions == 0
 
 
 @asynchronous
