@@ -34,6 +34,7 @@ from protocol.channel.server import ZmqServer
 from protocol.config.learning import RerollSection
 from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import NO_MEMORY, SharedMemory
+from protocol.wire.adapter_blob import Anchor
 from protocol.wire.messages import Sampling
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
@@ -120,8 +121,8 @@ class Acceptor:
         self.journal.close()
         self._errors.check()
 
-    def publish(self, version: int, digest: str, blob: bytes) -> None:
-        self.intake.publish(PublishedPolicy(version, digest, blob))
+    def publish(self, version: int, digest: str, blob: bytes, anchor: Anchor | None = None) -> None:
+        self.intake.publish(PublishedPolicy(version, digest, blob, anchor=anchor))
 
     def _publish(self) -> None:
         blob = self._version.to_bytes(8, "little")

@@ -207,8 +207,8 @@ class Intake:
 
     def _offer(self, peer: bytes, request: PolicyRequest) -> PolicyOffer | BlobMissing:
         offer, session = self.store.offer(request), self.fleet.sessions.get(peer)
-        if isinstance(offer, PolicyOffer) and session is not None and offer.digest == self.store.newest.digest:
-            return self._relays.with_relays(offer, session)
+        if isinstance(offer, PolicyOffer) and session is not None and self.store.is_newest(offer.digest):
+            return self._relays.with_relays(offer, session, self.clock(), self.fleet.sessions)
         return offer
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:

@@ -74,6 +74,10 @@ class PolicyStore:
         assert self._newest is not None, "publish a policy first"
         return self._newest
 
+    def is_newest(self, digest: str) -> bool:
+        """Tell whether every producer needs this blob: it is that of the newest policy, or of its anchor."""
+        return digest in (self.newest.digest, self._anchors.get("newest"))
+
     def publish(self, policy: PublishedPolicy) -> None:
         self._add_anchor("newest", policy)
         blob = self._blob(policy)

@@ -121,8 +121,13 @@ class RelayDirectory:
             self._hosts = list(hosts.values())
             self._sources = sources(self._hosts, self.region)
 
-    def with_relays(self, offer: PolicyOffer, session: ProducerSession) -> PolicyOffer:
-        """The offer of the newest policy to this producer, with the relays that it is to ask first."""
+    def with_relays(
+        self, offer: PolicyOffer, session: ProducerSession, now: float, sessions: Mapping[bytes, ProducerSession]
+    ) -> PolicyOffer:
+        """The offer of the newest policy, or of its anchor, to this producer, with the relays that it is to ask first."""
+        if session.host and session.host not in self._sources:  # it has just joined, and asks at once
+            self._refresh_at = -math.inf
+            self.refresh(now, sessions)
         named = [self._addresses[name] for name in self._sources.get(session.host, ()) if name in self._addresses]
         return structs.replace(offer, relays=named) if named else offer
 

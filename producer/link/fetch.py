@@ -3,8 +3,9 @@
 Guarantee: every policy that is announced is handed over exactly once, unless a newer one supersedes it or it does not fit the
 memory, and again after `forget_announcement`; a policy that is requested is answered, with its bytes or with None. A download
 that serves both purposes runs once. Its thread tries the sources in their order, the trainer last, whatever is wrong with the
-others. Its bytes are kept once: in a file of the host's cache, or in memory. The anchor of a patch is fetched before the patch,
-and not again while the patches that come have the same one. No newer policy ends the download of an anchor.
+others. Its bytes are kept once: in a file of the host's cache, or in memory. The anchor of a patch is fetched before the patch as
+a policy is, and not again while the newest patches have the same one; nor at all if it was the newest policy before them. No
+newer policy ends the download of an anchor.
 """
 
 import contextlib
@@ -48,15 +49,18 @@ class Fetcher:
         post: Callable[[Any], None],
         emit: Callable[[LinkEvent], object],
         free_memory: Callable[[], int] = lambda: psutil.virtual_memory().available,
+        *,
+        takes_patches: bool = False,
     ) -> None:
         self.sources = sources
         self.post = post
         self.is_connected = False
+        self.takes_patches = takes_patches
         self._emit = emit
         self._free_memory = free_memory
         self._announced: PolicyInfo | None = None
         self._downloads: dict[str, _Download] = {}  # by digest
-        self.anchor: Anchor | None = None  # of the last patch that had one
+        self.anchor: Anchor | None = None  # of the newest patch, or that patch, which has none
 
     def announce(self, policy: PolicyInfo) -> None:
         """Fetch the trainer's newest policy. It is announced again and again, and only a change has an effect, and none while an
@@ -204,10 +208,13 @@ class _Download(threading.Thread):
             anchor = self._anchor(offer.anchor)
             if anchor is None:
                 return None
+            self._fetcher.sources.cache.keep(anchor.digest)
         found = self._blob(policy, offer)
         if found is None:
             return None
         blob, is_verified = found
+        if anchor is None and self._fetcher.takes_patches:
+            self._keep(Anchor(policy.digest, blob), is_verified)
         return DownloadedPolicy(policy, blob, self._announced_at, probe_of(offer), is_verified, anchor)
 
     def _anchor(self, policy: PolicyInfo) -> Anchor | None:
@@ -221,8 +228,10 @@ class _Download(threading.Thread):
         if found is None:
             return None
         blob, is_verified = found
-        anchor = Anchor(policy.digest, blob)
-        if is_verified:
+        return self._keep(Anchor(policy.digest, blob), is_verified)
+
+    def _keep(self, anchor: Anchor, is_verified: bool) -> Anchor:
+        if is_verified and "newest" in self.purposes:  # one that is evaluated may be older
             self._fetcher.anchor = anchor
         return anchor
 

@@ -23,7 +23,7 @@ from protocol.runtime.scratch import SharedMemory, UnusableFileError, common_fol
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 3  # the newest, the one before, and one that is evaluated
+_KEPT = 4  # the newest, its anchor, the one before, and one that is evaluated
 _STATE = struct.Struct("<qq")  # a `DownloadState`
 _UNSTORABLE = -1
 
@@ -75,6 +75,12 @@ class HostCache:
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 (self.folder / digest).unlink()
+
+    def keep(self, digest: str) -> None:
+        """Count a file among the newest, because newer policies build on it."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / digest)
 
     def progress(self, digest: str) -> DownloadState | None:
         """Return how far the download is; None if the process that downloads it has no room to share it."""

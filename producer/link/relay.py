@@ -80,16 +80,18 @@ _BIND_EVERY_S = 5.0
 
 @dataclass
 class Downloads:
-    """Downloads that are served now, by peer. The caller gives times, in seconds."""
+    """The producers that download now, by name: each blob comes over a connection of its own. The caller gives times, in
+    seconds."""
 
     _asked_at: dict[bytes, float] = field(default_factory=dict)
 
     def admit(self, peer: bytes, now: float) -> bool:
         """Note a request. Returns False if `MAX_DOWNLOADS` others are served."""
+        name = peer.partition(b"/")[0]
         self._asked_at = {one: at for one, at in self._asked_at.items() if now - at < _DOWNLOAD_ENDS_S}
-        if peer not in self._asked_at and len(self._asked_at) >= MAX_DOWNLOADS:
+        if name not in self._asked_at and len(self._asked_at) >= MAX_DOWNLOADS:
             return False
-        self._asked_at[peer] = now
+        self._asked_at[name] = now
         return True
 
 

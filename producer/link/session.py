@@ -177,7 +177,7 @@ class Link(threading.Thread):
         self._outbox = Outbox(transport.max_unacked_bytes)
         self._was_full = False
         self._sources = sources
-        self._fetcher = Fetcher(sources, mailbox.put, emit)
+        self._fetcher = Fetcher(sources, mailbox.put, emit, takes_patches=hello.swap_mode == "full")
         self._hello = hello
         self._workload = workload
         self._interval_s = 0.0

@@ -23,6 +23,7 @@ from benchmarks.acceptor import Acceptor
 from benchmarks.groups import HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
 from protocol.channel.keys import AUTHORIZED, TRAINER, generate, trainer_keys
 from protocol.channel.server import ZmqServer
+from protocol.wire.adapter_blob import Anchor
 
 from . import relay_side, shaped_links
 from .relay_side import Arrival, Side
@@ -35,6 +36,7 @@ _PATIENCE_S = 200.0
 class Case(NamedTuple):
     hosts: dict[str, int]  # by region
     per_host: int
+    num_late: int = 0  # producers, the last ones, that `Fleet.join` starts
 
 
 class Line(NamedTuple):
@@ -47,18 +49,37 @@ class Line(NamedTuple):
 class Fleet:
     """`producers` are processes with the pipes to them, by name."""
 
-    def __init__(self, acceptor: Acceptor, links: Connection, producers: dict[str, "Child"]) -> None:
-        self._acceptor, self._links, self.producers = acceptor, links, producers
+    def __init__(
+        self,
+        acceptor: Acceptor,
+        links: Connection,
+        start: Callable[[Side], "Child"],
+        early: list[Side],
+        late: list[Side],
+    ) -> None:
+        self._acceptor, self._links, self._start = acceptor, links, start
+        self.producers: dict[str, Child] = {}
+        self._late = late
         self._version = 0
+        self._add(early)
 
-    def publish(self, num_bytes: int, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def join(self) -> None:
+        """Start those that are late."""
+        self._add(self._late)
+
+    def _add(self, sides: list[Side]) -> None:
+        self.producers |= {side.name: self._start(side) for side in sides}
+
+    def publish(
+        self, num_bytes: int, meanwhile: Callable[[], None] = lambda: None, anchor: Anchor | None = None
+    ) -> dict[str, Any]:
         """Until every producer has it. `meanwhile` is called when it is announced."""
         blob = secrets.token_bytes(num_bytes)
         digest = hashlib.sha256(blob).hexdigest()
         before = self.carried()
         self._version += 1
         began = time.monotonic()
-        self._acceptor.publish(self._version, digest, blob)
+        self._acceptor.publish(self._version, digest, blob, anchor)
         meanwhile()
         arrivals = self.wait_for(self._version)
         after = self.carried()
@@ -137,7 +158,9 @@ def _start(case: Case, line: Line, scratch: Path, stack: ExitStack) -> Fleet:
     acceptor = stack.enter_context(Acceptor(channel, scratch, region=HOME))
     proxy = _child(context, stack, shaped_links.run, links).pipe
     assert proxy.recv() == "ready"
-    fleet = Fleet(acceptor, proxy, {side.name: _child(context, stack, relay_side.run, side) for side in sides})
+    num_early = len(sides) - case.num_late
+    start = lambda side: _child(context, stack, relay_side.run, side)  # noqa: E731
+    fleet = Fleet(acceptor, proxy, start, sides[:num_early], sides[num_early:])
     fleet.wait_for(0)
     time.sleep(3 * HEARTBEAT_INTERVAL_S)  # these say who relays
     return fleet

@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.wire.adapter_blob import Anchor
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import (
     BlobMissing,
@@ -54,6 +55,24 @@ def test_a_region_is_sent_to_its_first_relay_for_the_newest_policy_alone(trainer
     assert (offered(trainer, other), offered(trainer, other, "1" * 64)) == ([], relay), "older ones it need not have"
     first.say(beat(""))
     assert offered(trainer, other, "1" * 64) == [], "it does not relay any more"
+
+
+def test_the_anchor_of_the_newest_policy_is_handed_on_too(trainer: Trainer) -> None:
+    join(trainer, "gpu1-1-aa", "gpu1", relay="tcp://127.0.0.1:5600")
+    other = join(trainer, "gpu2-1-aa", "gpu2")
+    trainer.publish(1, b"next", "1" * 64, anchor=Anchor("a" * 64, b"anchor"))
+    assert offered(trainer, other, "a" * 64) == [RelayAddress("tcp://127.0.0.1:5600")]
+    trainer.publish(2, b"last", "2" * 64)
+    assert offered(trainer, other, "a" * 64) == [], "new producers do not need it"
+
+
+def test_a_producer_that_has_just_joined_is_sent_to_a_relay_at_once(trainer: Trainer) -> None:
+    relay = join(trainer, "gpu1-1-aa", "gpu1", relay="tcp://127.0.0.1:5600")
+    trainer.tick()
+    other = join(trainer, "gpu2-1-aa", "gpu2")
+    [offer] = [each for each in other.say(PolicyRequest(DIGEST)) if isinstance(each, PolicyOffer)]
+    assert offer.relays == [RelayAddress("tcp://127.0.0.1:5600")]
+    assert offered(trainer, relay) == []
 
 
 @pytest.mark.parametrize("said", ["tcp://10.0.0.7:5600", "tcp://localhost.example:5600", ""])

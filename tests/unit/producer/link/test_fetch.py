@@ -45,6 +45,7 @@ class Sources:
         self.error: Exception | None = None
         self.searching, self.may_answer = threading.Event(), threading.Event()
         self.may_answer.set()
+        self.cache = HostCache(None)
         self.claims: list[Any] = []
         self.released: list[Any] = []
 
@@ -323,6 +324,23 @@ def test_a_newer_policy_does_not_end_the_download_of_an_anchor(setup: Setup) -> 
     setup.until(lambda: (3, DATA) in setup.events.blobs)
     assert (2, DATA) not in setup.events.blobs
     assert setup.offers_of(9) == 1
+
+
+def test_the_newest_patch_is_the_anchor_of_those_after_it_and_does_not_come_again(setup: Setup) -> None:
+    setup.fetcher.takes_patches = True
+    setup.has(0, 1, 2, 3)
+    setup.anchors = {policy(version).digest: policy(1) for version in (2, 3)}
+    setup.fetcher.announce(policy(1))
+    setup.until(lambda: setup.events.blobs)
+    setup.fetcher.request(policy(0))  # older ones are evaluated
+    setup.until(lambda: setup.events.fetches)
+    for version in (2, 3):
+        setup.fetcher.announce(policy(version))
+        setup.until(lambda version=version: len(setup.events.blobs) == version)
+    arrived = setup.events.of(PolicyArrived)
+    assert [downloaded.anchor for downloaded in arrived] == [None, *[(policy(1).digest, DATA)] * 2]
+    of_policies = [request.digest for request in setup.requests if isinstance(request, BlobRequest)]
+    assert of_policies == [policy(version).digest for version in (1, 0, 2, 3)]
 
 
 def test_an_anchor_whose_sha256_is_wrong_is_handed_over_to_be_refused_and_fetched_again(setup: Setup) -> None:

@@ -90,12 +90,22 @@ def test_old_policies_go_and_what_the_killed_left_of_them(cache: HostCache) -> N
         store(cache, str(number) * 64, b"blob")
         os.utime(cache.folder / (str(number) * 64), ns=(number, number))
     store(cache, A, b"newest")
-    kept = {"3" * 64, "4" * 64, A}
+    kept = {"2" * 64, "3" * 64, "4" * 64, A}
     assert {name for name in os.listdir(cache.folder) if len(name) == 64} == kept
     locks = {f"{digest}.lock" for digest in (*kept, "8" * 64)}
     assert set(os.listdir(cache.folder)) == kept | locks, "what is being downloaded stays"
     assert waits is not None
     waits.release()
+
+
+def test_what_newer_policies_build_on_stays_however_many_they_are(cache: HostCache) -> None:
+    store(cache, A, b"anchor")
+    for number in range(6):
+        cache.keep(A)
+        store(cache, str(number) * 64, b"blob")
+    assert (cache.has(A), cache.has("2" * 64)) == (True, False)
+    cache.keep(B)  # which is not here
+    assert not cache.has(B)
 
 
 def test_a_file_that_another_process_removes_meanwhile_is_no_error(

@@ -302,6 +302,7 @@ def test_a_ninth_download_is_sent_elsewhere_until_another_ends() -> None:
     assert downloads.admit(peers[0], 4.0)
     assert not downloads.admit(peers[8], 4.9)
     assert downloads.admit(peers[8], 5.0), "seven have not asked for 5 s"
+    assert all(downloads.admit(b"one/1/%d" % number, 20.0) for number in range(9)), "one after the other"
 
 
 def test_a_damaged_file_of_the_cache_is_removed(here: HostCache) -> None:
