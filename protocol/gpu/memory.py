@@ -29,6 +29,7 @@ _MARGIN = 1.15  # of a pass: what fragmentation and kernels take beside its tens
 _KERNELS = 3 * GIB // 2  # of vLLM: CUDA graphs, sampler, the largest prefill
 _PROMPT_TOKENS = 1024  # of the longest prompt, where nothing says it
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # of vLLM
+_LINEAR = re.compile(r"\.(?:[qkvo]|qkv|gate|up|down|gate_up)_proj$")  # that is one whatever the model
 _NUMBERS = {"adafactor": 0, "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "grokadamw": 3}
 """The numbers that kinds of optimizers keep of a parameter. Those of Adafactor are of rows and columns."""
 _QUANTIZED_AT_LEAST = 0.5  # bytes per weight of the smallest of vLLM's formats
@@ -82,7 +83,8 @@ def needs_of(config: RunConfig, folder: Path) -> tuple[TrainerNeeds, EngineNeeds
 
 
 def trainer_needs(config: RunConfig, model: ModelShape, num_ranks: int = 1) -> TrainerNeeds:
-    """Compute the needs of a trainer of one rank, or of one of several ranks that share the weights that train."""
+    """Compute the needs of a trainer of one rank, or of one of several. Those that do not share the weights that train add up
+    their gradients in one tensor, after the passes."""
     num_parts = num_ranks if config.spreads_weights else 1
     full, longest = config.lora is None, longest_row(config, model)
     dtype_bytes = _DTYPE_BYTES[config.trainer_dtype]
@@ -96,19 +98,33 @@ def trainer_needs(config: RunConfig, model: ModelShape, num_ranks: int = 1) -> T
     each = 8 + state
     more = 3 * state * _num_embedded(config, model) if full and "8bit" in optimizer else 0  # in float32 all the same
     if full and float(config.trainer.get("beta") or 0.0) != 0.0:
-        each += _DTYPE_BYTES["bfloat16" if num_parts == 1 else "float32"]  # the reference policy
+        more += _reference_bytes(config, model, casts=num_parts == 1)
     casts = trained * _DTYPE_BYTES["bfloat16"] if full else 0  # autocast keeps them during a pass
     if num_parts > 1:
         casts = _gathered_bytes(model)
+    added = 4 * trained if num_ranks > num_parts else 0
     base = base_bytes(model.weights, dtype_bytes, config.model.quantization) - (4 * trained if full else 0)
     return TrainerNeeds(
         base=base // num_parts,
         trained=(trained * each + more) // num_parts,
         tokens=wanted,
-        passes=casts + pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops),
+        passes=max(added, casts + pass_bytes(model, wanted, dtype_bytes, recomputes=recomputes, drops=drops)),
         least_tokens=least,
-        least_passes=casts + pass_bytes(model, least, dtype_bytes, recomputes=recomputes, drops=drops),
+        least_passes=max(added, casts + pass_bytes(model, least, dtype_bytes, recomputes=recomputes, drops=drops)),
     )
+
+
+def _reference_bytes(config: RunConfig, model: ModelShape, *, casts: bool) -> int:
+    """Return the bytes of the weights of before, at most: linear layers are kept as autocast rounds them, the rest, and a head
+    that computes in float32, as it trains."""
+    trainer = config.trainer
+    casts &= config.model.dtype == "bfloat16" and bool(trainer.get("bf16", True)) and not trainer.get("fp16")
+    total = 0
+    for weight in _own_trained(config, model):
+        is_head = weight.module.endswith("lm_head") and not trainer.get("cast_lm_head_to_fp32")
+        is_rounded = casts and (is_head or (_LINEAR.search(weight.module) and "expert" not in weight.name))
+        total += weight.num_elements * (2 if is_rounded and weight.name.endswith(".weight") else 4)
+    return total
 
 
 def _gathered_bytes(model: ModelShape) -> int:

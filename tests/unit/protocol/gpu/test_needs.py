@@ -22,7 +22,7 @@ from protocol.gpu.memory import (
     pass_bytes,
     trainer_needs,
 )
-from protocol.gpu.model_files import ModelShape, model_shape, weights_of
+from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
 from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
 
 
@@ -157,14 +157,14 @@ def test_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "bytes_each"),
-    [({}, 16), ({"optim": "sgd"}, 8), ({"optim": "adamw_8bit"}, 10), ({"optim": "adafactor", "beta": 0.1}, 10)],
+    [({}, 16), ({"optim": "sgd"}, 8), ({"optim": "adamw_8bit"}, 10)],
 )
 @pytest.mark.parametrize(("trainable", "num_trained"), [([], 1704), (["*norm.weight", "lm_head.*"], 40 + 256)])
 def test_weights_that_train(
     tmp_path: Path, trainer: dict[str, Any], bytes_each: int, trainable: list[str], num_trained: int
 ) -> None:
-    """Weight and gradient in float32, the state, and with a KL term the weights of before in bfloat16. An optimizer of
-    8 bits keeps the state of 256 weights of embeddings in float32."""
+    """Weight and gradient in float32, and the state. An optimizer of 8 bits keeps that of 256 weights of embeddings in
+    float32."""
     folder = write_model(tmp_path / "model")
     found, engine = needs_of(run_of(folder, lora=None, trainable=trainable, trainer=trainer), folder)
     more = 256 * 6 if trainer.get("optim") == "adamw_8bit" and not trainable else 0
@@ -173,6 +173,37 @@ def test_weights_that_train(
     # 8 bytes each: 1.15 * (10 * (512 + 2 * 32 + 96) + 2560). Autocast adds 2 bytes for each weight that trains.
     assert found.least_passes == 10672 + 2 * num_trained
     assert (engine.weights, engine.adapters) == (3408, 0)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sections", "num_float32"),
+    [
+        ({}, {}, 296),  # 256 of embeddings and 40 of norms
+        ({"cast_lm_head_to_fp32": True}, {}, 296 + 256),
+        ({}, {"trainable": ["*norm.weight", "lm_head.*"]}, 40),
+        ({"bf16": False}, {}, 1704),
+    ],
+)
+def test_the_weights_of_before(
+    model: ModelShape, tmp_path: Path, trainer: dict[str, Any], sections: dict[str, Any], num_float32: int
+) -> None:
+    """With a KL term linear layers are kept in 2 bytes each, and the rest in 4."""
+    without, found = (
+        trainer_needs(run_of(tmp_path / "model", lora=None, trainer=trainer | {"beta": beta}, **sections), model)
+        for beta in (0.0, 0.1)
+    )
+    num_trained = 296 if sections else 1704
+    assert found.trained - without.trained == 4 * num_float32 + 2 * (num_trained - num_float32)
+
+
+def test_gradients_that_ranks_add_up_are_in_one_tensor(tmp_path: Path) -> None:
+    """That of 16,000,000 is larger than what a pass of 10 tokens takes."""
+    model = model_shape(write_model(tmp_path / "model"))
+    large = replace(model, weights=(*model.weights, Weight("model.large.weight", (16_000_000,), 16)))
+    config = run_of(tmp_path / "model", lora=None, pipeline={"shard_base": "none"}, trainable=["model.large.*"])
+    alone, found = trainer_needs(config, large), trainer_needs(config, large, 2)
+    assert (alone.least_passes, found.least_passes) == (10672 + 2 * 16_000_000, 4 * 16_000_000)
+    assert (found.base, found.trained) == (alone.base, alone.trained)
 
 
 @pytest.mark.parametrize(("beta", "bytes_each"), [(0.0, 16), (0.1, 20)])
