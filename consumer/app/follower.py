@@ -25,7 +25,7 @@ from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.probe import NUM_ROWS, ROW_LENGTH, PolicyProbe, longest_of
 from consumer.link.weight_snapshots import gather_weights
-from consumer.ranks.exchange import Begin, Gather, Piece, PlanError, ProcessRanks, Ranks, Train
+from consumer.ranks.exchange import Begin, Piece, PlanError, ProcessRanks, Ranks, Train, next_plan
 from consumer.ranks.presence import HeartbeatThread, report_failure
 from consumer.ranks.rendezvous import FOREVER_S, connect
 from consumer.ranks.team import Member
@@ -40,7 +40,7 @@ from replay.groups import GroupShape
 
 
 class PlannedBatches:
-    """The batches that rank 0 announces, without an end. Between two of them state of `trainer` is gathered for rank 0."""
+    """The batches that rank 0 announces to `trainer`, without an end."""
 
     trainer: SlipstreamTrainer
 
@@ -50,13 +50,10 @@ class PlannedBatches:
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
-            match self._ranks.share(None):
-                case Train() as plan:
-                    yield plan.batch(self._shape)
-                case Gather(what):
-                    (self.trainer.model if what == "model" else self.trainer.optimizer).state_dict()
-                case _:
-                    raise PlanError("rank 0 began anew")
+            plan = next_plan(self._ranks, self.trainer)
+            if not isinstance(plan, Train):
+                raise PlanError("rank 0 began anew")
+            yield plan.batch(self._shape)
 
 
 class _Policies(TrainerCallback):  # type: ignore[misc]

@@ -88,6 +88,7 @@ from consumer.ranks.exchange import (
     RankWork,
     Train,
     check_agreement,
+    steps_of,
     work_of_all,
 )
 from protocol.config.run import RunConfig
@@ -256,7 +257,7 @@ class SlipstreamTrainer(Trainer):
             self._newest_groups = batch.groups
             self._choose_kernel()  # in turns the model comes with the batch, whose rows are split by the choice
             self._splitter.begin(self.recipe, batch.groups, batch.answers, batch.weights)
-            for step in range(batch.last_step - batch.num_iterations + 1, batch.last_step + 1):
+            for step in steps_of(batch, self._ranks, self):
                 yield self._splitter.split(step)
 
     def training_step(self, model: Any, inputs: list[MicroBatch], num_items_in_batch: Any = None) -> torch.Tensor:

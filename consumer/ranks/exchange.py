@@ -9,9 +9,9 @@ at the next check. Rank 0 knows after every step what each rank did in it.
 import datetime
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -84,7 +84,11 @@ class Gather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="gathe
     what: GatheredState
 
 
-Plan = Begin | Piece | Train | Gather
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="step"):
+    """The order to take the next step over the batch."""
+
+
+Plan = Begin | Piece | Train | Gather | Step
 _DECODER: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
 
 
@@ -224,6 +228,25 @@ class ProcessRanks:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor)
         return found
+
+
+def next_plan(ranks: Ranks, trainer: Any) -> Plan:
+    """Return the next plan of rank 0. Until then this rank takes part in what that gathers of the trainer's state."""
+    while isinstance(plan := ranks.share(None), Gather):
+        getattr(trainer, plan.what).state_dict()
+    return plan
+
+
+def steps_of(batch: TrainingBatch, ranks: Ranks, trainer: Any) -> Iterator[int]:
+    """Yield the steps over a batch, on all ranks. Rank 0 orders each but the first, so where it ends the run in between, no rank
+    has begun the next one."""
+    first = batch.last_step - batch.num_iterations + 1
+    for step in range(first, batch.last_step + 1):
+        if step > first and ranks.rank == 0:
+            ranks.share(Step())
+        elif step > first and not isinstance(next_plan(ranks, trainer), Step):
+            raise PlanError("rank 0 left a batch before its last step")
+        yield step
 
 
 def begin(

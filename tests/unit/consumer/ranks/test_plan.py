@@ -1,12 +1,14 @@
 """What rank 0 tells the others: the checkpoint that a run goes on from, piece by piece."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from consumer.app import follower
 from consumer.ranks import exchange as leading
-from consumer.ranks.exchange import Begin, Piece, PlanError, decode, encode
+from consumer.ranks.exchange import Begin, Gather, Piece, PlanError, decode, encode
+from replay.batch_selection import TrainingBatch
 
 from .thread_ranks import ThreadRanks, on_ranks
 
@@ -49,6 +51,33 @@ def test_another_plan_in_the_middle_of_a_file_is_refused(tmp_path: Path) -> None
                 follower.receive_files(ranks, {"adapter": 3}, tmp_path)
 
     on_ranks(2, work)
+
+
+def test_a_stop_within_a_batch_leaves_no_rank_in_the_next_step() -> None:
+    """Rank 0 may gather the trainer's state then, for a checkpoint."""
+    batch, taken, gathered = TrainingBatch(1, 3, 3, [], 0), list[tuple[int, int]](), list[str]()
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(state_dict=lambda: gathered.append("model")),
+        optimizer=SimpleNamespace(state_dict=lambda: gathered.append("optimizer")),
+    )
+
+    def work(ranks: ThreadRanks) -> None:
+        for step in leading.steps_of(batch, ranks, trainer):
+            taken.append((ranks.rank, step))
+            if ranks.rank == 0 and step == 2:
+                break
+        for plan in (Gather("model"), Gather("optimizer"), Begin(1, 1, 2, {})):
+            ranks.share(plan)
+
+    with pytest.raises(PlanError, match="left a batch"):
+        on_ranks(3, work)
+    assert sorted(taken) == [(rank, step) for rank in range(3) for step in (1, 2)]
+    assert sorted(gathered) == ["model"] * 2 + ["optimizer"] * 2
+
+
+def test_all_ranks_take_every_step_of_a_batch() -> None:
+    batch = TrainingBatch(1, 2, 4, [], 0)
+    assert on_ranks(2, lambda ranks: list(leading.steps_of(batch, ranks, None))) == [[3, 4], [3, 4]]
 
 
 def test_what_is_no_plan_is_refused() -> None:
