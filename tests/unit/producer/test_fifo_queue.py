@@ -31,3 +31,17 @@ async def test_a_turn_that_a_cancelled_task_was_given_goes_back_once():
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert (line._grants, returned) == ({}, [True])
+
+
+@asynchronous
+async def test_early_requests_stand_before_the_others_in_their_own_order():
+    line = FifoQueue[str]()
+    tasks = [asyncio.create_task(line.wait(wish, lambda: None, early=wish in "bd")) for wish in "abcd"]
+    await settle()
+    assert line.pending == ["b", "d", "a", "c"]
+    line.grant()
+    await tasks[1]
+    assert line.pending == ["d", "a", "c"]
+    for _ in range(3):
+        line.grant()
+    await asyncio.gather(*tasks)

@@ -1,15 +1,21 @@
 """Leases enter the engine when their policy is there, nothing is paused and there is room."""
 
+import asyncio
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from producer.groups import LeaseFailure
+from producer.rollouts import admission
+from producer.rollouts.routed import RoutedRollouts
+from producer.rollouts.single_turn import PlainRollouts
+from protocol.config.environments import COLUMN
 from protocol.wire.messages import Nack, Sampling
 from tests.scripted_trainer import lease
-from tests.unit.producer.loop import settle
+from tests.unit.producer.loop import settle, until
 from tests.unit.producer.policies.test_registry import blob, working
-from tests.unit.producer.rollouts.generating import Setup
+from tests.unit.producer.rollouts.generating import Prompts, Setup
 
 
 @pytest.fixture
@@ -117,3 +123,99 @@ async def test_a_lease_waits_for_its_floor_again_if_that_goes_while_paused(setup
     await setup.publish(2)
     await setup.settle()
     assert [group.policy_version for group in setup.answers] == [2]
+
+
+class Hanging(PlainRollouts):
+    """Rollouts whose environment does not answer until `answers` is set, once for the first turn and again for the last."""
+
+    answers: asyncio.Event
+
+    async def generate(self, lease, progress):
+        async with self.access.enter(lease, progress) as sample:
+            for _ in range(2):
+                await self.answers.wait()
+                await sample([7], lease.sampling)
+        return await super().generate(lease, progress)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("evaluated", [False, True])
+@working
+async def test_leases_of_an_environment_that_hangs_keep_no_other_from_the_engine(setup, monkeypatch, evaluated):
+    monkeypatch.setattr(admission, "IDLE_S", 0.01)
+    setup.engine.release.set()
+    hanging = Hanging(setup.access, Prompts())
+    hanging.answers = asyncio.Event()
+    sources = {"maze": hanging, "shop": PlainRollouts(setup.access, Prompts())}
+    setup.generation = setup.generation_from(RoutedRollouts(sources, ()))
+    await setup.publish(3)
+    evaluates = blob(3)[0] if evaluated else None
+    leases = [lease(number, columns={COLUMN: "maze" if number < 20 else "shop"}) for number in range(23)]
+    for each in leases:
+        setup.generation.start(msgspec.structs.replace(each, evaluates=evaluates))
+    await until(lambda: len(setup.answers) == 3)
+    assert {answer.lease_id for answer in setup.answers} == {"lease-20", "lease-21", "lease-22"}
+    hanging.answers.set()
+    await setup.settle()
+    assert len({answer.lease_id for answer in setup.answers}) == 23
+    assert not any(isinstance(answer, Nack) for answer in setup.answers)
+
+
+@working
+async def test_a_group_whose_environment_is_slow_to_begin_is_sampled_by_the_newest_policy(setup):
+    await setup.publish(3)
+    began, leased = asyncio.Event(), lease(0, policy_floor=3)
+
+    class SlowToBegin(PlainRollouts):
+        async def generate(self, lease, progress):
+            async with self.access.enter(lease, progress) as sample:
+                await began.wait()
+                both = asyncio.gather(*(sample([7], lease.sampling) for _ in range(2)))
+                await settle()
+                await setup.publish(5)
+                setup.engine.release.set()
+                await both
+                await sample([7], lease.sampling)
+            raise LeaseFailure("bad_prompt", "enough")
+
+    setup.generation = setup.generation_from(SlowToBegin(setup.access, Prompts()))
+    setup.generation.start(leased)
+    await settle()
+    await setup.publish(4)
+    began.set()
+    await setup.settle()
+    assert setup.engine.started_on == [4, 4, 4], "the one that was current when it sampled first, to the end"
+    assert setup.engine.versions == [5]
+
+
+@pytest.mark.long
+@working
+async def test_a_group_that_has_begun_goes_on_while_others_wait_for_the_end_of_a_pause(setup, monkeypatch):
+    monkeypatch.setattr(admission, "IDLE_S", 0.01)
+    setup.engine.release.set()
+    await setup.publish(0)
+    answers, begun = asyncio.Event(), list[str]()
+
+    class Slow(PlainRollouts):
+        async def generate(self, lease, progress):
+            async with self.access.enter(lease, progress) as sample:
+                await sample([7], lease.sampling)
+                begun.append(lease.lease_id)
+                await answers.wait()
+                await sample([7], lease.sampling)
+            raise LeaseFailure("bad_prompt", "enough")
+
+    setup.generation = setup.generation_from(Slow(setup.access, Prompts()))
+    for number in range(2):  # all places
+        setup.generation.start(lease(number))
+    await until(lambda: len(begun) == 2 and setup.admission._inside == 0)
+    setup.access.pause(True)
+    for number in range(2, 5):
+        setup.generation.start(lease(number))
+    await settle()
+    answers.set()
+    await until(lambda: len(setup.answers) == 2)
+    assert begun == ["lease-0", "lease-1"]
+    setup.access.pause(False)
+    await setup.settle()
+    assert len(setup.answers) == 5

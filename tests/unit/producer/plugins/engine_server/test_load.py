@@ -67,10 +67,10 @@ async def test_a_server_that_preempts_takes_fewer_groups(tmp_path: Path) -> None
         await until(lambda: engine.current_load() is not None)
         admission = Admission(4, 2, engine.current_load)
         for _ in range(4):
-            await admission.__aenter__()
+            await admission._enter()
         async with engine.servers.all[0].working(8):
             load["num_preemptions_total"] = 90
             await until(lambda: (told := engine.current_load()) is not None and told.preemptions == 40)
-        await admission.__aexit__()
+        admission._leave()
         assert admission.limit == 3
         assert server.asked["/metrics"] > 1
