@@ -65,13 +65,14 @@ def _sampled(url: str) -> int:
 class MessagesReward:
     """The reward of a task's configuration as TRL calls it: with completions that are lists of messages.
 
-    It is pickled for TRL's rollout process, which loads the reward itself.
+    It is pickled for TRL's rollout process, which loads the reward itself, and awaits it in its main thread: others have no limit of
+    time by a signal.
     """
 
     def __init__(self, task_name: str) -> None:
         self.__name__ = task_name
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Any:
+    async def __call__(self, completions: list[Any], **columns: Any) -> Any:
         return reward_of(TASKS[self.__name__].config)(
             completions=[one[-1]["content"] for one in completions], **columns
         )
