@@ -32,6 +32,9 @@ from protocol.wire.model_folder import folder_on_disk
 
 CARDS = (16, 24, 40, 48, 80, 96, 141)
 """GiB of common GPUs."""
+_STAGED = 2 * 10
+"""Bytes for an element that differs, in the former patch and in the next: its place, of 8, and its bits, as
+`producer.engine.patch_worker` has them on a GPU."""
 LAYOUTS = ("own, trainer", "own, engine", "shared", "turns")
 """The values of `pipeline.gpu`. With `own` each daemon has a card, so they are two rows."""
 
@@ -139,3 +142,9 @@ def _needs_in_words(config: RunConfig, model: ModelShape, num_ranks: int) -> Ite
         f"  engine: weights {gib(engine.weights)}, LoRA slots {gib(engine.adapters)}, kernels; KV cache of "
         f"{context} tokens {gib(context * token)}, of {_rows(config)} rows of {row} tokens {gib(_rows(config) * row * token)}"
     )
+    if config.weights == "full":
+        a_percent = sum(weight.num_elements for weight in model.weights) // 100
+        yield (
+            f"  a swap takes {gib(_STAGED * a_percent)} beside the engine's share of its GPU for each percent of the weights "
+            "that differs from the checkpoint, which the rows below do not count"
+        )

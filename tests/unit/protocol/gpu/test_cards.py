@@ -114,6 +114,8 @@ def test_the_line_of_whole_weights(monkeypatch: pytest.MonkeyPatch, optimizer: s
     lines = list(memory_table(example("lora=null", f"trainer.optim={optimizer}"), "0"))
     assert re.findall(r"[\d.]+", lines[1])[:3] == ["0.0", trained, "16384"]
     assert re.findall(r"[\d.]+", lines[2])[:2] == ["14.2", "0.0"], "an engine without LoRA slots"
+    assert re.findall(r"[\d.]+", lines[3]) == ["1.4"], "20 bytes for each of 76,156,165 weights"
+    assert len(list(memory_table(example(), "0"))) == len(lines) - 1, "an adapter is in a slot"
 
 
 def test_lines(tmp_path: Path) -> None:
