@@ -65,8 +65,8 @@ def _sampled(url: str) -> int:
 class MessagesReward:
     """The reward of a task's configuration as TRL calls it: with completions that are lists of messages.
 
-    It is pickled for TRL's rollout process, which loads the reward itself, and awaits it in its main thread: others have no limit of
-    time by a signal.
+    It is pickled for TRL's rollout process, which loads the reward itself, and awaits it in its main thread: others have no limit
+    of time by a signal.
     """
 
     def __init__(self, task_name: str) -> None:
