@@ -145,7 +145,7 @@ class PolicyEndpoint:
 
     async def fail(self, episode: str, reason: str) -> None:
         """End an episode that cannot be rewarded."""
-        await self._ask(f"/{episode}/failure", {"reason": reason.encode(errors="replace").decode()})
+        await self._ask(f"/{episode}/failure", {"reason": reason})
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> dict[str, Any] | None:
         url, problem = f"{self._base_url}/rollouts{path}", ""
@@ -224,7 +224,7 @@ class TaskLoop:
                 found = dict(await self.environment.play(task, episode))
         except (Exception, SystemExit) as error:
             logger.debug("episode %s", episode, exc_info=True)
-            reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+            reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON].encode(errors="replace").decode()
             if limit.expired():
                 reason = f"it was not over within environment.episode_timeout_s={self.episode_timeout_s:g} seconds"
             raise FailedError(reason) from None
