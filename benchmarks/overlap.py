@@ -20,6 +20,7 @@ from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, sampled_until, scores, steps
 from examples.folders import fresh_folder
+from producer.engine.own_arguments import served_modules
 
 FOLDER = Path("runs/bench/overlap").absolute()
 _END_S = 3600.0
@@ -56,10 +57,12 @@ class Case(NamedTuple):
 
 def serve(run: Run, case: Case) -> str:
     """Serve the base and adapters, and return the address."""
+    modules = served_modules(run.config.lora_section["target_modules"], TASKS[case.task].base)
     return run.serve(
         TASKS[case.task].base, "--max-num-seqs", str(run.config.engine["max_num_seqs"]), "--enable-lora",
         *("--max-loras", str(case.staleness + 3), "--max-lora-rank", str(run.config.lora_section["r"])),
         *("--logprobs-mode", "processed_logprobs"),
+        *(["--lora-target-modules", *modules] if modules else []),
     )  # fmt: skip
 
 
