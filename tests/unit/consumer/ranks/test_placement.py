@@ -8,7 +8,7 @@ from protocol.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the machine's 64, as in a container."""
+    """Give the process four of the 64 cores of the machine, as a container does."""
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(4)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
