@@ -38,16 +38,22 @@ def fastest(results: list[Result], task: str, staleness: int) -> int:
     return int(min(tried, key=step_s)["inflight"])
 
 
+def reached(one: Result, accuracy: float) -> tuple[float, int] | None:
+    """Return the seconds from the first step to the first checkpoint with this accuracy, and its step; None if no checkpoint has
+    it."""
+    return next(((at, number) for at, number, score in one["accuracy"] if score >= accuracy), None)
+
+
 def seconds_to(one: Result, accuracy: float) -> float | None:
-    """Return the seconds from the first step to the first checkpoint with this accuracy; None if no checkpoint has it."""
-    return next((at for at, _, score in one["accuracy"] if score >= accuracy), None)
+    """Return the seconds until an accuracy is reached; None if it is not."""
+    found = reached(one, accuracy)
+    return found and found[0]
 
 
 def tokens_to(one: Result, accuracy: float) -> int | None:
-    """Return the tokens sampled until then; None if no checkpoint has this accuracy, or tokens were not counted."""
-    step = next((number for _, number, score in one["accuracy"] if score >= accuracy), None)
-    counted: list[int] | None = one["steps_of"].get("sampled")
-    return None if step is None or counted is None else counted[step - 1]
+    """Return the tokens sampled until an accuracy is reached; None if it is not, or tokens were not counted."""
+    found, counted = reached(one, accuracy), one["steps_of"].get("sampled")
+    return found and counted and counted[found[1] - 1]
 
 
 def by_arm(results: list[Result]) -> dict[Arm, list[Result]]:
@@ -74,7 +80,7 @@ def table(results: list[Result]) -> str:
             if (staleness or 1, one["round"]) in reference
         ]
         shares = [f"{fmean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
-        reached = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
+        seconds_of = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
         sampled = [tokens for one in runs if (tokens := tokens_to(one, goal)) is not None]
         cells = [
             *(arm, str(staleness), str(inflight or "-"), str(steps), str(len(runs))),
@@ -85,7 +91,7 @@ def table(results: list[Result]) -> str:
             f"{fmean(one['dropped'] for one in runs):.0f}",
             f"{max(one['peak_memory'] for one in runs) / 2**30:.1f} GiB",
             f"{fmean(one['accuracy'][-1][2] for one in runs):.3f}",
-            f"{fmean(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "-",
+            f"{fmean(seconds_of):.0f} ({len(seconds_of)} of {len(runs)})" if seconds_of else "-",
             f"{fmean(sampled):,.0f}" if sampled else "-",
         ]
         rows.append(f"| {' | '.join(cells)} |")

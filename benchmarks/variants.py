@@ -22,7 +22,7 @@ from benchmarks.finished_runs import FinishedRuns
 from benchmarks.tasks import TASKS
 from benchmarks.variants_report import SHARE, draw, table
 from benchmarks.watch import Watch
-from benchmarks.whole_runs import CHECKPOINTS, Run, scores, steps
+from benchmarks.whole_runs import CHECKPOINTS, Run, sampled_until, scores, steps
 from examples.folders import fresh_folder
 from protocol.runtime import json_lines
 from protocol.wire.codec import decode
@@ -148,10 +148,9 @@ def run(case: Case) -> dict[str, Any]:
     with contextlib.closing(JournalReader(case.folder / "journal.sqlite")) as journal:
         groups = [Answered.of(journal, row) for row in journal.rows()]
     began = groups[0].at
-    accuracy = []
-    for number, score in scores(case):
-        at = lines[number - 1]["t"]
-        accuracy.append([at - began, number, sum(one.tokens for one in groups if one.at <= at), score])
+    ended = [line["t"] for line in lines]
+    sampled = sampled_until(case.folder, ended)
+    accuracy = [[ended[number - 1] - began, number, sampled[number - 1], score] for number, score in scores(case)]
     outcomes = [one.outcome for one in groups]
     names = ("t", "reward", "wait_s", "step_s", "tokens", "entropy", "staleness/mean", SHARE)
     return case._asdict() | used | {
