@@ -75,8 +75,9 @@ class EvaluationLeases:
 
     @property
     def policy(self) -> PolicyInfo | None:
-        running = self._running
-        return running.due.policy if running else None
+        """The policy that is evaluated now or, between two evaluations, next."""
+        due = self._running.due if self._running else self.due.next
+        return due.policy if due is not None else None
 
     @property
     def progress(self) -> Progress:

@@ -173,7 +173,7 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EvaluationQueue:
     """The versions that are due, on the disk and, until they begin, in memory: the intake's thread reads no file.
 
-    `put` belongs to the publisher's thread, `begin` to the intake's, the rest to the main thread.
+    `put` belongs to the publisher's thread, `begin` and `next` to the intake's, the rest to the main thread.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -214,6 +214,12 @@ class EvaluationQueue:
         with self._lock:
             self._due[version], self._waiting[version] = file, due
             self._skip()
+
+    @property
+    def next(self) -> DueVersion | None:
+        """The first version that has not begun."""
+        with self._lock:
+            return next((self._waiting[version] for version in self._due if version in self._waiting), None)
 
     def begin(self) -> DueVersion | None:
         """The version to evaluate now; None while there is none, or one is begun."""

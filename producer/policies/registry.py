@@ -5,8 +5,8 @@ evaluation needs it. Groups that have become too old to be trained are ended, so
 versions of one trainer. Callers that let a version go do not wait for that and cannot be cancelled in the middle of it: the
 registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer
 does, changes nothing: the one before stays current. It comes again where the reason may pass. An evaluated version that is not
-here any more is fetched and loaded beside the current one; an engine that has one version at a time keeps it instead, for a
-while, when a newer one has arrived.
+here any more is fetched and loaded beside the current one. An engine that has one version at a time keeps it instead, for a
+while, when a newer one has arrived, and takes it before a newer one.
 """
 
 import asyncio
@@ -167,11 +167,13 @@ class AdapterRegistry:
             self._tell_fetched()
         else:
             self._fetched_policy = downloaded
-            self._offered.set()
+        self._offered.set()
 
     def note_evaluation(self, policy: PolicyInfo | None) -> None:
-        """The trainer evaluates this one now, or none. Between two of its leases, too, which a producer cannot know."""
-        self._in_evaluation = policy
+        """The trainer evaluates this one now or next, or none. Between two of its leases, too, which a producer cannot know."""
+        if policy != self._in_evaluation:
+            self._in_evaluation = policy
+            self._offered.set()  # it may wait for the one before
         if policy is None or policy != self._current_policy:
             self._may_swap.set()
         else:
@@ -243,14 +245,29 @@ class AdapterRegistry:
             self._offered.clear()
             if self._fetched_policy is not None:
                 downloaded, self._fetched_policy = self._fetched_policy, None
-                await self._load_for_evaluation(downloaded)
+                if self.hold_s is None:
+                    await self._load_for_evaluation(downloaded)
+                elif downloaded.policy == self._passed_over() and not await self.publish(downloaded):
+                    self._unavailable.append((downloaded.policy, time.monotonic()))
             if self._offer is not None:
                 if self.hold_s is not None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._may_swap.wait(), self.hold_s)
+                    if (evaluated := self._passed_over()) is not None:
+                        self.fetch(evaluated)
+                        continue
                 offer, self._offer = self._offer, None
                 if offer is not None:  # else another trainer came meanwhile
                     await self.publish(offer)
+
+    def _passed_over(self) -> PolicyInfo | None:
+        """The policy that is evaluated now or next, if it lies between the current version and the offer. An engine of one
+        version takes it first: later, it could not answer a prompt of that evaluation."""
+        evaluated, offer = self._in_evaluation, self._offer
+        if evaluated is None or offer is None or self._is_unavailable(evaluated):
+            return None
+        version = -1 if self.current is None else self.current.version
+        return evaluated if version < evaluated.version < offer.policy.version else None
 
     async def publish(self, downloaded: DownloadedPolicy) -> bool:
         """Loads a version beside the running ones, verifies it and makes it current. Returns False when it was refused, or its

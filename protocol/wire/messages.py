@@ -314,8 +314,8 @@ class Nack(Struct, frozen=True, forbid_unknown_fields=True, tag="nack"):
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
-    """Announces the newest policy, the policy that is evaluated now, and whose `turn` it is on the GPU that this producer shares
-    with the trainer (None: on none, or always its own). It is also the trainer's answer to a heartbeat."""
+    """Announces the newest policy, the policy that is evaluated now or next, and whose `turn` it is on the GPU that this producer
+    shares with the trainer (None: on none, or always its own). It is also the trainer's answer to a heartbeat."""
 
     policy: PolicyInfo
     evaluates: PolicyInfo | None = None

@@ -181,6 +181,20 @@ def test_an_evaluation_from_lease_to_line(tmp_path: Path) -> None:
     ]
 
 
+def test_a_version_is_announced_from_before_it_is_published_until_its_evaluation_is_over(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    announced = []
+    for version in (0, 2):
+        process.publish(version)
+        announced.append(process.leases.policy)
+    process.answer_all()
+    announced.append(process.leases.policy)
+    process.collect()
+    process.answer_all()
+    announced.append(process.leases.policy)
+    assert announced == [policy(0).info, policy(0).info, policy(2).info, None]
+
+
 def test_training_goes_first_and_an_evaluation_gets_on_all_the_same(tmp_path: Path) -> None:
     process = Process(tmp_path, per_place=2)
     busy, idle, old = (ProducerSession(name, 3, 0.0, evaluates=name != "old") for name in ("busy", "idle", "old"))

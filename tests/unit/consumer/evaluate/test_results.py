@@ -164,11 +164,12 @@ def test_one_is_evaluated_and_of_the_others_the_newest_waits(tmp_path: Path) -> 
     assert waiting.begin() == due(2)
     for version in (4, 6, 8):
         waiting.put(due(version))
-    assert (waiting.versions, waiting.num_skipped) == ([2, 8], 2)
+    assert (waiting.versions, waiting.num_skipped, waiting.next) == ([2, 8], 2, due(8))
     assert waiting.begin() is None, "the first is not done"
     assert queue(tmp_path).versions == [2, 8], "as the next process finds it"
     waiting.done(2)
     assert waiting.begin() == due(8)
+    assert waiting.next is None
     waiting.done(8)
     assert (waiting.versions, list((tmp_path / "evaluation").iterdir())) == ([], [])
 

@@ -588,3 +588,45 @@ async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_e
     await asyncio.wait_for(setup.registry.wait_for(5), 5)
     evaluating.cancel()
     assert setup.fetched == []
+
+
+@working
+@pytest.mark.parametrize("current", [None, 1])
+async def test_an_engine_of_one_version_does_not_pass_over_the_evaluated_one(setup, current):
+    setup.registry.hold_s = 60.0
+    if current is not None:
+        await setup.publish(current)
+    setup.registry.note_evaluation(blob(2)[0])
+    setup.registry.offer(DownloadedPolicy(*blob(3), 0.0))
+    await settle()
+    assert setup.fetched == [blob(2)[0]]
+    evaluating = asyncio.create_task(pinned(setup, 2))
+    setup.registry.offer(DownloadedPolicy(*blob(4), 0.0))
+    setup.registry.on_fetched(blob(2)[0], DownloadedPolicy(*blob(2), 0.0))
+    assert await asyncio.wait_for(evaluating, 5) == 2
+    await settle()
+    assert setup.counters.policy_version == 2, "held"
+    setup.registry.note_evaluation(None)
+    await asyncio.wait_for(setup.registry.wait_for(4), 5)
+
+
+@working
+@pytest.mark.parametrize("reason", ["gone", "refused", "over"])
+async def test_an_evaluated_version_that_cannot_be_had_does_not_keep_newer_ones_waiting(setup, reason):
+    setup.registry.hold_s = 60.0
+    await setup.publish(1)
+    setup.registry.note_evaluation(blob(2)[0])
+    setup.registry.offer(DownloadedPolicy(*blob(3), 0.0))
+    await settle()
+    if reason == "refused":
+        setup.engine.refuses = True
+    if reason == "over":
+        setup.registry.note_evaluation(None)
+    else:
+        setup.registry.on_fetched(blob(2)[0], None if reason == "gone" else DownloadedPolicy(*blob(2), 0.0))
+    await until(lambda: reason != "refused" or setup.counters.failed_swaps > 0)
+    setup.engine.refuses = False
+    setup.registry.offer(DownloadedPolicy(*blob(3), 0.0))
+    await asyncio.wait_for(setup.registry.wait_for(3), 5)
+    assert setup.counters.policy_version == 3
+    assert 2 not in setup.engine.adopted
