@@ -38,26 +38,8 @@ def tables(results: list[Result], stalenesses: Sequence[int], presets: Sequence[
         _grid(f"accuracy after {steps} steps", results, stalenesses, presets, accuracy("final")),
         _grid("mean accuracy over training", results, stalenesses, presets, accuracy("mean_over_training")),
         _grid("effective sample share / KL / share out of bounds", results, stalenesses, presets, measured),
-        verdict(results, stalenesses, presets),
     ]
     return "\n\n".join(parts)
-
-
-def verdict(results: list[Result], stalenesses: Sequence[int], presets: Sequence[str]) -> str:
-    """The best correction against no staleness at all, and the uncorrected run beside it."""
-    reference = statistics.fmean(run["final"] for run in select(results, stalenesses[0], "none"))
-    lines = []
-    for staleness in stalenesses[1:]:
-        finals = {
-            preset: statistics.fmean(run["final"] for run in select(results, staleness, preset)) for preset in presets
-        }
-        uncorrected = finals.pop("none")
-        best = max(finals, key=lambda preset: finals[preset])
-        lines.append(
-            f"staleness {staleness}: {best} is {100 * (reference - finals[best]):.1f} points below staleness "
-            f"{stalenesses[0]}, none {100 * (reference - uncorrected):.1f}"
-        )
-    return "\n".join(lines)
 
 
 def _grid(
@@ -72,7 +54,8 @@ def _grid(
         f"|---|{'---:|' * len(stalenesses)}",
     ]
     for preset in presets:
-        cells = [show(select(results, staleness, preset)) for staleness in stalenesses]
+        runs = (select(results, staleness, preset) for staleness in stalenesses)
+        cells = [show(of_cell) if of_cell else "-" for of_cell in runs]
         rows.append(f"| `{preset}` | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -85,18 +68,22 @@ _WIDTH = 0.06  # between the presets of one staleness, so that their error bars 
 
 def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[str], file: Path) -> None:
     """Left: accuracy after the last step, mean and standard deviation over the seeds, every seed as a dash. Right: mean
-    learning curves at the greatest staleness, and at the least without correction."""
+    learning curves at the greatest staleness, and the first one at the least. Cells without runs are left out."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
     for number, (preset, color) in enumerate(zip(presets, _COLORS, strict=False)):
         shift = _WIDTH * (number - (len(presets) - 1) / 2)
-        places = [index + shift for index in range(len(stalenesses))]
-        finals = [[run["final"] for run in select(results, staleness, preset)] for staleness in stalenesses]
-        means, spreads = zip(*(mean_and_spread(values) for values in finals), strict=True)
-        left.errorbar(places, means, yerr=spreads, color=color, marker="o", markersize=4, linewidth=1.2, label=preset)
-        for place, values in zip(places, finals, strict=True):
+        cells = {index: select(results, staleness, preset) for index, staleness in enumerate(stalenesses)}
+        finals = {index + shift: [run["final"] for run in runs] for index, runs in cells.items() if runs}
+        means, spreads = zip(*(mean_and_spread(values) for values in finals.values()), strict=True)
+        left.errorbar(
+            list(finals), means, yerr=spreads, color=color, marker="o", markersize=4, linewidth=1.2, label=preset
+        )
+        for place, values in finals.items():
             left.plot([place] * len(values), values, "_", color=color, alpha=0.5, markersize=5)
-        right.plot(*_curve(select(results, stalenesses[-1], preset)), color=color, linewidth=1.4)
-    right.plot(*_curve(select(results, stalenesses[0], "none")), color="#555555", linestyle="--", linewidth=1.2)
+        if runs := select(results, stalenesses[-1], preset):
+            right.plot(*_curve(runs), color=color, linewidth=1.4)
+    fresh = next(runs for preset in presets if (runs := select(results, stalenesses[0], preset)))
+    right.plot(*_curve(fresh), color="#555555", linestyle="--", linewidth=1.2)
     right.annotate(
         f"dashed: staleness {stalenesses[0]}", (0.97, 0.05), xycoords="axes fraction", ha="right", color="#555555"
     )
@@ -106,7 +93,7 @@ def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[st
     left.set_ylabel("held-out greedy accuracy")
     left.set_title(f"after {steps} steps", fontsize=10)
     right.set_xlabel("optimizer step")
-    right.set_title(f"staleness {stalenesses[-1]}, mean of {len(select(results, 0, 'none'))} seeds", fontsize=10)
+    right.set_title(f"staleness {stalenesses[-1]}, seeds: {len(fresh)}", fontsize=10)
     for axes in (left, right):
         axes.set_ylim(-0.03, 1.05)
         axes.grid(axis="y", alpha=0.25)
