@@ -33,7 +33,7 @@ class Fault:
         other: folder of the adapter that it takes in place of the right one.
         keeps_old: a copy of the last right adapter is put there.
         base: folder of the model that the engine loads in place of the run's, from the start.
-        before_prompts: what each prompt has in front, from the start.
+        before_prompts: what each prompt, which is text, has in front, from the start.
         workers: processes among which layers are split.
         stale_cache: the prefix cache does not tell versions apart, from the start.
         settings: values of the run that differ.
@@ -109,9 +109,10 @@ def put_in_place(fault: Fault) -> None:
     if fault.workers > 1:
         of_any = engine.VllmEngine
         engines.VllmEngine = lambda config, _: of_any(config, fault.workers)
-    prompts: Any = PromptFormat
-    encode = prompts.encode
-    prompts.encode = lambda own, prompt, room: encode(own, fault.before_prompts + prompt, room)
+    if fault.before_prompts:
+        prompts: Any = PromptFormat
+        encode = prompts.encode
+        prompts.encode = lambda own, prompt, room: encode(own, fault.before_prompts + prompt, room)
     if not fault.proved:
         loader: Any = PolicyLoader
         loader._verify = _believe
