@@ -37,6 +37,9 @@ settings.register_profile(
 settings.register_profile("search", parent=settings.get_profile("house"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
 
+_END_OF_A_LOG = 1500
+"""Characters of it that a failure shows."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -70,6 +73,19 @@ def pytest_collection_finish() -> None:
     for one in logging.root.manager.loggerDict.values():
         if isinstance(one, logging.Logger):
             one.propagate = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failure the ends of the logs in the folders that its test got."""
+    report = yield
+    if report.failed and call.when == "call":
+        given = getattr(item, "funcargs", {}).values()
+        logs = {log for place in given if isinstance(place, Path) and place.is_dir() for log in place.rglob("*.log")}
+        report.sections += [(str(log), log.read_text(errors="replace")[-_END_OF_A_LOG:]) for log in sorted(logs)]
+    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:

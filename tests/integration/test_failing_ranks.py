@@ -26,6 +26,13 @@ def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def fail(failures: Path, rank: int, how: str) -> None:
+    """Let `rank` fail; at once, because it may be reading the file."""
+    written = failures / "written"
+    written.write_text(how)
+    written.replace(failures / str(rank))
+
+
 def trainer_of_three(run: Run, *arguments: str) -> Daemon:
     return run.trainer("--ranks", "3", "--resume", *arguments, module="tests.integration.failing_trainer")
 
@@ -43,7 +50,7 @@ def test_a_step_that_a_second_signal_cuts_short_is_no_try_of_its_batch(
     run.producer()
     trainer = run.trainer(module="tests.integration.failing_trainer")
     run.wait_for_step(2)
-    (failures / "0").write_text(STANDS_STILL)
+    fail(failures, 0, STANDS_STILL)
     eventually(lambda: not (failures / "0").exists())
     assert most_tries(run) == 1
     for number in (signal.SIGINT, signal.SIGTERM):  # two of a kind might arrive as one
@@ -59,14 +66,15 @@ def test_a_rank_that_fails_is_named_with_its_cause_and_the_run_goes_on(
     run.producer("first")
     trainer = trainer_of_three(run)
     run.wait_for_step(3)
-    (failures / "2").write_text("gpu memory")
+    fail(failures, 2, "gpu memory")
     began = time.monotonic()
     assert trainer.end() == 71, "however small its passes are made"
     assert time.monotonic() - began < 30  # 1 or so on a machine that is not busy
     assert "no memory for a single completion with its prompt (on rank 2)" in trainer.output
     assert most_tries(run) == 1, "it may be the batch that is too large"
 
-    (failures / "2").rename(failures / "1").write_text("memory")
+    (failures / "2").unlink()
+    fail(failures, 1, "memory")
     run.producer("second")
     trainer = trainer_of_three(run)
     assert trainer.end() == 77
@@ -89,7 +97,7 @@ def test_rank_0_that_fails_ends_as_a_trainer_alone_does(start: Callable[..., Run
     run.wait_for_step(1)
     others = psutil.Process(trainer.process.pid).children()
     assert len(others) == 2
-    (failures / "0").write_text("fault")
+    fail(failures, 0, "fault")
     assert trainer.end() == 70
     assert "ZeroDivisionError: a fault of this rank alone" in trainer.output
     assert "rank 1" not in trainer.output
