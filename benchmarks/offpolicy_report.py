@@ -74,6 +74,8 @@ def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[st
         shift = _WIDTH * (number - (len(presets) - 1) / 2)
         cells = {index: select(results, staleness, preset) for index, staleness in enumerate(stalenesses)}
         finals = {index + shift: [run["final"] for run in runs] for index, runs in cells.items() if runs}
+        if not finals:
+            continue
         means, spreads = zip(*(mean_and_spread(values) for values in finals.values()), strict=True)
         left.errorbar(
             list(finals), means, yerr=spreads, color=color, marker="o", markersize=4, linewidth=1.2, label=preset
