@@ -6,6 +6,7 @@ is renamed into `checkpoints/.deleted` before its files go. The next process rem
 folders. A folder that no run of Slipstream committed is refused, never deleted or replaced.
 """
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -98,12 +99,14 @@ def newest_adapter(run_dir: Path, checkpoints_dir: Path) -> tuple[Path, int] | N
 
 
 def committed(checkpoints_dir: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints, oldest first."""
-    return [
-        Checkpoint(folder, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
-        for folder in _folders(checkpoints_dir)
-        if is_committed(folder)
-    ]
+    """Return the committed checkpoints, oldest first, without one that `prune` takes away meanwhile."""
+    found = []
+    for folder in _folders(checkpoints_dir):
+        if is_committed(folder):
+            with contextlib.suppress(FileNotFoundError):
+                state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+                found.append(Checkpoint(folder, state))
+    return found
 
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:

@@ -111,7 +111,15 @@ def _copy_folder(folder: Path, to: Path) -> bool:
             try:
                 shutil.copytree(source, to)
             except shutil.Error:
-                if os.path.samestat(before, source.stat()):
+                if _is_still(source, before):
                     raise
-            return os.path.samestat(before, source.stat())
+                return False
+            return _is_still(source, before)
     return not to.exists()
+
+
+def _is_still(folder: Path, before: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(before, folder.stat())
+    except FileNotFoundError:
+        return False

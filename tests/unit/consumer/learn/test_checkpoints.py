@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from consumer.learn import checkpoints
 from consumer.learn.checkpoints import (
     Checkpoint,
     clear_leftovers,
@@ -192,6 +193,21 @@ def test_pruning_keeps_the_newest_that_count(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, is_whole(found)) == (10, True)
     assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_one_that_is_pruned_while_another_process_lists_them_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prune_behind(folder: Path) -> bool:
+        monkeypatch.undo()
+        was_committed = is_committed(folder)
+        prune(tmp_path, 1)
+        return was_committed
+
+    for step in (1, 2):
+        checkpoint(tmp_path, step)
+    monkeypatch.setattr(checkpoints, "is_committed", prune_behind)
+    assert latest(tmp_path) == (tmp_path / "checkpoint-2", {"step": 2, "run_id": "run"})
 
 
 def test_a_crash_anywhere_in_pruning_leaves_only_whole_checkpoints_that_count(

@@ -236,6 +236,25 @@ def test_the_best_is_copied_also_between_the_two_renames_that_replace_it(
     assert content(tmp_path / "copy" / "checkpoints" / "best") == content(aside(best))
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_the_best_is_copied_again_where_the_first_rename_comes_while_it_is_copied(
+    journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool
+) -> None:
+    evaluate(evaluations(command.run_dir), 1, 0.5)
+    best, copy_tree = command.run_dir / "checkpoints" / "best", shutil.copytree
+
+    def copy_and_rename(source: Path, target: Path) -> None:
+        copy_tree(source, target)
+        if best.exists():
+            best.rename(aside(best))
+            if torn:
+                raise shutil.Error([(str(source / "a"), str(target / "a"), "[Errno 2] No such file or directory")])
+
+    monkeypatch.setattr(shutil, "copytree", copy_and_rename)
+    command("backup", "--to", str(tmp_path / "copy"))
+    assert content(tmp_path / "copy" / "checkpoints" / "best") == content(aside(best))
+
+
 def content(place: Path) -> Any:
     """Of a file, or of every file of a folder but the time of a result."""
     if place.is_dir():
