@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from protocol.errors import SlipstreamError
 from protocol.runtime.files import staged
 from protocol.runtime.json_lines import RotatedLines, read_end
+from protocol.runtime.processes import exit_text
 from slipstream.cluster import backups
 from slipstream.cluster.actors import Actors
 from slipstream.cluster.plan import (
@@ -103,6 +104,7 @@ class Manager:
         self._looks = Looks()
         self._history = History()
         self._said: dict[str, str] = {}
+        self._running: dict[str, int] = {}  # the starts of those that ran at the tick before
         self._silent_since: dict[str, float] = {}
         self.report = FleetReport(plan=plan, wanted=plan.producers, daemons=[])
 
@@ -184,12 +186,18 @@ class Manager:
         for name, report in found.items():
             if isinstance(report, DaemonReport):
                 self._silent_since.pop(name, None)
+                before = self._running.pop(name, None)
+                if report.phase == "running":
+                    self._running[name] = report.starts
+                    if before is not None and report.starts > before:  # between two ticks
+                        self._say(name, f"ended with {exit_text(report.exit_code or 0)}; has started again")
                 if report.phase != "new":
                     self._say(name, in_words(report))
             elif now - self._silent_since.setdefault(name, now) >= _STRAY_S:
                 self._say(name, report)
         for name in self._said.keys() - found.keys():
             self._said.pop(name)
+            self._running.pop(name, None)
             self._events.add(f"{name}: removed")
 
     def _say(self, name: str, text: str) -> None:

@@ -102,6 +102,21 @@ def test_an_actor_that_ray_started_again_begins_with_a_new_key(bench: Bench) -> 
     assert len(bench.fake.keys["producer-2"]) == 1
 
 
+def test_an_end_is_an_event_also_where_the_next_start_came_before_the_next_look(bench: Bench) -> None:
+    bench.tick()
+    bench.fake.change("producer-1", starts=2, exit_code=-9)
+    bench.fake.change("producer-2", phase="pausing", exit_code=75, message="exit status 75; starts again in 1 s")
+    bench.tick()
+    bench.fake.change("producer-2", phase="running", starts=2, message="")
+    bench.tick()
+    assert bench.said[3:] == [
+        "producer-1: ended with killed by SIGKILL; has started again",
+        "producer-1: runs on 10.0.0.6, start 2",
+        "producer-2: ended with exit status 75; starts again in 1 s",
+        "producer-2: runs on 10.0.0.6, start 2",
+    ]
+
+
 def test_more_and_fewer_producers(bench: Bench) -> None:
     bench.tick()
     bench.manager.scale(4)
