@@ -98,6 +98,12 @@ async def generate(live: LiveEngine, registry: AdapterRegistry, asked: Sampling 
         return await live.engine.generate(PROMPT, asked or sampling(), adapter)
 
 
+def requests_on(live: LiveEngine, adapter: Any) -> list[Any]:
+    """The completions on this adapter that are in the engine."""
+    states = live.engine._core.llm.output_processor.request_states.values()
+    return [state for state in states if state.lora_request and state.lora_request.lora_int_id == adapter.id]
+
+
 def worst_difference(live: LiveEngine, completions, version: int, temperature: float) -> float:
     def difference(completion: Completion) -> float:
         expected = reference_logprobs(live.model, live.peft_folder(version), PROMPT, completion.token_ids, temperature)
@@ -200,10 +206,17 @@ async def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_ve
     for version in (30, 31, 32):
         live.policy(version)  # built beforehand: that takes longer than a swap
     await registry.publish(live.downloaded(30))
+    first = registry.current
     groups = [asyncio.create_task(in_flight.sample(PROMPT, sampling(200, n=8))) for _ in range(3)]
+
+    def is_sampled_on_the_newest() -> bool:
+        sampled = requests_on(live, first if on_swap == "finish" else registry.current)
+        return bool(sampled) and all(each.detokenizer.num_output_tokens() for each in sampled)
+
     for version in (31, 32):
-        await asyncio.sleep(0.15)
+        await until(is_sampled_on_the_newest)
         await registry.publish(live.downloaded(version))
+        await until(lambda: on_swap != "restart" or counters.restarted == len(groups))
     assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
     groups = await asyncio.gather(*groups)
     assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry.current.id]], "slots are free"
@@ -242,7 +255,7 @@ async def test_groups_that_outlive_their_staleness_leave_the_slots_to_the_next_p
     for version in versions:
         assert await registry.publish(live.downloaded(version, probes[version]))
         groups.append(asyncio.create_task(straggle()))
-        await asyncio.sleep(0.05)
+        await until(lambda: requests_on(live, registry.current))
     ended: list[Any] = await asyncio.gather(*groups, return_exceptions=True)
     num_usable = registry.max_staleness + 1
     assert [error.reason for error in ended[:-num_usable]] == ["returned"] * (len(versions) - num_usable)
@@ -358,19 +371,21 @@ async def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_e
 
 
 @on_engine
-async def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):
+async def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry, monkeypatch):
     def hits() -> float:
         samples = (sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples)
         return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
 
-    before = hits()
+    def record(*told, **more) -> None:
+        note(*told, **more)
+        seen.add(live.engine.current_load())
+
+    before, seen, note = hits(), set(), live.engine._recorder.record
     assert await registry.publish(live.downloaded(1))
-    with registry.pin() as adapter:
-        asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
-        seen = set()
-        while not asked.done():
-            seen.add(live.engine.current_load())
-            await asyncio.sleep(0)
+    with registry.pin() as adapter, monkeypatch.context() as patched:
+        patched.setattr(live.engine._recorder, "record", record)  # after each step, however late this loop hears of it
+        asked = msgspec.structs.replace(sampling(length=40), ignore_eos=True)
+        await live.engine.generate([5] * 200, asked, adapter)
     load = max(seen, key=lambda load: load.running)
     assert (load.running, load.waiting, load.preemptions) == (4, 0, 0)
     assert 0 < load.kv_cache_usage < 1
