@@ -36,7 +36,7 @@ from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Hello, Lease, Message, TrainerMessage
 
 _STEP_EVERY_S = 0.2  # of a producer that nothing arrives for
-_FLUSH_S, _LEAVE_S = 10.0, 0.5
+_FLUSH_S, _LEAVE_S = 60.0, 0.5
 _STDIN = -1
 
 

@@ -75,7 +75,7 @@ class Acknowledgements:
 @contextmanager
 def local_wire(producers: list[str], *, with_keys: bool) -> Iterator[Wire]:
     """ipc, or tcp over loopback with a key of its own for each producer."""
-    with tempfile.TemporaryDirectory(prefix="rl-bench-", dir="/dev/shm") as short:
+    with tempfile.TemporaryDirectory(prefix="rl-bench-", dir="/dev/shm") as short, ExitStack() as reserved:
         if not with_keys:
             yield Wire(f"ipc://{short}/c", f"ipc://{short}/c.blobs")
             return
@@ -84,7 +84,7 @@ def local_wire(producers: list[str], *, with_keys: bool) -> Iterator[Wire]:
             generate(keys, name)
         for name in producers:
             shutil.copy(keys / f"{name}.public", keys / AUTHORIZED)
-        endpoint, blob_endpoint = _free_endpoint(), _free_endpoint()
+        endpoint, blob_endpoint = (_reserved_endpoint(reserved) for _ in range(2))
         yield Wire(endpoint, blob_endpoint, str(keys))
 
 
@@ -149,9 +149,12 @@ def acknowledgements(
     )
 
 
-def _free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+def _reserved_endpoint(stack: ExitStack) -> str:
+    """A port that nobody else gets, also while the trainer is away: bound but not listening, so that ZeroMQ can bind it too."""
+    holder = stack.enter_context(socket.socket())
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return f"tcp://127.0.0.1:{holder.getsockname()[1]}"
 
 
 def _of(wire: Wire) -> tuple[str, str, str | None]:
@@ -200,6 +203,6 @@ def begin(processes: "Iterable[subprocess.Popen[bytes]]") -> float:
 
 def end(process: "subprocess.Popen[bytes]") -> None:
     """Has producers deliver what they have, and leave."""
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     if process.returncode != 0:
         raise RuntimeError(f"a producer failed with exit code {process.returncode}")

@@ -2,17 +2,18 @@
 
 import json
 import signal
-import socket
 import subprocess
 import time
 import urllib.parse
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.promql import PROMETHEUS, Expression, rule_files
+from tests.unit.protocol.channel_harness import reserve_port
 
 from .runs import eventually
 
@@ -32,8 +33,8 @@ class Prometheus:
         cluster["http_sd_configs"] = [{"url": f"http://{trainer['targets'][0]}/targets", "refresh_interval": "1s"}]
         cluster["relabel_configs"] = [{"action": "drop", "source_labels": ["job"], "regex": "rl-trainer"}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._reserved = ExitStack()
+        address = f"127.0.0.1:{reserve_port(self._reserved)}"
         self._url = f"http://{address}/api/v1"
         with (folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -71,8 +72,9 @@ class Prometheus:
         eventually(answers, 30)
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(20)
+        with self._reserved:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(20)
 
 
 def pending(prometheus: Prometheus, expressions: list[Expression], timeout_s: float) -> list[Expression]:

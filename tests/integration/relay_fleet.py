@@ -9,7 +9,6 @@ import hashlib
 import multiprocessing
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,13 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.acceptor import Acceptor
-from benchmarks.groups import HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
+from benchmarks.groups import MAX_MESSAGE_BYTES
 from protocol.channel.keys import AUTHORIZED, TRAINER, generate, trainer_keys
 from protocol.channel.server import ZmqServer
 from protocol.wire.adapter_blob import Anchor
+from tests.unit.protocol.channel_harness import reserve_port
 
 from . import relay_side, shaped_links
 from .relay_side import Arrival, Side
+from .runs import eventually
 from .shaped_links import LinkSpec
 
 HOME = "a"  # the trainer's region
@@ -138,7 +139,7 @@ def _start(case: Case, line: Line, scratch: Path, stack: ExitStack) -> Fleet:
         generate(keys, host)
         shutil.copy(keys / f"{host}.public", keys / AUTHORIZED)
     far = [region for region in case.hosts if region != HOME]
-    ports = iter(_free_ports(2 + 2 * len(far) + len(hosts)))
+    ports = iter([reserve_port(stack) for _ in range(2 + 2 * len(far) + len(hosts))])
     trainer = (next(ports), next(ports))
     ways = {HOME: trainer} | {region: (next(ports), next(ports)) for region in far}
     links = [
@@ -162,7 +163,8 @@ def _start(case: Case, line: Line, scratch: Path, stack: ExitStack) -> Fleet:
     start = lambda side: _child(context, stack, relay_side.run, side)  # noqa: E731
     fleet = Fleet(acceptor, proxy, start, sides[:num_early], sides[num_early:])
     fleet.wait_for(0)
-    time.sleep(3 * HEARTBEAT_INTERVAL_S)  # these say who relays
+    early = {side.host for side in sides[:num_early]}
+    eventually(lambda: {each.name for each in acceptor.intake._relays._hosts if each.relays} == early)
     return fleet
 
 
@@ -175,12 +177,6 @@ def _child(context: Any, stack: ExitStack, target: Any, argument: Any) -> Child:
     stack.callback(process.join, 30)
     stack.callback(ours.close)
     return Child(process, ours)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
