@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -83,8 +83,9 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and call.when == "call":
         given = getattr(item, "funcargs", {}).values()
-        logs = {log for place in given if isinstance(place, Path) and place.is_dir() for log in place.rglob("*.log")}
-        report.sections += [(str(log), log.read_text(errors="replace")[-_END_OF_A_LOG:]) for log in sorted(logs)]
+        with suppress(OSError):  # daemons that still run come and go with their folders
+            for log in sorted({log for each in given if isinstance(each, Path) for log in each.rglob("*.log")}):
+                report.sections.append((str(log), log.read_text(errors="replace")[-_END_OF_A_LOG:]))
     return report
 
 

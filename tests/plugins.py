@@ -31,11 +31,17 @@ def _groups(entries: Any) -> dict[str, dict[str, str]]:
 
 
 def install(folder: Path, name: str, groups: dict[str, dict[str, str]], version: str = "1.0") -> None:
-    """Write into `folder` what an installed package has for importlib.metadata."""
+    """Write into `folder` what an installed package has for importlib.metadata. Other processes may be reading it."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    _write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = [
         f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in of.items()) for group, of in groups.items()
     ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
+    _write(info / "entry_points.txt", "\n".join(lines))
+
+
+def _write(file: Path, text: str) -> None:
+    written = file.with_name(f".{file.name}.{os.getpid()}")
+    written.write_text(text)
+    written.replace(file)

@@ -109,7 +109,8 @@ class Slurm:
         takes it for the old one then."""
         eventually(lambda: self.fields(job).get("Reason") == "BeginTime")
         self.ask("scontrol", "update", f"jobid={job}", "starttime=now+3")
-        eventually(lambda: self.state(job) == "RUNNING" and self.fields(job)["Restarts"] == "1")
+        again = {"JobState": "RUNNING", "Restarts": "1"}
+        eventually(lambda: again.items() <= self.fields(job).items())
 
     def close(self) -> None:
         for job in self.ask("squeue", "--noheader", "--array", "--format=%A").split():
