@@ -29,6 +29,7 @@ _MODULES = {
     "vllm.entrypoints.openai.api_server": "producer",
 }
 """The role whose warm process has the libraries of a module, or of one that begins with this argument."""
+_HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(python: str, address: str, arguments: list[str]) -> NoReturn:
@@ -38,11 +39,13 @@ def main(python: str, address: str, arguments: list[str]) -> NoReturn:
         os.execv(python, [python, *arguments])
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)  # until the request has left, which comes first
+    for number in _HANDED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     request = {"role": roles[0], "argv": command[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}
     server.sendall(json.dumps(request | {"pid": os.getpid()}).encode() + b"\n")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
     status = int(server.makefile().readline())
     if status < 0:
         if status != -signal.SIGKILL:
