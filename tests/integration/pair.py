@@ -71,9 +71,9 @@ class Daemon:
     def kill(self) -> None:
         """SIGKILL to this one process, as the kernel's out-of-memory killer would."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self, timeout_s: float = 120.0) -> int:
         """Waits for the process to end by itself and returns its exit code."""
         return self.process.wait(timeout_s)
 
@@ -85,7 +85,7 @@ class Daemon:
                 self.process.wait(60)  # at the end the interpreter visits millions of objects
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(10)
+                self.process.wait(60)
 
 
 def run_pair(folder: Path, config: str, daemons: list[Daemon]) -> None:
@@ -96,7 +96,7 @@ def run_pair(folder: Path, config: str, daemons: list[Daemon]) -> None:
     end_well(trainer, producer)
 
 
-def end_well(trainer: Daemon, producer: Daemon, timeout_s: float = 200.0) -> None:
+def end_well(trainer: Daemon, producer: Daemon, timeout_s: float = 280.0) -> None:
     """Until both have ended, the trainer first; a producer that fails ends the wait."""
     deadline = time.monotonic() + timeout_s
     while trainer.process.poll() is None:

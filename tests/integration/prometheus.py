@@ -56,7 +56,7 @@ class Prometheus:
     def get(self, path: str, **parameters: str) -> Any:
         """What its API answers; an expression that it does not understand raises an HTTPError."""
         url = f"{self._url}/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return json.load(answer)["data"]
 
     def wait(self) -> None:
@@ -69,12 +69,12 @@ class Prometheus:
             except OSError:
                 return False
 
-        eventually(answers, 30)
+        eventually(answers)
 
     def close(self) -> None:
         with self._reserved:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait(20)
+            self._process.wait(60)
 
 
 def pending(prometheus: Prometheus, expressions: list[Expression], timeout_s: float) -> list[Expression]:

@@ -90,7 +90,7 @@ class Slurm:
         for command in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
             done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30)
             assert done.returncode == 0, done.stderr
-        eventually(lambda: self.ask("sinfo", "--noheader", "--format=%T").split() == ["idle"], 30)
+        eventually(lambda: self.ask("sinfo", "--noheader", "--format=%T").split() == ["idle"])
 
     def ask(self, *command: str) -> str:
         """What a command of SLURM says; nothing where it fails."""
