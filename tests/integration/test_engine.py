@@ -380,7 +380,7 @@ async def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_it
         note(*told, **more)
         seen.add(live.engine.current_load())
 
-    before, seen, note = hits(), set(), live.engine._recorder.record
+    before, seen, note = hits(), set[Any](), live.engine._recorder.record
     assert await registry.publish(live.downloaded(1))
     with registry.pin() as adapter, monkeypatch.context() as patched:
         patched.setattr(live.engine._recorder, "record", record)  # after each step, however late this loop hears of it
