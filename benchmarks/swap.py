@@ -303,7 +303,7 @@ class Side:
             "snapshot_s": times["snapshot_s"],
             "hash_s": times["hashed"] - times["taken"],
             "shelf_s": times["announced"] - times["hashed"],
-            "transfer_s": arrived - times["announced"],
+            "transfer_s": max(0.0, arrived - times["announced"]),  # it may arrive before `publish` has returned there
             "load_and_prove_s": done - started,
         }
 
