@@ -101,5 +101,5 @@ def test_rank_0_that_fails_ends_as_a_trainer_alone_does(start: Callable[..., Run
     assert trainer.end() == 70
     assert "ZeroDivisionError: a fault of this rank alone" in trainer.output
     assert "rank 1" not in trainer.output
-    assert gone(others, 10)
+    assert gone(others)
     assert most_tries(run) == 1

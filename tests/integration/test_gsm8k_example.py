@@ -76,4 +76,6 @@ def test_the_pair_runs_it(short_dir: Path) -> None:
         means = [step[f"rewards/{name}/mean"] for step in steps if f"rewards/{name}/mean" in step]
         assert 0 < sum(means) / len(means) < 1, (name, means)
     evaluations = read(short_dir / "run" / "evaluations.jsonl")
-    assert [(line["version"], line["num_prompts"]) for line in evaluations] == [(0, 4), (2, 4), (4, 4)]
+    assert [line["num_prompts"] for line in evaluations] == [4] * len(evaluations)
+    evaluated = [line["version"] for line in evaluations]
+    assert evaluated in ([0, 2, 4], [0, 4]), "while v0 is evaluated v4 may take the place of v2"

@@ -14,7 +14,7 @@ from slipstream import Run
 from tests.integration.browser import until
 from tests.integration.warm_commands import WarmCommands
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(800)]
 
 FILE = Path(__file__).parents[2] / "examples" / "arithmetic" / "notebook.ipynb"
 
@@ -49,7 +49,7 @@ def test_interrupting_the_kernel_ends_both_daemons_after_a_checkpoint(short_dir:
         until(steps.is_file, "the first step", 300)  # libraries and engine start first
         until(lambda: len(steps.read_text().splitlines()) > 1, "the second step")
         manager.interrupt_kernel()
-        while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
+        while (reply := client.get_shell_msg(timeout=200))["parent_header"].get("msg_id") != asked:
             pass
         assert reply["content"]["ename"] == "KeyboardInterrupt"
         assert psutil.Process(manager.provisioner.process.pid).children(recursive=True) == []

@@ -12,7 +12,7 @@ from protocol.runtime import json_lines as rotated_lines
 from tests.integration.models import build_model
 from tests.integration.test_tutorial import commands
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(json|yaml|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -51,7 +51,7 @@ def test_the_quick_start(short_dir: Path) -> None:
         command = re.sub(r"(--\w+-gpus) \d", r"\1 cpu", line)
         command = {"run": f"{command} {settings}", "export": f"{command} --gpu cpu"}.get(line.split()[1], command)
         done = subprocess.run(
-            ["bash", "-c", command], cwd=task, env=environment, capture_output=True, text=True, timeout=300
+            ["bash", "-c", command], cwd=task, env=environment, capture_output=True, text=True, timeout=600
         )
         code = 68 if line.split()[1] == "status" else 0  # the run has ended by then
         assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

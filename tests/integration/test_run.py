@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,16 +18,17 @@ from tests.integration.warm_commands import WarmCommands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-STEPS = 12
+STEPS = 24  # so many that the producer dies in the middle
 COMMAND = ["-m", "slipstream", "run", "--producer-gpus", "cpu", "--trainer-gpus", "cpu"]
 
 
 def producer_of(pid: int) -> psutil.Process | None:
     """The process of rl-producer below this one."""
     for child in psutil.Process(pid).children(recursive=True):
-        command = child.cmdline()
-        if "producer.app.cli" in command and not any("keeper" in word for word in command):
-            return child
+        with suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            if "producer.app.cli" in command and not any("keeper" in word for word in command):
+                return child
     return None
 
 
@@ -46,7 +48,7 @@ def test_one_command_from_another_folder_outlives_its_producer(short_dir: Path, 
     try:
         while not rotated_lines.read(task / "run/steps.jsonl"):
             assert pair.poll() is None, (short_dir / "log").read_text()[-3000:]
-            time.sleep(0.2)
+            time.sleep(0.05)
         producer = producer_of(pair.pid)
         assert producer is not None
         producer.kill()
