@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +34,7 @@ class Judge(ThreadingHTTPServer):
         self.answers: list[Any] = []
         self.requests: list[tuple[dict[str, str], Any]] = []
         self.at_once = self.most_at_once = 0
-        self.lock = threading.Lock()
+        self.lock, self.is_over = threading.Lock(), threading.Event()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -51,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = self.server.answers.pop(0) if self.server.answers else (200, None)
         status, said = answer
         if isinstance(said, float):
-            time.sleep(said)
+            self.server.is_over.wait(said)
             said = None
         content = (
             said if isinstance(said, bytes) else json.dumps({"rewards": [len(c) for c in body["completions"]]}).encode()
@@ -80,13 +79,14 @@ def judge() -> Iterator[Judge]:
     try:
         yield server
     finally:
+        server.is_over.set()
         server.shutdown()
         thread.join(10)
         server.server_close()
 
 
 def service(server: Judge, **entry: Any) -> RewardsSection:
-    return section({"url": f"http://127.0.0.1:{server.server_port}/judge", "timeout_s": 0.5, **entry})
+    return section({"url": f"http://127.0.0.1:{server.server_port}/judge", "timeout_s": 30, **entry})
 
 
 def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
@@ -119,8 +119,8 @@ def test_a_service_is_sent_the_group_and_its_rewards_are_taken(monkeypatch: pyte
 
 def test_what_a_service_does_wrong_is_tried_again_and_then_named() -> None:
     with judge() as server:
-        server.answers = [(503, b"busy"), (200, 1.0), (200, b"<html>")]
-        np.testing.assert_array_equal(score(service(server)), [[1.0], [2.0]])
+        server.answers = [(503, b"busy"), (200, 9.0), (200, b"<html>")]
+        np.testing.assert_array_equal(score(service(server, timeout_s=3)), [[1.0], [2.0]])
         assert len(server.requests) == 4
         for answer, said, reason in (
             ((404, b"not here"), "answered with status 404: not here", "unavailable"),
@@ -131,15 +131,15 @@ def test_what_a_service_does_wrong_is_tried_again_and_then_named() -> None:
                 score(service(server), seen)
             assert len(server.requests) == 1  # another try would say the same
             assert seen.failures == [("judge", reason, 2)]
-        for answer, said, reason in (
-            ((200, b'{"rewards": [1]}'), "returned 1 rewards for 2 completions", "invalid"),
-            ((200, b'{"rewards": ["1", 2]}'), "sent another answer", "invalid"),
-            ((200, b" " * 5000), "more than options.max_answer_bytes=2048", "invalid"),
-            ((200, 2.0), "did not answer within 0.2 seconds", "timeout"),
+        for answer, said, reason, timeout_s in (
+            ((200, b'{"rewards": [1]}'), "returned 1 rewards for 2 completions", "invalid", 30),
+            ((200, b'{"rewards": ["1", 2]}'), "sent another answer", "invalid", 30),
+            ((200, b" " * 5000), "more than options.max_answer_bytes=2048", "invalid", 30),
+            ((200, 9.0), "did not answer within 0.2 seconds", "timeout", 0.2),
         ):
             server.answers, seen = [answer] * 9, Seen()
             with pytest.raises(LeaseFailure, match=said):
-                score(service(server, retries=1, timeout_s=0.2, options={"max_answer_bytes": 2048}), seen)
+                score(service(server, retries=1, timeout_s=timeout_s, options={"max_answer_bytes": 2048}), seen)
             assert (len(seen.calls), seen.failures) == (2, [("judge", reason, 2)])
     with pytest.raises(LeaseFailure, match="could not be reached"):
         score(service(server, retries=0))
@@ -149,12 +149,12 @@ def test_what_a_service_does_wrong_is_tried_again_and_then_named() -> None:
 
 def test_a_service_is_asked_so_often_at_once_and_no_more() -> None:
     with judge() as server:
-        server.answers = [(200, 0.1)] * 6
+        server.answers = [(200, 0.3)] * 6
 
         async def use(pool: RewardPool) -> None:
             await asyncio.gather(*(pool.score("p", ["a"], [[1]], {}) for _ in range(6)))
 
-        with_pool(service(server, concurrency=2, timeout_s=5), use)
+        with_pool(service(server, concurrency=2), use)
         assert server.most_at_once == 2
 
 
