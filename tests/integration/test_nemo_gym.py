@@ -1,10 +1,9 @@
 """An agent of NeMo Gym plays: through the endpoint, and in a run of both daemons. Its servers are stand-ins, or the real ones."""
 
 import asyncio
-import contextlib
 import json
 import os
-import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.nemo_gym_servers import Row, agent_server, ask_policy, real_servers, verified
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
+from tests.unit.protocol.channel_harness import reserve_port
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(500)]
 
 INSTALLED = os.environ.get("SLIPSTREAM_TEST_NEMO_GYM", "")
 """A Python with the real NeMo Gym."""
@@ -87,8 +87,8 @@ def test_episodes_are_played_recorded_and_rewarded(tmp_path: Path):
 
 
 @pytest.mark.skipif(not INSTALLED, reason="set SLIPSTREAM_TEST_NEMO_GYM to a Python that has nemo-gym installed")
-def test_the_real_servers_play_several_turns(short_dir: Path):
-    policy_port, agent_port, head_port = free_ports(3)
+def test_the_real_servers_play_several_turns(short_dir: Path, stack: ExitStack):
+    policy_port, agent_port, head_port = (reserve_port(stack) for _ in range(3))
     name = "example_multi_turn_gymnasium"
     agent = {
         "entrypoint": "app.py",
@@ -135,22 +135,15 @@ def test_the_real_servers_play_several_turns(short_dir: Path):
         asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as taken:
-        return [taken.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
-
-
-def test_an_agent_that_is_not_there_is_said_before_the_engine_is_loaded():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+def test_an_agent_that_is_not_there_is_said_before_the_engine_is_loaded(stack: ExitStack):
+    url = f"http://127.0.0.1:{reserve_port(stack)}"
     section = EnvironmentSection.model_validate({"agent": "nemo_gym", "options": {"url": url}})
     with pytest.raises(ConfigError, match=rf"environment\.options\.url: nothing answers at {url}"):
         asyncio.run(AgentProgram(section, "", "").start())
 
 
-def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons: list[Daemon]):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons: list[Daemon], stack: ExitStack):
+    port = reserve_port(stack)
     with agent_server(lambda row: played(f"http://127.0.0.1:{port}/v1", row)) as url:
         config = str(
             write_run(

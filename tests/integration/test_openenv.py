@@ -15,6 +15,7 @@ from producer.environments.contract import EnvironmentFailedError
 from producer.plugins.openenv.pool import OpenEnvPool
 from protocol.config.rewards import EnvironmentSection
 from tests.tools import python_with
+from tests.unit.protocol.channel_harness import reserve_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -24,10 +25,10 @@ SERVERS = Path(__file__).parent / "other_environments" / "openenv_servers.py"
 @pytest.fixture(scope="module")
 def urls() -> Iterator[tuple[str, str]]:
     """The addresses of servers for guesses and for tools. Each takes two sessions at once."""
-    with ExitStack() as free:
-        sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        ports = [taken.getsockname()[1] for taken in sockets]
-    with subprocess.Popen([python_with("openenv"), str(SERVERS), *map(str, ports)]) as servers:
+    python = python_with("openenv")
+    with ExitStack() as stack:
+        ports = [reserve_port(stack) for _ in range(2)]
+        servers = stack.enter_context(subprocess.Popen([python, str(SERVERS), *map(str, ports)]))
         try:
             for port in ports:
                 while servers.poll() is None:

@@ -1,11 +1,13 @@
 """A trainer whose ranks are on two hosts, which here are two commands on one."""
 
 import signal
-import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
+
+from tests.unit.protocol.channel_harness import reserve_port
 
 from .pair import Daemon
 from .runs import Run
@@ -15,9 +17,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def rendezvous() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+def rendezvous(stack: ExitStack) -> str:
+    return f"127.0.0.1:{reserve_port(stack)}"
 
 
 def host(run: Run, number: int, rendezvous: str, *arguments: str, spawns: bool = False) -> Daemon:
