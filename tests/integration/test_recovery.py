@@ -15,6 +15,7 @@ from replay.journal.reader import JournalReader
 from slipstream.cli import run as slipstream
 from tests.scripted import Answer, half_without_signal, made_up_episodes, made_up_group
 
+from .pair import START_S
 from .runs import Run, eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -135,6 +136,7 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     run.wait_for_step(3)
     copy = run.folder / "copy"
     assert slipstream(["journal", "--run", run.config.run_dir, "backup", "--to", str(copy)]) == 0
+    eventually(lambda: run.column("step")[-1] % 3 == 1)  # a checkpoint is written after the next two
     trainer.kill()
     reached = run.steps[-1]["step"]
     producer.stop()
@@ -148,7 +150,7 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     restored = run.trainer("--resume", "--set", f"run_dir={copy}", "--set", f"transport.endpoint=ipc://{copy}/c.ipc")
     again = run.trainer("--resume")
     again.wait_for(r"journal: \d+ groups ready, [1-9]\d* steps to train again with the same batches")
-    again.wait_for(r"listening at .*waiting for producers(.|\n)*listening at .*waiting for producers")
+    eventually(lambda: again.output.count("; waiting for producers") == 3, START_S)  # each of the three
     run.wait_for_step(reached)
     eventually(lambda: len(rotated_lines.read(copy / "steps.jsonl")) >= copied, 60)
     assert restored.process.poll() is None
