@@ -110,8 +110,9 @@ def test_a_refused_patch_leaves_none_of_its_tokens_and_the_former_bits(live, reg
         await live.engine.weights.load(refused)
         assert (await live.engine.weights.verify(refused, PROBE)).logprobs != first
         await live.engine.weights.discard(refused)
+        completions = await running  # other requests in a step may change the last bits on a CPU
         assert await logprobs(live, registry) == first
-        return await running
+        return completions
 
     for completion in live.run(body()):
         assert set(completion.token_versions) == {1}

@@ -39,12 +39,13 @@ def test_family(family, tmp_path):
         expected = reference_logprobs(model, live.peft_folder(1), prompt_ids[:1], prompt_ids[1:], 1.0)
         torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-3)
         assert len({tuple(completion.token_ids) for completion in completions}) > 1, "sampling is degenerate"
+        changes = list[torch.Tensor]()
         for completion in completions:
             expected = reference_logprobs(model, live.peft_folder(1), prompt_ids, completion.token_ids, 0.9)
             without = reference_logprobs(model, None, prompt_ids, completion.token_ids, 0.9)
-            actual = torch.tensor(completion.logprobs)
-            assert (actual - expected).abs().max() < 1e-3
-            assert (actual - without).abs().max() > 0.05, "the adapter is not applied"
+            assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-3
+            changes.append((expected - without).abs())
+        assert torch.cat(changes).max() > 0.05, "the adapter changes nothing"  # a completion may have one token
 
     decoded = prompts.decode(prompt, [completion.token_ids for completion in completions])
     if family == "llama":
