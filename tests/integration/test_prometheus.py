@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -81,13 +82,16 @@ def prometheus(run_dir: Path) -> Iterator[Prometheus]:
 def run_of(prometheus: Prometheus) -> str:
     """The id of the run, which every metric of both daemons has."""
 
-    def ids() -> set[str]:
-        up = prometheus.get("query", query='{__name__=~"rl_(trainer|producer)_info"}')["result"]
-        return {series["metric"].get("run", "") for series in up} if len(up) == 2 else set()
+    found = set[str]()
 
-    eventually(lambda: len(ids()) == 1, 60)
-    [run] = ids()
-    return run
+    def is_found() -> bool:
+        up = prometheus.get("query", query='{__name__=~"rl_(trainer|producer)_info"}')["result"]
+        found.clear()
+        found.update(series["metric"].get("run", "") for series in up if len(up) == 2)
+        return len(found) == 1
+
+    eventually(is_found, 60)
+    return found.pop()
 
 
 def test_every_expression_of_dashboards_and_rules_has_numbers_while_a_run_trains(
@@ -102,10 +106,15 @@ def test_every_expression_of_dashboards_and_rules_has_numbers_while_a_run_trains
 
 
 def test_every_alert_looks_at_series_that_exist(prometheus: Prometheus) -> None:
+    """A daemon is down for a moment where a busy machine does not answer a scrape within its second."""
     alerts = list(of_rules("alert"))
-    true = {alert.where for alert in alerts if prometheus.value(alert.promql)}
-    assert "CompletionsTruncated" in true, "the model of this run hardly ever ends a completion"
-    assert not true & {"NoProgress", "SwapRefused", "LossNotFinite", "DaemonDown", "Unhealthy", "AuthFailures"}
+
+    def true(*names: str) -> list[str]:
+        return [alert.where for alert in alerts if alert.where in names and prometheus.value(alert.promql)]
+
+    wrong = ("NoProgress", "SwapRefused", "LossNotFinite", "DaemonDown", "Unhealthy", "AuthFailures")
+    eventually(lambda: true("CompletionsTruncated"), pause_s=0.5)  # the model of this run hardly ever ends a completion
+    eventually(lambda: not true(*wrong), pause_s=0.5)
     seen = [Expression(alert.where, selector) for alert in alerts for selector in sorted(selectors(alert.promql))]
     assert {alert.where for alert in seen} == {alert.where for alert in alerts}
     assert pending(prometheus, seen, DATA_WITHIN_S) == []
@@ -115,12 +124,15 @@ def test_every_alert_looks_at_series_that_exist(prometheus: Prometheus) -> None:
 
 
 def test_both_daemons_are_healthy_and_ready(prometheus: Prometheus, run_dir: Path) -> None:
-    targets = prometheus.get("targets")["activeTargets"]
-    assert {(target["labels"]["job"], target["labels"]["run_dir"], target["health"]) for target in targets} == {
-        ("rl-trainer", str(run_dir), "up"),
-        ("rl-producer", str(run_dir), "up"),
-    }
-    for target in targets:
+    def targets() -> list[dict[str, Any]]:
+        return prometheus.get("targets")["activeTargets"]
+
+    up = {("rl-trainer", str(run_dir), "up"), ("rl-producer", str(run_dir), "up")}
+    eventually(
+        lambda: {(each["labels"]["job"], each["labels"]["run_dir"], each["health"]) for each in targets()} == up,
+        pause_s=0.5,
+    )
+    for target in targets():
         for path in ("healthz", "readyz"):
             with urllib.request.urlopen(f"http://{target['labels']['instance']}/{path}", timeout=10) as answer:
                 assert (answer.status, json.load(answer)["status"]) == (200, "ok")
