@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
                 return ExitCode.OK
         try:
             if source is None:
-                _train_live(setup, watch, placement, resume=resume)
+                _train_live(setup, watch, placement, stop, resume=resume)
             else:
                 _train_again(setup, watch, placement, source, resume=resume)
             return ExitCode.OK
@@ -81,7 +82,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
             raise
 
 
-def _train_live(setup: Setup, watch: Watch, placement: Placement, *, resume: bool) -> None:
+def _train_live(setup: Setup, watch: Watch, placement: Placement, stop: "_StopFlag", *, resume: bool) -> None:
     config, health = setup.config, watch.health
     with ExitStack() as opened:
         run = live_run(setup, watch, opened, placement.gpus, resume=resume)
@@ -97,6 +98,7 @@ def _train_live(setup: Setup, watch: Watch, placement: Placement, *, resume: boo
                 run.report.close()
                 return
         intake.start()
+        stop.is_noted = run.is_stop_noted
         watch_live(run, watch)
         health.started(f"listening at {config.control_endpoint}")
         run.report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
@@ -106,6 +108,7 @@ def _train_live(setup: Setup, watch: Watch, placement: Placement, *, resume: boo
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
+            stop.is_noted = _nothing_to_note
             health.end("intake")
             run.report.close()
         counts = dict(run.storage.buffer.totals)
@@ -140,15 +143,25 @@ def _train_again(setup: Setup, watch: Watch, placement: Placement, source: Path,
         run.write_results(finished, {"counts": dict(counts)})
 
 
-_NOTED_WITHIN_S = 0.5
+_NOTED_WITHIN_S = 5.0  # on a machine that is not busy a third of a second is enough
+_LOOK_EVERY_S = 0.02
+
+
+def _nothing_to_note() -> bool:
+    return True
 
 
 class _StopFlag:
-    """Set by the first SIGTERM or SIGINT. The second one ends the process, as soon as the intake has had the time to note the
-    first one in the journal (`LiveRun.beat`)."""
+    """Set by the first SIGTERM or SIGINT. The second one ends the process, as soon as the intake has noted the first one in the
+    journal (`LiveRun.beat`), or has not come to that within `_NOTED_WITHIN_S`.
+
+    Attributes:
+        is_noted: returns whether it has. A handler of signals calls it, so it takes no lock.
+    """
 
     def __init__(self) -> None:
         self._requested_at: float | None = None
+        self.is_noted: Callable[[], bool] = _nothing_to_note
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -156,10 +169,12 @@ class _StopFlag:
         return self._requested_at is not None
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._requested_at is not None:
-            time.sleep(max(0.0, self._requested_at + _NOTED_WITHIN_S - time.monotonic()))
-            os._exit(ExitCode.INTERRUPTED)
-        self._requested_at = time.monotonic()
+        if self._requested_at is None:
+            self._requested_at = time.monotonic()
+            return
+        while not self.is_noted() and time.monotonic() < self._requested_at + _NOTED_WITHIN_S:
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(ExitCode.INTERRUPTED)
 
 
 def _prepare_device(gpus: list[int]) -> None:

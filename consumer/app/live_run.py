@@ -141,3 +141,8 @@ class LiveRun(Run):
         self.heartbeat.health.beat("intake")
         if self.heartbeat.stop_requested():
             self.undo_try()
+
+    def is_stop_noted(self) -> bool:
+        """Return whether the try of the batch in progress was taken back. A handler of signals may call it."""
+        batch = self.feed.last
+        return batch is None or batch.last_step == self._undone

@@ -284,13 +284,18 @@ def test_once_a_stop_is_requested_no_try_counts(run: Run, taken_back: list[int])
     run.stopped = True
     run.run.beat()
     assert taken_back == [], "there is no batch yet"
+    assert run.run.is_stop_noted()
     run.stopped, run.feed.last = False, SimpleNamespace(last_step=4)
     run.run.beat()
     assert taken_back == []
     run.stopped = True
+    assert not run.run.is_stop_noted()
     run.run.beat()
+    assert run.run.is_stop_noted()
     run.feed.last = SimpleNamespace(last_step=6)  # claimed in the moment of the request
+    assert not run.run.is_stop_noted()
     run.run.beat()
+    assert run.run.is_stop_noted()
     assert taken_back == [4, 6]
     assert run.health.beat.call_count == 4
 
