@@ -18,9 +18,11 @@ from .pair import Daemon
 from .runs import Run, eventually
 from .test_recovery import adapters, train_again
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(500)]
 
 STEPS = 12
+PATIENT = ("--set", "transport.heartbeat_timeout_s=6")
+"""On a busy machine a process may rest for seconds. Nobody may take the GPU from one that only rests."""
 
 
 @pytest.fixture
@@ -39,8 +41,6 @@ def in_turns(start: Callable[..., Run], folder: Path, **pipeline: Any) -> Run:
         pipeline={"gpu": "turns", "gpu_handover_s": 30, "max_staleness": 1} | pipeline,
         rewards={"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
         replay={"keep_all": True},
-        # On a busy machine a process may rest for seconds. Nobody may take the GPU from one that only rests.
-        transport={"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 6},
         trainer={"max_steps": STEPS, "save_steps": 4},
         evaluation={"dataset": {"path": f"{folder}/train.jsonl"}, "every_versions": 4, "max_prompts": 3},
     )
@@ -48,13 +48,13 @@ def in_turns(start: Callable[..., Run], folder: Path, **pipeline: Any) -> Run:
 
 def producer(run: Run, name: str) -> Daemon:
     log = run.folder / f"{name}.log"
-    daemon = Daemon("tests.integration.turns_producer", log, "--config", str(run.config_file))
+    daemon = Daemon("tests.integration.turns_producer", log, "--config", str(run.config_file), *PATIENT)
     run.stack.callback(daemon.kill)
     return daemon
 
 
 def trainer(run: Run, *arguments: str) -> Daemon:
-    return run.trainer(*arguments, module="tests.integration.turns_trainer")
+    return run.trainer(*PATIENT, *arguments, module="tests.integration.turns_trainer")
 
 
 def test_turns_outlive_kills_of_either_side_in_either_turn(
