@@ -78,7 +78,8 @@ def test_a_rank_that_fails_is_named_with_its_cause_and_the_run_goes_on(
     run.producer("second")
     trainer = trainer_of_three(run)
     assert trainer.end() == 77
-    assert "error: rank 1 ended (MemoryError: no room for the activations); go on with --resume" in trainer.output
+    # As the error that it ends with; or in the log alone, where saying goodbye takes longer than the watch over the ranks waits.
+    assert "rank 1 ended (MemoryError: no room for the activations); go on with --resume" in trainer.output
     assert most_tries(run) == 1, "a lost rank costs none"
 
     (failures / "1").unlink()
