@@ -30,7 +30,7 @@ def test_a_step_that_is_not_finite_ends_the_trainer_and_is_tried_once_more_by_a_
     )
     trainer = run.trainer("--ranks", str(ranks))
     run.producer(answer=one_is_too_much)
-    assert trainer.end(60) == 72, trainer.output[-3000:]
+    assert trainer.end(120) == 72, trainer.output[-3000:]
     assert "step 2 was not taken: loss" in trainer.output
     assert "Weights and optimizer are as before it; the batch is in" in trainer.output
     kept = json.loads((Path(run.config.run_dir) / "inspect" / "step-2" / "step.json").read_text())
@@ -39,7 +39,7 @@ def test_a_step_that_is_not_finite_ends_the_trainer_and_is_tried_once_more_by_a_
     assert [line["step"] for line in run.steps] == [1]
 
     trainer = run.trainer("--resume", "--ranks", str(ranks))
-    assert trainer.end(60) == 72, trainer.output[-3000:]
+    assert trainer.end(120) == 72, trainer.output[-3000:]
     assert [line["step"] for line in run.steps] == [1]
 
 
@@ -47,6 +47,6 @@ def test_a_run_that_nothing_can_be_learned_from_ends_and_says_why(start: Any) ->
     run: Run = start(guards={"max_groups_without_signal": 12})
     trainer = run.trainer()
     run.producer(answer=lambda lease, version: made_up_group(lease, version, rewards=[0.0] * 4))
-    assert trainer.end(60) == 67, trainer.output[-3000:]
+    assert trainer.end(120) == 67, trainer.output[-3000:]
     assert "groups had rewards that differ (guards.max_groups_without_signal)" in trainer.output
     assert "every completion was worth 0" in trainer.output

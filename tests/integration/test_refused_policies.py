@@ -123,7 +123,7 @@ def test_a_producer_that_never_served_a_version_ends_beside_one_that_does(
     trainer, good = pair.run.trainer(), pair.producer("good")
     good.wait_for(r"v[1-9]\d* is live")
     bad = pair.producer("bad")
-    assert bad.end(60) == 81, bad.output[-3000:]
+    assert bad.end(120) == 81, bad.output[-3000:]
     assert "no policy version is served here, and 3 in a row were refused (swap.max_refused)" in bad.output
     before = len(pair.run.steps)
     eventually(lambda: len(pair.run.steps) > before + 2)
