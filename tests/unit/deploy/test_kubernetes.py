@@ -1,5 +1,6 @@
 """The manifests: valid by Kubernetes' own schemas, and what they mean for exit codes, keys and files."""
 
+import os
 import re
 import shutil
 import signal
@@ -97,6 +98,14 @@ def test_a_pod_that_the_cluster_stopped_has_not_finished(tmp_path: Path) -> None
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == seen
         (tmp_path / "up").unlink()
+
+
+def test_a_pod_that_is_stopped_while_its_program_starts_stops_it(tmp_path: Path) -> None:
+    at_its_start = "trap '[[ $BASH_COMMAND != *@* ]] || kill -TERM \"$$\"' DEBUG\n"
+    (tmp_path / "early").write_text(at_its_start)
+    start = [*start_script(manifests()["Job slipstream-trainer"]), "sleep", "600"]
+    stopped = subprocess.run(start, env=os.environ | {"BASH_ENV": str(tmp_path / "early")}, timeout=30)
+    assert stopped.returncode == 128 + signal.SIGTERM
 
 
 def test_ports_and_folders_of_the_manifests_are_those_of_the_run(tmp_path: Path) -> None:

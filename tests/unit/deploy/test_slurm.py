@@ -66,9 +66,19 @@ def test_a_job_whose_time_is_almost_up_stops_and_is_queued_again(
     with subprocess.Popen(["bash", job], cwd=jobs, env=environment, stdout=subprocess.PIPE) as process:
         while not (jobs / "up").exists():
             time.sleep(0.01)
-        time.sleep(0.1)  # bash sets its trap
         process.send_signal(signal.SIGUSR1)
         assert process.wait(30) == 0
+    assert calls(programs)[-1] == AGAIN[program]
+
+
+@pytest.mark.parametrize(("job", "program"), JOBS)
+def test_a_job_whose_time_is_up_before_its_program_runs_stops_it_and_is_queued_again(
+    jobs: Path, programs: Path, job: str, program: str
+) -> None:
+    stand_in(programs, program, "exec sleep 600")
+    with (jobs / "settings.sh").open("a") as settings:
+        settings.write('kill -USR1 "$$"\n')
+    assert bash(jobs / job, programs, **OF_A_TASK).returncode == 128 + signal.SIGTERM
     assert calls(programs)[-1] == AGAIN[program]
 
 
