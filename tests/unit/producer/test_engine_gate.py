@@ -63,15 +63,15 @@ async def test_who_may_be_cut_leaves_at_once_and_who_stays_too_long_leaves_then(
 @asynchronous
 async def test_a_turn_that_is_not_wanted_any_more_cuts_nobody():
     gate = EngineGate()
-    guest = Guest(gate, after_s=0.05)
+    guest = Guest(gate, after_s=0.3)
     await settle()
-    closing = asyncio.create_task(gate.close(0.05))
+    closing = asyncio.create_task(gate.close(0.3))
     await settle()
     closing.cancel()
     with suppress(asyncio.CancelledError):
         await closing
     assert gate.is_open
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.4)
     assert guest.is_inside
     guest.ended.set()
     await guest.task

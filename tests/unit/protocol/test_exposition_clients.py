@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from protocol import exposition
+from protocol.channel.connection_quota import raise_descriptor_limit
 from protocol.runtime.http_server import ConnectionLimiter
 from tests.unit.protocol.channel_harness import PATIENCE_S, eventually
 from tests.unit.protocol.test_exposition import get, health, served
@@ -106,6 +107,7 @@ def test_clients_that_drip_are_hung_up_on_and_take_no_threads(port: Port) -> Non
 
 @pytest.mark.long
 def test_a_thousand_connections_take_no_threads_and_keep_nobody_out(port: Port) -> None:
+    raise_descriptor_limit()  # many a shell allows 1,024
     before = threading.active_count()
     idle = [port.connect() for _ in range(1000)]
     for _ in range(5):

@@ -14,8 +14,9 @@ from slipstream.cluster import plan
 from slipstream.pair import PRODUCER, TRAINER, Pair
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
+# The signal may come while `up` is being printed, when print refuses to be called again.
 POLITE = (
-    f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(0)))\n{FOREVER}"
+    f"import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'bye\\n'), os._exit(0)))\n{FOREVER}"
 )
 STUBBORN = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FOREVER}"
 

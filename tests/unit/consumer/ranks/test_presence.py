@@ -13,6 +13,12 @@ from .dictionary_store import DictionaryStore
 GLOO_ERROR = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:24787: Connection reset by peer.")
 
 
+@pytest.fixture(autouse=True)
+def _may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that is not closed in time ends this process."""
+    monkeypatch.setattr("consumer.ranks.presence._GRACE_S", 60.0)
+
+
 class Looking:
     """A watch over rank 1 of host 0 and ranks 2 and 3 of host 1 that looks every quarter of a second."""
 

@@ -265,7 +265,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_until_it_is_emptied_or_
         trainer.give(lease(3))
 
     with pytest.raises(StalledError) as said:
-        live(changed(changed(scoring, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=1.0), play)
+        live(changed(changed(scoring, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=5.0), play)
     assert "\n  leases waiting for acknowledgements: 1\n" in str(said.value)
     assert "groups waiting for the trainer's acknowledgement: 1 (" in str(said.value)
     assert "bytes, above transport.max_unacked_bytes" in str(said.value)

@@ -176,7 +176,7 @@ async def test_what_is_wrong_is_refused_and_counted_by_its_reason(tmp_path):
             assert status == wanted, content
             if reason:
                 assert json.loads(content)["error"]["type"] == reason
-        it.vllm.delay_s = 0.1
+        it.vllm.delay_s = 0.5
         answers = await asyncio.gather(*(it.post(CHAT) for _ in range(3)))
         assert sorted(status for status, _, _ in answers) == [200, 200, 429]
         refused = {reason: it.value("refused_total", reason=reason) for reason in ("too_large", "malformed", "busy")}
@@ -269,7 +269,7 @@ def test_a_key_shows_nowhere(tmp_path, caplog):
 
 @asynchronous
 async def test_connections_and_their_bodies_are_bounded_and_counted(tmp_path):
-    async with endpoint(tmp_path, receive_timeout_s=0.15, max_connections=4) as it:
+    async with endpoint(tmp_path, receive_timeout_s=0.5, max_connections=4) as it:
         slow = [await it.connect() for _ in range(6)]
         for _, writer in slow:
             writer.write(HEAD + b"content-length: 900\r\n\r\n{")

@@ -4,8 +4,6 @@ import hashlib
 from collections import defaultdict
 from typing import Any
 
-import pytest
-
 from producer.link.events import LinkEvent, PolicyArrived, PolicyFetched
 from producer.link.session import Link, Mailbox
 from producer.link.sources import PolicySources
@@ -101,7 +99,3 @@ class Setup:
         assert not self.link.is_alive()
         if self.trainer._thread.is_alive():
             self.trainer.stop()
-
-
-IMPATIENT = pytest.mark.parametrize("setup", [{"heartbeat_timeout_s": 0.5}], ids=["impatient"], indirect=True)
-"""Where silence is to be noticed; elsewhere a busy machine may take its time."""

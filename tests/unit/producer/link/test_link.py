@@ -13,7 +13,7 @@ from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Lease, Nack, Reject
 from tests.scripted import made_up_group
 from tests.scripted_trainer import lease
-from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
+from tests.unit.producer.link.linked import TRANSPORT, Setup, policy
 
 
 def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
@@ -252,8 +252,11 @@ def test_stopping_delivers_what_is_finished_waits_for_its_acknowledgement_and_sa
     assert (setup.groups(), setup.events.of(LinkEnded)) == (["lease-1"], [None])
 
 
-@IMPATIENT
-@pytest.mark.parametrize(("silent", "goodbyes"), [(False, [Bye("stopping")]), (True, [])])
+@pytest.mark.parametrize(
+    ("setup", "silent", "goodbyes"),
+    [({}, False, [Bye("stopping")]), ({"heartbeat_timeout_s": 0.5}, True, [])],
+    indirect=["setup"],
+)
 def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent, goodbyes):
     caplog.set_level("INFO", logger="producer")
     setup.trainer.acknowledges = False

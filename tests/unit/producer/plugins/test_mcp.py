@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from producer.plugins.mcp import McpEnvironment, Options, text_of
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.loop import asynchronous
+from tests.unit.protocol.channel_harness import reserve_port
 
 SERVER = Path(__file__).parents[3] / "mcp_server.py"
 COMMAND = [sys.executable, str(SERVER)]
@@ -100,9 +100,8 @@ async def started(port: int) -> asyncio.subprocess.Process:
 
 @pytest.mark.long
 @asynchronous
-async def test_a_server_by_url_may_end_and_come_back():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+async def test_a_server_by_url_may_end_and_come_back(stack):
+    port = reserve_port(stack)
     one = {"url": f"http://127.0.0.1:{port}/mcp", "tools": ["look"]}
     serving = await started(port)
     try:

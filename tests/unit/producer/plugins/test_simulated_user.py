@@ -34,7 +34,7 @@ async def talking(*answers: Any, **options: Any) -> AsyncIterator[tuple[Simulate
         asked.append(await request.json() | {"key": request.headers.get("Authorization")})
         found = answers[len(asked) - 1]
         if found is None:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5)
         if isinstance(found, str):
             found = (200, {"choices": [{"message": {"role": "assistant", "content": found}}]})
         return web.Response(status=found[0], body=json.dumps(found[1]).encode())
@@ -114,7 +114,7 @@ async def test_a_server_that_is_gone_or_hangs_is_an_outage() -> None:
         await user.reply("?")
     assert user._session is not None
     await user._session.close()
-    async with talking(None, timeout_s=0.05) as (user, asked):
+    async with talking(None, timeout_s=1.0) as (user, asked):
         user.reset(prompt=PROMPT, goal="x")
         with pytest.raises(OutageError, match="the user at http"):
             await user.reply("?")

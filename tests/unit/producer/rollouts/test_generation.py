@@ -48,7 +48,7 @@ async def test_a_group_or_a_failure_is_the_answer(setup):
 async def test_a_lease_past_its_deadline_is_answered(setup, floor, paused, reason, said):
     await setup.publish(0)
     setup.access.pause(paused)
-    setup.generation.start(lease(0, policy_floor=floor, timeout_s=0.05))
+    setup.generation.start(lease(0, policy_floor=floor, timeout_s=0.3))
     await setup.settle()
     (nack,) = setup.answers
     assert (nack.lease_id, nack.reason) == ("lease-0", reason)

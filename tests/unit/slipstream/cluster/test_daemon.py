@@ -88,7 +88,8 @@ def test_keys_are_private_and_gone_with_the_command(make: Make, tmp_path: Path) 
 @pytest.mark.long
 def test_one_that_was_killed_comes_back_and_one_that_is_drained_does_not(make: Make) -> None:
     async def scenario() -> None:
-        script = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up', flush=True)\ntime.sleep(600)"
+        script = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up', flush=True)\n"
+        script += "while True: time.sleep(0.02)"  # a signal just before a sleep does not end it
         daemon = make(script)
         await daemon.begin({})
         await daemon.begin({})

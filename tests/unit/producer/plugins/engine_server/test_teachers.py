@@ -291,7 +291,7 @@ async def test_a_teacher_that_hangs_is_given_up(tmp_path: Path) -> None:
     async def hang() -> None:
         await asyncio.sleep(60)
 
-    async with scene(tmp_path, timeout_s=0.05, retries=1) as (found, [server]):
+    async with scene(tmp_path, timeout_s=0.5, retries=1) as (found, [server]):
         await found.pool.read_with(Letters())
         server.answers[COMPLETIONS] += [hang] * 8
         with pytest.raises(LeaseFailure, match="in time"):
