@@ -23,7 +23,7 @@ from campaigns.chaos.run_folder import DEFAULT, Shape, prepare
 from campaigns.chaos.slots import CampaignError
 from campaigns.chaos.verdict import summarize
 
-CONTROL_FATES = {"ack-before-commit": tuple(Fate("aimed kill", 6.0, "ack.sent", count) for count in (5, 3, 4, 6, 3))}
+CONTROL_FATES = {"ack-before-commit": tuple(Fate("aimed kill", 60.0, "ack.sent", count) for count in (5, 3, 4, 6, 3))}
 _SHOWN = 20
 
 

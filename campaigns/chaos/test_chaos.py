@@ -19,8 +19,9 @@ def zygotes() -> dict[Role, Zygote]:
     return {"trainer": zygote("trainer"), "producer": zygote("producer")}
 
 
+_SURELY_S = 60.0
 EVERY_CLASS = tuple(
-    Fate("aimed kill", 8.0, point, count)
+    Fate("aimed kill", _SURELY_S, point, count)
     for point, count in (
         ("append.committed", 4),
         ("checkpoint.synced", 2),
@@ -48,7 +49,6 @@ def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path, zygot
     assert summary["policies_compared"] == 1 + summary["steps"] >= 9  # with that of the beginning
 
 
-_SURELY_S = 60.0
 AT_A_RANK = (
     Fate("aimed kill", _SURELY_S, "plan.shared", 3, at_rank=True),
     Fate("aimed kill", _SURELY_S, "sum.done", 2, at_rank=True),

@@ -10,21 +10,24 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from campaigns.chaos.fleet import Daemon, Role, Zygote, zygotes
 from campaigns.soak import samples
 from campaigns.soak.clients import Clients
+from campaigns.soak.leaks import PLANTED
 from campaigns.soak.run_folder import RunFolder, prepare
 from campaigns.soak.samples import Lifetime
 
 _TICK_S = 0.1
 _END_S = 60.0
 _SAY_EVERY_S = 30.0
-_SETTLED_S = 3.0  # after the last daemon: what it killed is gone by then
+_SETTLED_S = 20.0  # after the last daemon: what it killed is gone by then
 
 
 class SoakError(AssertionError):
@@ -219,9 +222,10 @@ class Load:
 
     def _look_for_left(self) -> None:
         """What daemons left that had ended; folders of killed ones are the next daemon's to remove, if there was one."""
-        time.sleep(_SETTLED_S)
-        for process in samples.processes_with(self._temporary):
-            self.record.left.append(f"process: {' '.join(process.cmdline())[:200]}")
+        deadline = time.monotonic() + _SETTLED_S
+        while (left := self._commands()) - {PLANTED} and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        self.record.left += [f"process: {' '.join(command)[:200]}" for command in sorted(left)]
         daemons = self.record.daemons
         for folder in sorted({folder for lifetime in daemons for folder in lifetime.folders if folder.exists()}):
             beside = [each for each in daemons if folder.parent in {other.parent for other in each.folders}]
@@ -229,11 +233,20 @@ class Load:
             if killed_at is None or any(each.started_at > killed_at for each in beside):
                 self.record.left.append(f"folder: {folder}")
 
+    def _commands(self) -> set[tuple[str, ...]]:
+        """Return the commands of all that still runs."""
+        found = set()
+        for process in samples.processes_with(self._temporary):
+            with suppress(psutil.Error):  # it has ended since
+                found.add(tuple(process.cmdline()))
+        return found
+
     def _clear(self) -> None:
         for place in self._places:
             if place.daemon is not None:
                 place.daemon.send(signal.SIGKILL)
         for process in samples.processes_with(self._temporary):
-            process.kill()
+            with suppress(psutil.Error):  # it has ended since
+                process.kill()
         for folder in {folder for lifetime in self.record.daemons for folder in lifetime.folders}:
             shutil.rmtree(folder, ignore_errors=True)
