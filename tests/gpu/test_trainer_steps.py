@@ -8,6 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from consumer.learn.memory import random_state, set_random_state
+from consumer.learn.trainer import SlipstreamTrainer
 from protocol.config.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from tests.gpu.conftest import Model
@@ -47,20 +48,26 @@ def test_a_step_that_is_large_enough_to_be_measured(tmp_path: Path, model: Model
 def test_the_same_weights_as_on_the_cpu(
     family: str, options: dict[str, Any], tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32. On the GPU TRL's kernel computes log-probs and entropies, on the CPU ours."""
+    """In float32. On the GPU TRL's kernel computes log-probs and entropies, on the CPU ours. Adam divides a gradient by its own
+    size, so what a gradient near nothing changes depends on how the CPU rounds. The update as a whole does not."""
 
-    def trained(*, on_gpu: bool) -> torch.Tensor:
+    def update(*, on_gpu: bool) -> torch.Tensor:
         made = trainer(tmp_path, model(family), steps=2, dtype="float32", on_gpu=on_gpu, **options)
         assert made.accelerator.device.type == ("cuda" if on_gpu else "cpu")
+        before = adapter_of(made)
         made.train()
-        of_adapter = sorted((name, each) for name, each in made.model.named_parameters() if each.requires_grad)
-        return torch.cat([each.detach().cpu().flatten() for _, each in of_adapter])
+        return adapter_of(made) - before
 
-    on_gpu = trained(on_gpu=True)
+    on_gpu = update(on_gpu=True)
     AcceleratorState._reset_state(True)  # it keeps the device of the first trainer
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    on_cpu = trained(on_gpu=False)
-    assert (on_gpu - on_cpu).abs().max() < 5e-6
+    on_cpu = update(on_gpu=False)
+    assert torch.dist(on_gpu, on_cpu) < 1e-3 * on_cpu.norm()
+
+
+def adapter_of(made: SlipstreamTrainer) -> torch.Tensor:
+    named = sorted((name, each) for name, each in made.model.named_parameters() if each.requires_grad)
+    return torch.cat([each.detach().cpu().flatten() for _, each in named])
 
 
 def limited(gpu: Gpu, num_bytes: int) -> None:
