@@ -63,7 +63,6 @@ def start(tmp_path: Path, short_dir: Path, trained_model: Path) -> Iterator[Call
 
         def make(**sections: Any) -> Run:
             sections["transport"] = {"endpoint": f"ipc://{short_dir}/control.ipc"} | sections.get("transport", {})
-            sections["transport"] |= {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5}
             return Run(tmp_path, trained_model, stack, **sections)
 
         yield make
