@@ -16,13 +16,14 @@ from protocol.channel.keys import trainer_keys
 from protocol.channel.server import ZmqServer
 
 DESCRIPTORS = 1024  # so that a flood is small; a trainer takes all that its host allows
+_HEARTBEAT_S = (10.0, 60.0)  # a flood on a busy machine holds up heartbeats, and costs no lease for that
 
 
 def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str | None = None) -> None:
     logging.basicConfig(level=logging.INFO)
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     server = ZmqServer(control, blob, int(max_message_bytes), trainer_keys(Path(keys)) if keys else None)
-    with Acceptor(server, Path(folder)) as acceptor:
+    with Acceptor(server, Path(folder), heartbeat_s=_HEARTBEAT_S) as acceptor:
         print("open", flush=True)
         for line in sys.stdin:
             if line == "stop authenticator\n":

@@ -60,6 +60,10 @@ class Door:
     def refused(self, reason: str) -> int:
         return self.look()["refusals"][reason]
 
+    def told_of(self, producer: str) -> int:
+        """How often its log says that the producer joined or left."""
+        return self.log.read_text().count(f"producer {producer} ")
+
     def memory_mb(self) -> float:
         return psutil.Process(self.process.pid).memory_info().rss / 2**20
 

@@ -19,6 +19,8 @@ from tests.integration.pair import Daemon
 from tests.integration.runs import eventually
 
 RECOVERY_S = 15.0
+FINISH_S = 150.0
+"""For the steps that are left, dozens of them, on a machine that has other work."""
 HEARTBEAT_TIMEOUT_S = 1.5
 _ANSWERED = {"accepted", "no_signal", "duplicate"}
 
@@ -85,7 +87,7 @@ class Run:
     def finish(self, trainer: Daemon, *producers: Daemon) -> None:
         """To the last step, as fast as it goes; then everything must be right."""
         self.pace(0.0)
-        assert [daemon.end() for daemon in (trainer, *producers)] == [0] * (1 + len(producers))
+        assert [daemon.end(FINISH_S) for daemon in (trainer, *producers)] == [0] * (1 + len(producers))
         assert self.step == self.config.trainer["max_steps"]
         self.check(self.step)
 

@@ -19,7 +19,7 @@ from tests.integration.runs import eventually
 
 from .run_under_test import Run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 @contextmanager
@@ -62,13 +62,16 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(tmp_path: Path, make
     run.finish(again, producer)
 
 
-def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(make_run: Callable[..., Run]) -> None:
+def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(tmp_path: Path, make_run: Callable[..., Run]) -> None:
     """The journal syncs by fdatasync, a checkpoint by fsync."""
     run = make_run(trainer={"max_steps": 500, "save_steps": 6})
+    barrier = tmp_path / "checkpoints.wait"
+    barrier.touch()
     run.producer()
-    trainer = run.trainer()
-    run.wait_for_step(2)
+    trainer = run.trainer(module="tests.faults.waiting_trainer", CHECKPOINTS_WAIT=str(barrier))
+    eventually(barrier.with_suffix(".reached").exists)
     with fsync_failing(trainer.process.pid):
+        barrier.unlink()
         last_words = last_words_of(trainer)
     assert "a disk failed ([Errno 5] Input/output error" in last_words
     assert f"look at that of run_dir {run.config.run_dir}, then go on with --resume" in last_words

@@ -18,7 +18,7 @@ from .memory import memory_bounded
 from .namespace import network_namespace
 from .run_under_test import HEARTBEAT_TIMEOUT_S, Run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 PARTITION_S = float(os.environ.get("SLIPSTREAM_PARTITION_S", str(3 * HEARTBEAT_TIMEOUT_S)))
 
@@ -41,7 +41,7 @@ def test_a_partition(tmp_path: Path, make_run: Callable[..., Run]) -> None:
             producer.wait_for(f"the trainer has been silent for {HEARTBEAT_TIMEOUT_S:g} s; waiting for it")
             trainer.wait_for(r"producer gpu01-\S+ left \((silent for|it cannot be)", 10)
             time.sleep(max(0.0, down + PARTITION_S - time.time()))
-            assert not [ack for ack in run.acks if ack.at > down + 0.5], "the network was not away"
+            assert not [ack for ack in run.acks if ack.at > down + HEARTBEAT_TIMEOUT_S], "the network was not away"
             network.link("up")
             run.recovers(time.time())
         run.finish(trainer, producer)
