@@ -114,7 +114,7 @@ class Machine:
                 stderr=log,
             )
         try:
-            eventually(self._has_booted, 30.0)
+            eventually(self._has_booted)
         except BaseException:
             self._close()
             raise
@@ -139,9 +139,9 @@ class Machine:
 
     def _close(self) -> None:
         self._unshare.kill()  # --kill-child: and process 1 with it, and the kernel everything else
-        self._unshare.wait(10)
+        self._unshare.wait(60)
         command = ["unshare", "--mount", "--propagation=private", "sh", "-euc", _REMOVE]
-        eventually(lambda: subprocess.run(command, env=self._variables, capture_output=True).returncode == 0, 10.0)
+        eventually(lambda: subprocess.run(command, env=self._variables, capture_output=True).returncode == 0)
         shutil.rmtree(self._base)
 
     def path(self, path: str) -> Path:
@@ -157,7 +157,7 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=300,  # the start of a unit returns when its daemon is ready
         )
         if check and done.returncode != 0:
             raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-5000:]}")

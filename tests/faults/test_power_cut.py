@@ -50,9 +50,9 @@ class Writer:
         os.set_blocking(self._pipe, False)
         self._text = b""
 
-    def wait_for_work(self) -> None:
-        deadline = time.monotonic() + 30
-        while b"checkpoint" not in self._read():
+    def wait_for_checkpoints(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while self._read().count(b"checkpoint") < count:
             assert self.process.poll() is None, "the writer ended"
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -135,8 +135,8 @@ def cut_repeatedly(folder: Path, mode: str, cuts: int, seed: int) -> tuple[int, 
     with mounted_image(image, folder / "disk") as disk:
         writer = Writer(disk / "run", mode, seed)
         try:
-            writer.wait_for_work()
-            for _ in range(cuts):
+            for number in range(1, cuts + 1):
+                writer.wait_for_checkpoints(number)  # however slow the disk is
                 time.sleep(rng.uniform(0.05, 0.6))
                 with writer.stopped():
                     groups, steps = writer.safe("group"), {int(step) for step in writer.safe("checkpoint")}

@@ -17,11 +17,12 @@ from tests.integration.runs import eventually
 
 from .machine import Machine
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINER, PRODUCER = "rl-trainer.service", "rl-producer@cpu.service"
 _PAUSE_S = 0.2  # asking systemd starts processes, and the daemons need the cores
+_PATIENCE_S = 240.0  # daemons start from nothing here, with all their imports
 RUN_DIR = "/var/lib/slipstream/run"
 PREFIX = "/opt/slipstream"
 PYTHON = Path(sys.base_prefix).resolve()
@@ -121,7 +122,7 @@ class Systemd(Machine):
 
     def wait(self, condition: Callable[[], bool]) -> None:
         try:
-            eventually(condition, pause_s=_PAUSE_S)
+            eventually(condition, _PATIENCE_S, _PAUSE_S)
         except AssertionError as error:
             error.add_note(self.run("journalctl", "--no-pager", "--lines=60"))
             raise
@@ -129,6 +130,11 @@ class Systemd(Machine):
     def see_it_go_on(self) -> None:
         before = self.step
         self.wait(lambda: self.step >= before + 3)
+
+    def wait_for_journal(self, unit: str, *texts: str) -> None:
+        """Until they are there: the journal gets lines some time after they were written, and after a process ended."""
+        for text in texts:
+            self.wait(lambda text=text: text in self.journal(unit))  # type: ignore[misc]
 
     def signal(self, unit: str, signal: str) -> None:
         self.run("systemctl", "kill", f"--signal={signal}", "--kill-whom=main", unit)
@@ -167,8 +173,7 @@ def test_daemons_that_stand_still_are_killed_and_started_again(machine: Systemd)
         machine.signal(unit, "STOP")
     for unit, restarts in before.items():
         machine.wait(lambda u=unit, r=restarts: machine.restarts(u) > r and machine.state(u) == "active")
-        assert "Watchdog timeout" in machine.journal(unit)
-        assert "Fatal Python error: Aborted" in machine.journal(unit)
+        machine.wait_for_journal(unit, "Watchdog timeout", "Fatal Python error: Aborted")
     machine.see_it_go_on()
 
 
@@ -185,7 +190,7 @@ def test_stopping_the_target_drains_and_starting_it_goes_on_with_new_keys(machin
     machine.give_keys()
     machine.start()
     machine.see_it_go_on()
-    assert f"resuming at step {step}" in machine.journal(TRAINER)
+    machine.wait_for_journal(TRAINER, f"resuming at step {step}")
     # The trainer may go on for some steps with what the journal holds.
     machine.wait(lambda: "connected to the trainer of run" in machine.journal(PRODUCER).rpartition("Stopped ")[2])
 
@@ -197,7 +202,7 @@ def test_a_configuration_that_is_refused_is_not_tried_again(machine: Systemd) ->
     assert machine.state(PRODUCER) == "failed"
     assert machine.show(PRODUCER, "ExecMainStatus") == str(int(ExitCode.CONFIG))
     assert machine.restarts(PRODUCER) == 0
-    assert "no_such_key" in machine.journal(PRODUCER)
+    machine.wait_for_journal(PRODUCER, "no_such_key")
 
 
 def test_units_in_use_are_not_uninstalled_and_stopped_ones_are(machine: Systemd) -> None:
