@@ -22,16 +22,16 @@ from tests.processes import NewProcesses
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 PR_SET_NAME = 15
-LIMITS = Limits(time_s=10, memory_bytes=64 * 2**20, disk_bytes=4 * 2**20, processes=4, output_bytes=2**16)
+LIMITS = Limits(time_s=60, memory_bytes=64 * 2**20, disk_bytes=4 * 2**20, processes=4, output_bytes=2**16)
 
 
 def run(program: str, stdin: bytes = b"", **limits: Any) -> Outcome:
-    """Runs it, and fails if a process or descriptor of it is left."""
+    """Runs it, and fails if a process or descriptor of it is left. Threads of tests before may close theirs meanwhile."""
     descriptors, started = len(os.listdir("/proc/self/fd")), NewProcesses()
     sandbox = Sandbox(Limits(**{**vars(LIMITS), **limits}))
     outcome = asyncio.run(sandbox.run(program, stdin))
     assert started.alive() == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     return outcome
 
 
@@ -41,13 +41,17 @@ def test_an_ordinary_program_runs_with_its_input() -> None:
     asyncio.run(Sandbox(LIMITS).check())
 
 
+def test_the_self_test_of_a_slow_machine_may_take_longer_than_a_program() -> None:
+    asyncio.run(Sandbox(Limits(time_s=0.001)).check())
+
+
 def test_a_fork_bomb() -> None:
     bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     started = time.monotonic()
     assert run(bomb, time_s=1).ended == "time"
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     counts = (
-        "import os, time\nn = 0\ntry:\n    while n < 99:\n        os.fork() or time.sleep(5)\n        n += 1\n"
+        "import os, time\nn = 0\ntry:\n    while n < 99:\n        os.fork() or time.sleep(90)\n        n += 1\n"
         "except OSError:\n    print(n)"
     )
     assert run(counts).output == b"3\n"  # and the program itself
@@ -55,7 +59,8 @@ def test_a_fork_bomb() -> None:
 
 def test_threads_count_as_processes() -> None:
     program = (
-        "import threading, time\nn = 0\ntry:\n    while n < 99:\n        threading.Thread(target=time.sleep, args=(1,)).start()\n"
+        "import threading, time\nn = 0\ntry:\n    while n < 99:\n"
+        "        threading.Thread(target=time.sleep, args=(90,), daemon=True).start()\n"
         "        n += 1\nexcept RuntimeError:\n    print(n, flush=True)"
     )
     assert run(program).output == b"3\n"
@@ -135,7 +140,7 @@ def test_memory_of_one_process_and_of_all_together() -> None:
     assert b"MemoryError" in run("x = bytearray(2**30)").errors
     shared = (
         "import os, time\nfor _ in range(3):\n    os.fork()\nx = bytearray(40 * 2**20)\n"
-        "for i in range(0, len(x), 4096):\n    x[i] = 1\ntime.sleep(20)"
+        "for i in range(0, len(x), 4096):\n    x[i] = 1\ntime.sleep(90)"
     )
     outcome = run(shared, processes=16)
     assert outcome.ended == "memory"
@@ -192,7 +197,7 @@ def test_time_on_the_clock_and_on_the_processor() -> None:
     started = time.monotonic()
     assert run("import time\ntime.sleep(100)", time_s=0.5).ended == "time"
     assert run("while True: pass", time_s=0.5).ended == "time"
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_endless_output_ends() -> None:
@@ -219,7 +224,7 @@ print("done", flush=True)
     started = time.monotonic()
     outcome = run(program)
     assert (outcome.code, outcome.output, outcome.ended) == (0, b"done\n", "itself")
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 50
     assert not [p for p in psutil.process_iter(["name"]) if p.info["name"] == name]
 
 
@@ -258,7 +263,7 @@ def test_its_end_is_the_end_of_who_started_it() -> None:
     process = subprocess.Popen([sys.executable, "-c", starter])
     inner: list[Any] = []
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while ["/main.py"] not in _last_words(inner) and time.monotonic() < deadline:
             time.sleep(0.02)
             inner = psutil.Process(process.pid).children(recursive=True)
@@ -266,7 +271,7 @@ def test_its_end_is_the_end_of_who_started_it() -> None:
     finally:
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(inner, timeout=10)
+    _, alive = psutil.wait_procs(inner, timeout=60)
     assert alive == []
 
 
@@ -316,7 +321,7 @@ def test_where_nothing_isolates_nothing_runs(monkeypatch: pytest.MonkeyPatch, tm
 def test_the_reward_for_code() -> None:
     assert program_of("text\n```\nold\n```\nthen\n```python\nx = 1\n```") == "x = 1\n"
     assert program_of("x = 2") == "x = 2"
-    score = code(time_s=5, memory_bytes=2**27)
+    score = code(time_s=60, memory_bytes=2**27)
     texts = [
         "```python\ndef add(a, b):\n    return a + b\n```",
         "def add(a, b):\n    return a - b",
@@ -327,7 +332,7 @@ def test_the_reward_for_code() -> None:
     ]
     tests = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
     assert asyncio.run(score(texts, tests=[tests] * 6)) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    share = code(score="share")
+    share = code(score="share", time_s=60)
     doubles = [{"input": "2\n", "output": "4"}, {"input": "3\n", "output": "6\n"}]
     assert asyncio.run(share(["print(4)", "print(2 * int(input()))"], tests=[doubles] * 2)) == [0.5, 1.0]
     assert "expected Python" in str(asyncio.run(share(["x"], tests=[3]))[0])
