@@ -5,10 +5,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import ExitStack
 from getpass import getuser
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,6 +19,7 @@ import torch
 from protocol.runtime import json_lines as rotated_lines
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.warm_commands import WarmCommands
+from tests.unit.protocol.channel_harness import reserve_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]
 
@@ -40,17 +41,12 @@ def commands(folder: Path, python: str = sys.executable) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def test_the_tutorial(short_dir: Path, warm: WarmCommands) -> None:
+def test_the_tutorial(short_dir: Path, warm: WarmCommands, stack: ExitStack) -> None:
     blocks = list(BLOCK.finditer((REPOSITORY / "docs" / "tutorial.md").read_text()))
     folder = short_dir / "task"
     folder.mkdir()
     build_model("llama", folder / "model")
-    script, port = [], str(free_port())
+    script, port = [], str(reserve_port(stack))  # for minutes, until a server is there
     for block in blocks:
         if block["file"]:
             fewer = block["text"].replace("max_steps: 20", "max_steps: 8").replace("save_steps: 10", "save_steps: 4")

@@ -41,6 +41,7 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def driver(downloads: Path) -> Iterator[Any]:
     with browser(downloads) as result:
+        result.set_script_timeout(120)  # axe computes for seconds
         yield result
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.warm_commands import WarmCommands
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
 
 
