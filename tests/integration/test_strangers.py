@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 def test_a_run_finishes_among_strangers(tmp_path: Path, trained_model: Path) -> None:
     with ExitStack() as stack:
         endpoints = [f"tcp://127.0.0.1:{reserve_port(stack)}" for _ in range(2)]
-        transport = {"endpoint": endpoints[0], "blob_endpoint": endpoints[1], "heartbeat_timeout_s": 30.0}
+        transport = {
+            "endpoint": endpoints[0],
+            "blob_endpoint": endpoints[1],
+            "heartbeat_interval_s": 5.0,  # strangers hold heartbeats up, which costs no lease
+            "heartbeat_timeout_s": 30.0,
+        }
         run = Run(tmp_path, trained_model, stack, transport=transport, trainer={"max_steps": 10})
         trainer = run.trainer()
         report = Report("the trainer")

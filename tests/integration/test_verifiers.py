@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from producer.endpoint.agents import Agents
@@ -152,6 +153,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
             rewards={"functions": [{"posted": "turns", "weight": 0.0}]},
             environment={"agent": "verifiers", "options": {"id": "doubling", "arguments": arguments}},
             serve={"enabled": True, "max_requests": 32},
+            pipeline={"max_staleness": 1},  # after step 1 there are always episodes to come
             sampling={"num_generations": 4, "max_completion_length": 200},
             engine={"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True},
             trainer={"max_steps": 3, "save_steps": 100, "learning_rate": 1e-3},
@@ -166,7 +168,10 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
     trainer.wait_for(r"step 1/", beside=producer)
-    commands = {child: " ".join(child.cmdline()) for child in producer.family()}
+    commands: dict[psutil.Process, str] = {}
+    for child in producer.family():
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            commands[child] = " ".join(child.cmdline())
     (program,) = [child for child, said in commands.items() if "producer.plugins" in said and "keeper.py" not in said]
     program.kill()
     producer.wait_for(r"the agent program of environment ended \(killed by SIGKILL\); starting another in 1 s")
