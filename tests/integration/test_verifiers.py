@@ -74,7 +74,7 @@ def test_episodes_of_several_turns_are_played_recorded_and_rewarded(section: Env
         assert agents.rewarded == 6
         assert {request.fields["temperature"] for request in policy.requests} == {0.7}
 
-    asyncio.run(asyncio.wait_for(body(), 120))
+    asyncio.run(asyncio.wait_for(body(), 240))
 
 
 def conversation(episode: Episode) -> list[tuple[bool, str]]:

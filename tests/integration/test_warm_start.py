@@ -32,7 +32,7 @@ def test_rl_sft_writes_an_adapter_that_knows_the_rows(start: Callable[..., Run],
     arguments = ["--config", str(run.config_file)]
     command = Daemon("slipstream", tmp_path / "sft.log", "sft", *arguments)
     run.stack.callback(command.close)
-    assert command.end(120) == 0, command.output
+    assert command.end(240) == 0, command.output
     folder = Path(run.config.run_dir) / "sft"
     assert sorted(file.name for file in folder.iterdir()) == [
         "README.md",
@@ -49,7 +49,7 @@ def test_rl_sft_writes_an_adapter_that_knows_the_rows(start: Callable[..., Run],
     assert before.mean() < -2
     assert after.mean() > -0.2
     again = Daemon("slipstream", tmp_path / "again.log", "sft", *arguments)
-    assert again.end(60) == 78
+    assert again.end(240) == 78
     assert f"--to: {folder} exists already" in again.output
 
 
