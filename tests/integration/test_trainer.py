@@ -155,10 +155,16 @@ def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
         trainer={"max_steps": 10},
         observability={"log_format": "json", "rollout_samples": 0},
     )
+
+    def unhurried(lease: Lease, version: int) -> Group:
+        time.sleep(0.05)
+        return made_up_group(lease, version)
+
     trainer = run.trainer()
-    socket = Path(run.config.control_endpoint.removeprefix("ipc://"))
-    eventually(socket.exists)  # who waits for a trainer connects up to 1.5 s later than the other
-    producers = [run.producer(name, capacity=4) for name in ("left", "right")]
+    producers = [run.producer(name, capacity=0, answer=unhurried) for name in ("left", "right")]
+    eventually(lambda: all(producer.versions for producer in producers))  # one may connect seconds after the other
+    for producer in producers:
+        producer.capacity = 4  # which its next heartbeat says
     assert trainer.end() == 0
     for producer in producers:
         producer.join(10)
