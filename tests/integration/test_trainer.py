@@ -242,7 +242,8 @@ def to_prompt(row):
 
 def test_a_transform_that_hangs_does_not_hold_up_the_end_of_a_start(start: Callable[..., Run], tmp_path: Path) -> None:
     flag, file = tmp_path / "hang", tmp_path / "transforms.py"
-    file.write_text(HANGING_TRANSFORM.format(flag=flag))
+    own = f"# {time.time_ns()}\n"  # what a transform has made is kept, and an earlier run of the tests may have had this folder
+    file.write_text(own + HANGING_TRANSFORM.format(flag=flag))
     run = start(dataset={"transform": f"{file}:to_prompt"})
     flag.touch()
     trainer = run.trainer()
