@@ -28,6 +28,9 @@ from protocol.wire.messages import (
 
 Answer = Callable[[Lease, int], Group | Nack]
 
+_PATIENCE_S = 5.0
+"""A trainer that hears a second hello, because it was slow to answer the first one, gives the leases of the first one again."""
+
 
 def facts(**changes: object) -> EngineFacts:
     values = {
@@ -125,6 +128,7 @@ class ScriptedProducer:
         self.rejected: Reject | None = None
         self.farewell: str | None = None
         self._policy_version = -1
+        self._said_hello = -_PATIENCE_S
         self._stopping = False
         self._waiting: list[Lease] = []
         self._unacknowledged: set[str] = set()
@@ -143,7 +147,7 @@ class ScriptedProducer:
         self._thread.join(10)
 
     def _run(self) -> None:
-        said_hello = last_beat = 0.0
+        last_beat = 0.0
         while not self._stopping and self.farewell is None and self.rejected is None:
             arrived = self.channel.poll(0.05)
             while arrived:  # all of it, so that a heartbeat names every lease that has arrived
@@ -151,11 +155,10 @@ class ScriptedProducer:
                     self._receive(message)
                 arrived = self.channel.poll(0)
             now = time.monotonic()
-            if self._policy_version < 0 and now - said_hello > 0.5:
-                self.channel.send(
-                    Hello(self.name, self.engine, self.capacity, swap_mode=self.swap_mode, evaluates=self.evaluates)
-                )
-                said_hello = now
+            if self._policy_version < 0 and now - self._said_hello > _PATIENCE_S:
+                hello = Hello(self.name, self.engine, self.capacity, swap_mode=self.swap_mode, evaluates=self.evaluates)
+                if self.channel.send(hello):
+                    self._said_hello = now
             elif self._policy_version >= 0 and now - last_beat > 0.3:
                 held = [lease.lease_id for lease in self._waiting] + sorted(self._unacknowledged)
                 self.channel.send(Heartbeat(self._policy_version, self.capacity, held, 0, 0.0))
@@ -180,6 +183,7 @@ class ScriptedProducer:
                 self.rejected = message
             case Bye(reason="unknown_session"):
                 self._policy_version = -1
+                self._said_hello = -_PATIENCE_S
                 self._unacknowledged.clear()
             case Bye():
                 self.channel.send(Bye("stopping"))
