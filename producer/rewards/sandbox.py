@@ -5,8 +5,9 @@ read-only. `producer.rewards.sandbox_inside` bounds what bubblewrap cannot, befo
 refuses foreign ABIs, calls that only an attack on the kernel needs, sockets of other families than unix, new namespaces, and
 memory that no process holds as resident, because no limit would count it.
 
-`Sandbox.run` returns within `time_s` and a little. By then its keeper (`protocol.runtime.child`) has killed every process of the
-program. Output beyond `output_bytes` ends the program. `run` holds no lock and no thread.
+`Sandbox.run` returns within `time_s` and a little from the program's start, which a busy machine may delay by a minute at most.
+By then its keeper (`protocol.runtime.child`) has killed every process of the program. Output beyond `output_bytes` ends the
+program. `run` holds no lock and no thread.
 """
 
 import asyncio
@@ -54,6 +55,7 @@ _ACTION_FOR_FOREIGN_ABIS = 2  # SCMP_FLTATR_ACT_BADARCH
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _OWN_BYTES = 2**25  # resident: the keeper and bubblewrap
 _POLL_S = 0.05
+_START_S = 60.0
 _SELF_TEST_S = 60.0  # at least, because a machine that loads a model at the same time is slow
 
 Ended = Literal["itself", "time", "memory", "output"]
@@ -224,7 +226,7 @@ class Sandbox:
 
     async def run(self, program: str, stdin: bytes = b"", channel: socket.socket | None = None) -> Outcome:
         """Run `program` as a script, which has `channel` under the same descriptor; it is closed on this side. Raise
-        ConfigError if the isolation could not be set up, so that nothing was run."""
+        ConfigError if the isolation could not be set up, and TimeoutError if that takes too long, so that nothing was run."""
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as given:
                 if channel is not None:
@@ -250,7 +252,7 @@ class Sandbox:
         output, errors = bytearray(), bytearray()
         reading = asyncio.gather(self._collect(stdout, output), self._collect(stderr, errors), process.exited(math.inf))
         try:
-            ended = await self._until_it_ends(process, reading, (output, errors))
+            ended = await self._until_it_ends(process, reading, ready, (output, errors))
             status = await asyncio.shield(process.terminate())
             if ended != "itself":
                 await asyncio.wait([reading], timeout=_POLL_S)
@@ -269,13 +271,21 @@ class Sandbox:
             into += part[: self.limits.output_bytes - len(into)]
 
     async def _until_it_ends(
-        self, process: KeptProcess, reading: "asyncio.Future[Any]", collected: tuple[bytearray, ...]
+        self,
+        process: KeptProcess,
+        reading: "asyncio.Future[Any]",
+        ready: socket.socket,
+        collected: tuple[bytearray, ...],
     ) -> Ended:
-        deadline = time.monotonic() + self.limits.time_s
+        deadline, has_started = time.monotonic() + _START_S, False
         while not (await asyncio.wait({reading}, timeout=_POLL_S))[0]:
+            if not has_started and (has_started := _has_byte(ready)):
+                deadline = time.monotonic() + self.limits.time_s
             if any(len(each) >= self.limits.output_bytes for each in collected):
                 return "output"
             if time.monotonic() > deadline:
+                if not has_started:
+                    raise TimeoutError(f"the sandbox did not start within {_START_S:g} s: the machine is too busy")
                 return "time"
             if process.resident_bytes() > self.limits.memory_bytes + _OWN_BYTES:
                 return "memory"
@@ -286,10 +296,19 @@ class Sandbox:
         the message has the fix."""
         patient = copy.copy(self)
         patient.limits = replace(self.limits, time_s=max(_SELF_TEST_S, self.limits.time_s))
-        outcome = await patient.run(_SELF_TEST.format(processes=self.limits.processes))
+        try:
+            outcome = await patient.run(_SELF_TEST.format(processes=self.limits.processes))
+        except TimeoutError as error:
+            raise refusal(str(error)) from None
         if outcome.output != b"held" or outcome.code != 0:
             found = (outcome.errors or outcome.output).decode(errors="replace").strip()[-400:]
             raise refusal(found or f"the self-test ended by {outcome.ended} with {outcome.code}")
+
+
+def _has_byte(ready: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return ready.recv(1, socket.MSG_PEEK) == b"1"
+    return False
 
 
 def _file(content: bytes) -> BinaryIO:

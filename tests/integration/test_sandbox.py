@@ -45,6 +45,24 @@ def test_the_self_test_of_a_slow_machine_may_take_longer_than_a_program() -> Non
     asyncio.run(Sandbox(Limits(time_s=0.001)).check())
 
 
+def begun_late(monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+    command = Isolation.command
+    wait = ["sh", "-c", f'sleep {seconds}; exec "$@"', "sh"]
+    monkeypatch.setattr(Isolation, "command", lambda *given: [*wait, *command(*given)])
+
+
+def test_the_time_of_a_program_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_late(monkeypatch, 6)
+    assert run("print(1)", time_s=5) == Outcome(0, b"1\n", b"", "itself")
+
+
+def test_a_program_that_never_begins_is_no_failure_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_late(monkeypatch, 90)
+    monkeypatch.setattr("producer.rewards.sandbox._START_S", 0.5)
+    with pytest.raises(TimeoutError, match="did not start"):
+        run("print(1)")
+
+
 def test_a_fork_bomb() -> None:
     bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     started = time.monotonic()
