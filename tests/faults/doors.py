@@ -61,7 +61,7 @@ class Door:
         return self.look()["refusals"][reason]
 
     def told_of(self, producer: str) -> int:
-        """How often its log says that the producer joined or left."""
+        """Return how often the log says that this producer joined or left."""
         return self.log.read_text().count(f"producer {producer} ")
 
     def memory_mb(self) -> float:

@@ -449,7 +449,7 @@ def test_another_dialect_samples_from_the_policy_and_ends_in_time(live, registry
         }
 
         async def too_late(call: Call) -> None:
-            """Its time is over as soon as it is in the engine."""
+            """Ask, and be out of time as soon as the request is in the engine."""
             processor = live.engine._core.llm.output_processor
             async with asyncio.timeout(60) as scope:
                 arrival = asyncio.create_task(until(lambda: processor.request_states))
