@@ -7,7 +7,6 @@ first second, and the journal is counted at the end.
 
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.acceptor import AcceptorProcess, Job, State, started
 from benchmarks.load import Load
 from protocol.channel.keys import AUTHORIZED, generate
+from tests.unit.protocol.channel_harness import reserve_port
 
 _PROCESSES = 8
 _JOIN_S = 120.0  # for all producers
@@ -84,7 +84,7 @@ def local_wire(producers: list[str], *, with_keys: bool) -> Iterator[Wire]:
             generate(keys, name)
         for name in producers:
             shutil.copy(keys / f"{name}.public", keys / AUTHORIZED)
-        endpoint, blob_endpoint = (_reserved_endpoint(reserved) for _ in range(2))
+        endpoint, blob_endpoint = (f"tcp://127.0.0.1:{reserve_port(reserved)}" for _ in range(2))
         yield Wire(endpoint, blob_endpoint, str(keys))
 
 
@@ -147,14 +147,6 @@ def acknowledgements(
     return Acknowledgements(
         producers, offered_per_s, duration_s, acks[measured, 1], _cores(before, after), per_idle, back_s, refused
     )
-
-
-def _reserved_endpoint(stack: ExitStack) -> str:
-    """A port that nobody else gets, also while the trainer is away: bound but not listening, so that ZeroMQ can bind it too."""
-    holder = stack.enter_context(socket.socket())
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return f"tcp://127.0.0.1:{holder.getsockname()[1]}"
 
 
 def _of(wire: Wire) -> tuple[str, str, str | None]:
