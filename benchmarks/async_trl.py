@@ -15,12 +15,13 @@ from typing import Any
 
 import datasets
 import httpx
+import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer, TrainerCallback
 
 from benchmarks.tasks import TASKS, reward_of
-from benchmarks.trainer_step_async import on_cpu
+from benchmarks.trainer_step_async import replace_kernels
 from consumer.learn.options import build_lora
 from protocol.config.loader import load_config
 from protocol.runtime.processes import block_import
@@ -81,7 +82,8 @@ class MessagesReward:
 def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int, settings: list[str]) -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    on_cpu()
+    on_gpu = torch.cuda.is_available()
+    replace_kernels(on_gpu=on_gpu)
     task = TASKS[task_name]
     config = load_config(task.config, [*settings, f"run_dir={run_dir}"])
     tokenizer = AutoTokenizer.from_pretrained(task.base, padding_side="left")
@@ -96,7 +98,7 @@ def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int
         reward_funcs=MessagesReward(task_name),
         args=AsyncGRPOConfig(
             output_dir=str(run_dir / "trl"), seed=config.seed, max_steps=chosen["max_steps"], dtype=config.model.dtype,
-            use_cpu=True, bf16=False, learning_rate=chosen["learning_rate"],
+            use_cpu=not on_gpu, bf16=on_gpu, learning_rate=chosen["learning_rate"],
             lr_scheduler_type=chosen["lr_scheduler_type"], warmup_steps=chosen["warmup_steps"], max_grad_norm=1.0,
             per_device_train_batch_size=config.completions_per_step, token_budget=0, num_generations=sampling.num_generations,
             max_completion_length=sampling.max_completion_length, temperature=sampling.temperature,

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from protocol.runtime import json_lines
 
 CaseT = TypeVar("CaseT", bound=NamedTuple)
@@ -24,7 +26,8 @@ class FinishedRuns:
         self._file = file
         self.lines: list[dict[str, Any]] = json_lines.read(file) if file.exists() else []
         commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-        self._made_on = {"machine": f"{os.cpu_count()} CPUs, {platform.platform()}", "commit": commit}
+        gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+        self._made_on = {"machine": f"{gpu}{os.cpu_count()} CPUs, {platform.platform()}", "commit": commit}
 
     def make(self, case: CaseT, run: Callable[[CaseT], dict[str, Any]]) -> dict[str, Any] | None:
         """Make the run of a case, and return its line; None if it has finished before."""

@@ -1,6 +1,6 @@
 """`make bench-overlap`: generation beside training, as the pair does it, in turns, and as TRL's asynchronous trainer does it.
 
-Guarantee: all arms learn the same task (`benchmarks.tasks`) on the same cores
+Guarantee: all arms learn the same task (`benchmarks.tasks`) on the same cores or the same GPU
 (`benchmarks.whole_runs`). The arms take turns, in another order each round. TRL is tuned: the first round runs it with each
 number of tasks in flight, the others with the fastest. Every finished run is a line of `--out`, with accuracy at its checkpoints,
 and is not repeated.
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from benchmarks.watch import Watch
 from benchmarks.whole_runs import CHECKPOINTS, Run, sampled_until, scores, steps
 from examples.folders import fresh_folder
 from producer.engine.own_arguments import served_modules
+from protocol.errors import DeviceError
+from protocol.gpu.nvml import select_gpus
 
 FOLDER = Path("runs/bench/overlap").absolute()
 _END_S = 3600.0
@@ -66,12 +69,12 @@ def serve(run: Run, case: Case) -> str:
     )  # fmt: skip
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, *, on_gpu: bool) -> dict[str, Any]:
     fresh_folder(case.folder)
     began = time.time()
     with ExitStack() as stack:
         watch = stack.enter_context(Watch())
-        run = Run(case, stack, watch)
+        run = Run(case, stack, watch, on_gpu=on_gpu)
         url = serve(run, case) if case.arm != OWN else None
         served = time.time()
         if case.arm == TRL:
@@ -103,7 +106,7 @@ def _dropped(case: Case, lines: list[dict[str, Any]], of_a_group: int) -> int:
 
 
 def _train_trl(run: Run, case: Case, url: str) -> None:
-    words = [case.task, str(case.folder), url, str(case.inflight), str(case.save_steps), *case.settings]
+    words = [case.task, str(case.folder), url, str(case.inflight), str(case.save_steps), *run.settings]
     run.start("trainer", "benchmarks.async_trl", words).wait(_END_S)
 
 
@@ -122,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("--arms", nargs="+", choices=(OWN, SERVED, TRL), default=[OWN, SERVED, TRL])
+    parser.add_argument("--gpu", default="cpu", metavar="N|cpu", help="where all run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
@@ -131,11 +135,15 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.steps < WARM_UP + 2:
         parser.error(f"--steps: the first {WARM_UP} are not timed, and two more are needed")
+    try:
+        on_gpu = bool(select_gpus(options.gpu))
+    except DeviceError as error:
+        parser.error(str(error))
     TASKS[options.task].build()
     FOLDER.mkdir(parents=True, exist_ok=True)
     runs = FinishedRuns(options.out)
     for case in cases(options, runs.lines):
-        if (found := runs.make(case, run)) is not None:
+        if (found := runs.make(case, partial(run, on_gpu=on_gpu))) is not None:
             print(*case, f"{found['whole_s']} s, accuracy {found['accuracy'][-1][2]:.3f}", flush=True)
     shown = [one for one in runs.lines if one["task"] == options.task]
     print(table(shown))

@@ -164,12 +164,13 @@ def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.BASE, padding_side="left")
     folder, adapter = _base_and_adapter(smollm2.BASE, trained)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
     rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / rows_file), split="train")
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
     longest = load_config(smollm2.CONFIG).sampling.max_completion_length
     with torch.no_grad():
         output = model.eval().generate(**inputs, max_new_tokens=longest, do_sample=False)

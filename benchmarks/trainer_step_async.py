@@ -2,7 +2,7 @@
 
 Guarantee: trie packing, batcher, collator, loss and passes are TRL's; the batch and its advantages are those of the other sides.
 On CUDA the FlashAttention is that of the package flash-attn, which ours takes too, where TRL would fetch one from Hugging Face's
-hub. Three things that TRL has for CUDA alone are replaced on a CPU (`on_cpu`), and nothing else:
+hub. Three things that TRL has for CUDA alone are replaced on a CPU, and nothing else:
 
 - FlashAttention 3 of Hugging Face's hub, by torch's SDPA over segments of similar lengths, padded together;
 - the name of the device, which its metric of used FLOPs asks for, by none;
@@ -52,10 +52,7 @@ def trl_async(
     groups: list[RolloutGroup], folder: Path, config: RunConfig, *, on_gpu: bool
 ) -> tuple[Any, Callable[[], torch.Tensor]]:
     """The trainer, and its step over these groups."""
-    if on_gpu:
-        packing._flash_attn = lambda: importlib.import_module("flash_attn")
-    else:
-        on_cpu()
+    replace_kernels(on_gpu=on_gpu)
     tokens = int(config.pipeline.trainer_tokens_per_micro_batch)
     samples = [sample for number, group in enumerate(groups) for sample in samples_of(number, group)]
     trainer = AsyncGRPOTrainer(
@@ -131,7 +128,11 @@ def _set_own_logprobs(trainer: Any, row: packing.TreeRow, inputs: dict[str, torc
         sample["old_log_probs"][sample["completion_mask"] == 1] = own[of_sample == number]
 
 
-def on_cpu() -> None:
+def replace_kernels(*, on_gpu: bool) -> None:
+    """Give TRL the kernels that the module's guarantee names."""
+    if on_gpu:
+        packing._flash_attn = lambda: importlib.import_module("flash_attn")
+        return
     packing._flash_attn = lambda: Kernel
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     trl.trainer.utils._use_triton = lambda device: (

@@ -1,7 +1,7 @@
 """Whole runs of a benchmark's task: the processes of a run, the pair in it, and accuracy at its checkpoints.
 
-Guarantee: an engine has one thread, on core 0. The trainer's processes have one thread each, on both cores. All processes of a
-run end with it.
+Guarantee: on a CPU an engine has one thread, on core 0, and the trainer's processes have one thread each, on both cores. On a GPU
+both sides share it, in bfloat16, with an adapter that the engine serves. All processes of a run end with it.
 """
 
 import os
@@ -32,6 +32,12 @@ WORTH = 0.9
 """The accuracy to which costs are compared, as a share of the best that any run reached."""
 
 _END_S, _STOP_S = 7200.0, 60.0
+_ON_CPU = {
+    "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": ENGINE_CORE,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+_ON_GPU = ["model.dtype=bfloat16", "swap.mode=adapter", "pipeline.gpu=shared", "engine.enforce_eager=false"]
+_SERVERS_SHARE = "0.7"  # of the GPU's memory
 
 
 class RunCase(Protocol):
@@ -48,18 +54,18 @@ class RunCase(Protocol):
 
 
 class Run:
-    """The processes of a case, which end with `stack`."""
+    """The processes of a case, which end with `stack`. `on_gpu`: on the first GPU that is visible."""
 
-    def __init__(self, case: RunCase, stack: ExitStack, watch: Watch) -> None:
-        self.case, self.stack, self._watch = case, stack, watch
-        self.config = load_config(TASKS[case.task].config, case.settings)
+    def __init__(self, case: RunCase, stack: ExitStack, watch: Watch, *, on_gpu: bool = False) -> None:
+        self.case, self.stack, self._watch, self._on_gpu = case, stack, watch, on_gpu
+        self.settings = case.settings + (_ON_GPU if on_gpu else [])
+        self.config = load_config(TASKS[case.task].config, self.settings)
 
     def start(self, side: str, module: str, words: list[str]) -> "subprocess.Popen[bytes]":
         """Start a process of the side `engine` or `trainer`, whose output goes to a file."""
-        bound = ["taskset", "-c", ENGINE_CORE] if side == "engine" else []
-        changes = {
-            "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": ENGINE_CORE,
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1",
+        bound = ["taskset", "-c", ENGINE_CORE] if side == "engine" and not self._on_gpu else []
+        changes = ({} if self._on_gpu else _ON_CPU) | {
+            "TOKENIZERS_PARALLELISM": "false", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1",
             "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         with (self.case.folder / f"{module.partition('.')[0]}.log").open("wb") as log:
@@ -71,12 +77,14 @@ class Run:
         return process
 
     def serve(self, model: Path, *flags: str) -> str:
-        """Start a vLLM server of a model on the engine's core, wait for it, and return its address."""
+        """Start a vLLM server of a model on the engine's core or the GPU, wait for it, and return its address."""
         port = reserve_port(self.stack)
+        on_cpu = ("--enforce-eager", "--distributed-executor-backend", ON_CPU["distributed_executor_backend"])
         words = [
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", self.config.model.dtype),
-            *("--max-model-len", str(self.config.engine["max_model_len"]), "--enforce-eager"),
-            *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"], *flags),
+            *("--max-model-len", str(self.config.engine["max_model_len"])),
+            *(("--gpu-memory-utilization", _SERVERS_SHARE) if self._on_gpu else on_cpu),
+            *flags,
         ]  # fmt: skip
         server = self.start("engine", "vllm.entrypoints.openai.api_server", words)
         url = f"http://127.0.0.1:{port}"
@@ -86,12 +94,12 @@ class Run:
     def train_pair(self, url: str | None = None, more: Sequence[str] = ()) -> None:
         """Run the pair to its end, with an engine of its own, or with the server at `url`, and with `more` settings."""
         case, sockets = self.case, self.stack.enter_context(tempfile.TemporaryDirectory(prefix="pair-"))
-        changes = [*case.settings, f"run_dir={case.folder}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
+        changes = [*self.settings, f"run_dir={case.folder}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
         changes += ["evaluation=null", "observability.progress=false", *more]
         if url is not None:
             adapters = f"engine_server.adapter_dir={sockets}/adapters"
             changes += ["engine={}", "swap.mode=adapter", f"engine_server.url={url}", adapters]
-        words = ["--gpu", "cpu", "--config", TASKS[case.task].config]
+        words = ["--gpu", "0" if self._on_gpu else "cpu", "--config", TASKS[case.task].config]
         words += [word for change in changes for word in ("--set", change)]
         producer = self.start("engine" if url is None else "trainer", "producer.app.cli", words)
         trainer = self.start("trainer", "consumer.app.cli", words)
