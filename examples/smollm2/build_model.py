@@ -59,6 +59,8 @@ def convert(gguf: Path, folder: Path) -> None:
     digits = pre_tokenizers.Digits(individual_digits=True)  # the original's rule, which GGUF has no place for
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"  # transformers 5.17 reads others
+    tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
         **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16

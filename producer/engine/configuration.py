@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -72,6 +73,13 @@ def leave_a_core(vllm_config: Any) -> None:
     each other many times a step, so a thread that shares its core holds up all of them."""
     if vllm_config.parallel_config.distributed_executor_backend == ON_CPU["distributed_executor_backend"]:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+
+
+def keep_float32(vllm_config: Any) -> None:
+    """Let Triton multiply in float32 for a model in float32. By default attention on CUDA rounds to TF32, and differs from the
+    trainer's by more than `swap.probe_tolerance`."""
+    if vllm_config.model_config.dtype == torch.float32:
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def take_places(vllm_config: Any, group_size: int) -> int:

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
-from producer.engine.configuration import build_vllm_config, leave_a_core, model_folder, take_places
+from producer.engine.configuration import build_vllm_config, keep_float32, leave_a_core, model_folder, take_places
 from producer.engine.core import SCORING, EngineCore, logprobs_of, lora_request, prompt_of
 from producer.engine.sampling import group_fields, limits
 from producer.engine.tool_calls import ToolCallParser
@@ -37,6 +37,7 @@ class VllmEngine:
         folder = model_folder(config)
         vllm_config = build_vllm_config(config, folder, num_gpus)
         leave_a_core(vllm_config)
+        keep_float32(vllm_config)
         max_num_seqs = take_places(vllm_config, config.sampling.num_generations)
         recorder, silent = _LoadRecorder(), bool(config.engine.get("disable_log_stats"))
         self._core = EngineCore(vllm_config, None if silent else [lambda _config, _index: recorder, _Prometheus])
