@@ -11,7 +11,9 @@ def run(place: Place) -> Findings:
     run_dir = place.folder / "run"
     command = [sys.executable, "-m", "examples.arithmetic.demo", "--run-dir", str(run_dir)]
     done = subprocess.run([*command, "--gpus", f"{place.gpu},{place.gpu}"], check=False)
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    if not (written := run_dir / "summary.json").exists():
+        done.check_returncode()
+    summary = json.loads(written.read_text(encoding="utf-8"))
     names = ("eval_before", "eval_after", "steps", "wall_s", "overlap_efficiency", "swap_p50_ms", "swap_p99_ms")
     yield {"what": "summary", **{name: summary[name] for name in names}}
     done.check_returncode()  # it learned less than it should

@@ -1,11 +1,13 @@
 """Sections of libraries, checked against the real vLLM."""
 
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from protocol.config.library_section import build
@@ -137,3 +139,18 @@ def test_an_engine_that_cannot_sleep_takes_no_turns_on_a_gpu(tmp_path: Path, mon
     monkeypatch.setattr(vllm_config, "current_platform", on_gpu)
     assert refusal_of(enable_sleep_mode=False).startswith("engine.enable_sleep_mode: pipeline.gpu: turns sets it")
     assert "Sleep mode is not supported on current platform" in refusal_of(), "vLLM was asked for it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "found"),
+    [(torch.float32, None, "ieee"), (torch.float32, "tf32", "tf32"), (torch.bfloat16, None, None)],
+)
+def test_products_of_a_float32_engine_are_not_rounded_to_tf32_unless_a_user_decides(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, given: str | None, found: str | None
+) -> None:
+    from producer.engine.configuration import keep_float32
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {"TRITON_F32_DEFAULT": given} if given else {})
+        keep_float32(SimpleNamespace(model_config=SimpleNamespace(dtype=dtype)))
+        assert os.environ.get("TRITON_F32_DEFAULT") == found
