@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import json
 import socket
 import sys
@@ -192,6 +193,17 @@ def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):
     (engine,) = made
     assert engine.shut_down
     assert engine.num_gpus == 2
+
+
+def test_what_is_there_when_the_engine_is_ready_is_not_searched_for_garbage_again(config, monkeypatch):
+    monkeypatch.setattr(Engine, "alive_s", 0.0)
+    there: list[object] = [config]
+    gc.unfreeze()
+    with pytest.raises(EngineError, match="the engine core has ended"):
+        live(config)
+    assert not any(one is there for one in gc.get_objects())  # it has none of those that are frozen
+    gc.unfreeze()
+    assert any(one is there for one in gc.get_objects())
 
 
 def test_a_producer_that_fails_ends_its_test_also_while_a_trainer_waits_for_it(config, trainer, monkeypatch):
