@@ -43,7 +43,7 @@ def sections(place: Place, run_dir: Path, mode: str, dtype: str, share: float | 
         share: of the GPU's memory for the engine; None: what follows from the rest.
     """
     folder = base(place)
-    length, steps = (16, 4) if place.on_cpu else (256, 30)
+    length, steps = (16, 4) if place.on_cpu else (256, 8)
     return {
         "run_dir": str(run_dir),
         "model": {"path": str(folder / "model"), "dtype": dtype},

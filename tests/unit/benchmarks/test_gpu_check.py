@@ -16,7 +16,7 @@ from protocol.gpu.nvml import Gpu
 
 @pytest.mark.parametrize(
     ("minutes", "last"),
-    [(0.1, "machine"), (5, "pair-adapter"), (15, "parity-merged"), (30, "ranks"), (31, PLAN[-1].name)],
+    [(0.1, "machine"), (5, "demo"), (15, "step"), (30, "swap-adapter"), (45, PLAN[-1].name)],
 )
 def test_what_is_worth_most_comes_first(minutes: float, last: str) -> None:
     parts = planned(minutes)
