@@ -39,7 +39,13 @@ def run(place: Place, mode: str, ranks: int = 1) -> Findings:
     steps = reader.lines(STEPS)
     if steps:
         yield from _of_steps(steps)
-    swaps = [event["ms"] for timeline in reader.timelines() for event in timeline if event["event"] == "swap"]
+    events = [event for timeline in reader.timelines() for event in timeline]
+    stats = [event for event in events if event["event"] == "stats"]
+    if stats:
+        busy_s = max(1e-9, stats[-1]["busy_s"])
+        per_s = {f"{name}_per_s": stats[-1][name] / busy_s for name in ("tokens", "groups")}
+        yield {"what": "producer while busy", "busy_s": busy_s, **per_s}
+    swaps = [event["ms"] for event in events if event["event"] == "swap"]
     if swaps:
         yield {"what": "swaps", "count": len(swaps), "median_ms": statistics.median(swaps), "longest_ms": max(swaps)}
     if failure is not None:
