@@ -50,13 +50,17 @@ REMEDIES: dict[str, Settings] = {
 """Settings against the wait for groups with signal. `SOURCES` stands for the task's rows as an easy and a hard source. What
 is known of single prompts counts from the second epoch on, which takes few prompts."""
 
-_LONG = ("sampling.max_completion_length=192", "engine.max_model_len=320", "trainer.learning_rate=1e-6")
+_LONG = (
+    "sampling.max_completion_length=192", "engine.max_model_len=320", "trainer.learning_rate=1e-6",
+    "pipeline.groups_per_step=2",
+)  # fmt: skip
 SWAPS: dict[str, Settings] = {
     f"{mode}, {in_flight}": (f"swap.mode={mode}", f"swap.in_flight={in_flight}", *_LONG)
     for mode, ways in {"adapter": ("finish", "continue", "restart"), "merged": ("continue", "restart")}.items()
     for in_flight in ways
 }
-"""What becomes of requests in flight at a swap. At this learning rate completions keep the long tail that they begin with."""
+"""What becomes of requests in flight at a swap. At this learning rate completions keep the long tail that they begin with. Steps
+are small, because an engine on a CPU is slow with adapters."""
 
 TEACHERS: dict[str, Settings] = {
     "rewards": (),
