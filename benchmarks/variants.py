@@ -43,6 +43,7 @@ REMEDIES: dict[str, Settings] = {
     "replay, without rerolls": ("replay.mode=signal", "reroll.max_attempts=0"),
     "partial batches": ("pipeline.fill=partial", "pipeline.fill_timeout_s=5"),
     "partial batches, 0.1 s": ("pipeline.fill=partial", "pipeline.fill_timeout_s=0.1"),
+    **{f"{groups} groups a step": (f"pipeline.groups_per_step={groups}",) for groups in (4, 8)},
     "256 prompts": _FEW,
     "256 prompts, by signal": (*_FEW, "dataset.sampling=by_signal"),
     "256 prompts, cooldown": (*_FEW, "reroll.solved_cooldown_epochs=1"),
