@@ -98,7 +98,7 @@ class Run:
         changes += ["evaluation=null", "observability.progress=false", *more]
         if url is not None:
             adapters = f"engine_server.adapter_dir={sockets}/adapters"
-            changes += ["engine={}", "swap.mode=adapter", f"engine_server.url={url}", adapters]
+            changes += ["engine={}", "swap.mode=adapter", "pipeline.gpu=own", f"engine_server.url={url}", adapters]
         words = ["--gpu", "0" if self._on_gpu else "cpu", "--config", TASKS[case.task].config]
         words += [word for change in changes for word in ("--set", change)]
         producer = self.start("engine" if url is None else "trainer", "producer.app.cli", words)

@@ -1,7 +1,7 @@
 """Which parts there are, in the order of their worth, and which of them fit into so many minutes.
 
-Guarantee: the choice follows from the plan and the minutes alone. Seconds are estimates from an H200, where an
-engine starts in 100 s and six parts ran.
+Guarantee: the choice follows from the plan and the minutes alone. Seconds are estimates from an H200, where an engine starts
+in 100 s and six parts ran.
 """
 
 from collections.abc import Sequence

@@ -255,7 +255,7 @@ async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
             + (f": {outage}" if (outage := engine.outage()) else "")
         ) from error
     gc.collect()
-    gc.freeze()  # what libraries have made stays; searching all of it again and again is a fifth of this process's work
+    gc.freeze()  # what libraries have made stays; searching all of it again and again is a sixth of this process's work
     engine_s = time.monotonic() - started
     logger.info("engine ready after %.0f s", engine_s)
     base.timeline.record("start", name=base.launch.name, engine_start_s=round(engine_s, 3))
