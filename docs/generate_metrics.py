@@ -160,8 +160,7 @@ def page() -> str:
         parts.append(f"## {title}\n\n| metric | labels | meaning |\n|---|---|---|\n")
         parts[-1] += "\n".join(rows(registry, prefix)) + "\n"
     parts.append(
-        "## The engine\n\nA producer also shows vLLM's own metrics under vLLM's names, such as "
-        "`vllm:num_requests_running` and\n`vllm:kv_cache_usage_perc`. "
+        "## The engine\n\nA producer also shows vLLM's own metrics under vLLM's names. "
         "`engine.disable_log_stats: true` turns them off.\n"
     )
     return "\n".join(parts)
