@@ -206,6 +206,7 @@ def swaps(folder: Path, lines: list[dict[str, Any]], groups: list[Answered]) -> 
     tokens that were sampled for nothing."""
     (file,) = folder.glob("producer-*.jsonl")
     events = json_lines.read(file)
+    sampled = max(event["tokens"] + event["dropped_tokens"] for event in events if "tokens" in event)
     live = {event["version"]: event["t"] for event in events if event["event"] == "swap"}
     ended = {line["step"]: line["t"] for line in lines}
     versions = sorted(set(live) & set(ended))
@@ -214,7 +215,7 @@ def swaps(folder: Path, lines: list[dict[str, Any]], groups: list[Answered]) -> 
     return {
         "live_s": [live[each] - ended[each] for each in versions],
         "begun_s": [at - ended[each] for each in versions if (at := begun[each]) is not None],
-        "wasted_tokens": max(event["tokens"] for event in events if "tokens" in event) - used,
+        "wasted_tokens": sampled - used,
         "used_tokens": used,
         "lengths": {"median": median(one.median for one in groups), "longest": max(one.longest for one in groups)},
     }

@@ -103,5 +103,6 @@ class Supervision:
     def totals(self) -> dict[str, Any]:
         situation = self.read_status()
         counters, busy_s = situation.counters, situation.workload.busy_s
-        counts = {name: getattr(counters, name) for name in ("tokens", "groups", "failed", "abandoned")}
+        names = ("tokens", "dropped_tokens", "groups", "failed", "abandoned")
+        counts = {name: getattr(counters, name) for name in names}
         return counts | {"busy_s": round(busy_s, 3), "idle_s": round(counters.idle_s, 3)}

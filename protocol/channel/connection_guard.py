@@ -45,12 +45,20 @@ _RESET = struct.pack("=ii", 1, 0)  # linger for no time at all: a peer that goes
 class WatchedConnection:
     socket: socket.socket  # a duplicate
     accepted_at: float
+    is_sure: bool = False  # the duplicate was made before the connection ended
     finished: bool = False  # its handshake
     deliveries: int = 0  # messages that it had completed at the last check
     mark: int = 0  # bytes that it had sent then
     over_since: float | None = None  # when it was found to have sent too much
     was_reported: bool = False  # then
     was_shut: bool = False
+
+    def may_be_another(self, descriptor: int) -> bool:
+        """Tell whether it may be one that got the number `descriptor` after the end of the connection that was accepted."""
+        try:
+            return not self.is_sure and os.path.sameopenfile(self.socket.fileno(), descriptor)
+        except OSError:  # the number is free
+            return False
 
     def has_finished(self, counts: tuple[int, int] | None, done_bytes: int, longest_s: float) -> bool:
         """Tell whether its handshake is over, by the byte `counts` of one moment: between two moments it could end unseen. It
@@ -297,14 +305,19 @@ class ConnectionGuard(threading.Thread):
 
     def _read_events(self) -> None:
         for index, monitor in enumerate(self._monitors):
+            begun = []
             while monitor.poll(0):
                 event, value = struct.unpack("=Hi", monitor.recv_multipart()[0])
                 if event == zmq.EVENT_ACCEPTED:
                     self._begin((index, value))
+                    begun.append((index, value))
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._end((index, value))
                 else:
                     self._failures[index] = event, value
+            for key in begun:
+                if connection := self._connections.get(key):
+                    connection.is_sure = True  # else its end had been read
 
     def _begin(self, key: ConnectionKey) -> None:
         # The owner thread may note a message before this thread sees the accept. Rarely it belongs to the previous connection
@@ -322,6 +335,9 @@ class ConnectionGuard(threading.Thread):
         event, value = self._failures.pop(key[0], (0, 0))
         connection = self._connections.pop(key, None)
         self._watched.pop(key, None)
+        if connection is not None and connection.may_be_another(key[1]):
+            connection.socket.close()
+            connection = None
         is_finished = connection is not None and self._is_finished(key, connection, connection.byte_counts())
         reason = reason_of_end(
             event, value, connection, is_finished=is_finished, has_keys=self._authenticator is not None,

@@ -64,6 +64,28 @@ def honest(stack: ExitStack, door: Door, honest_keys: ProducerKeys) -> Honest:
     return producer
 
 
+@pytest.fixture(scope="module")
+def descriptors_at_rest(door: Door, honest: Honest) -> int:
+    process = psutil.Process(door.process.pid)
+
+    def ports() -> set[int]:
+        return {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED}
+
+    eventually(lambda: ports() == set(door.ports), "both connections of the honest producer")
+    return process.num_fds()
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays(door: Door, descriptors_at_rest: int) -> Iterator[None]:
+    """Let the next test begin when the door has counted the end of every peer of this one, and who was put out is back."""
+    yield
+    for port in door.ports:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as last:
+            last.recv(1)  # it is let in after those that came before
+    process = psutil.Process(door.process.pid)
+    eventually(lambda: process.num_fds() == descriptors_at_rest, "only the honest producer's connections")
+
+
 @contextmanager
 def refused_only(door: Door, honest: Honest, reason: str, at_least: int = 1, also: str = "") -> Iterator[None]:
     """`reason` is counted, nothing else is but `also`, and honest work goes on during and after it on the same session."""

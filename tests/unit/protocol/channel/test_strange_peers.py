@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,36 @@ def test_who_spoke_and_left_has_not_spoken_for_who_got_its_number(guard: Connect
     guard._note_first_messages(guard.deliveries.take_first_messages())
     assert guard._quota._users == {key: b"other"}
     guard._end(key)
+
+
+class Monitor:
+    """What libzmq says of one socket, from `told`."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def poll(self, _: int) -> bool:
+        return bool(self.told)
+
+    def recv_multipart(self) -> list[bytes]:
+        return [struct.pack("=Hi", *self.told.pop(0))]
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_who_got_the_number_of_one_that_left_is_not_taken_for_a_refused_one(
+    guard: ConnectionGuard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """The guard reads of an accept and of its end at once, so the number may be that of another; after two reads it is not."""
+    here, _there = (stack.enter_context(end) for end in socket.socketpair())
+    before, monitor = open_descriptors(), Monitor()
+    monkeypatch.setattr(guard, "_monitors", [monitor])
+    monitor.told = [(zmq.EVENT_ACCEPTED, here.fileno())]
+    if reads == 2:
+        guard._read_events()
+    monitor.told += [(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0), (zmq.EVENT_DISCONNECTED, here.fileno())]
+    guard._read_events()
+    assert guard._refusals.counts.total() == reads - 1
+    assert open_descriptors() == before
 
 
 def test_a_question_about_a_key_that_cannot_be_answered_is_a_refusal_and_the_next_one_is_answered(
