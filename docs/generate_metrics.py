@@ -93,7 +93,8 @@ def trainer_registry() -> CollectorRegistry:
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0, sources=["SOURCE"], environments=environments)
     parts: Any = Nought()
     parts.fleet, parts.sources = Nought(), Nought()
-    parts.sources.names = ["SOURCE"]
+    parts.sources.names, parts.sources.environments = ["SOURCE"], environments
+    parts.environments = lambda: {"ENVIRONMENT": Nought()}
     parts.fleet.sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}
     watch_evaluation(registry, None)
     watch_turns(registry, None)
