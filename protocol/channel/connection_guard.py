@@ -159,7 +159,9 @@ def reason_of_end(
         return "no_key" if event and left_at_greeting else None  # it learned from ours that it needs one
     if not event:
         return "oversized" if is_finished else "bad_handshake"
-    return "handshake_timeout" if time.monotonic() - connection.accepted_at > HANDSHAKE_S - 0.5 else "bad_handshake"
+    said_nothing = counts is not None and counts[1] == 0
+    is_late = time.monotonic() - connection.accepted_at > HANDSHAKE_S - 0.5
+    return "handshake_timeout" if said_nothing or is_late else "bad_handshake"
 
 
 _MOST_ENDED = 65_536  # connections whose owner does not ask for them

@@ -88,14 +88,17 @@ def nobody_stays(door: Door, descriptors_at_rest: int) -> Iterator[None]:
 
 @contextmanager
 def refused_only(door: Door, honest: Honest, reason: str, at_least: int = 1, also: str = "") -> Iterator[None]:
-    """`reason` is counted, nothing else is but `also`, and honest work goes on during and after it on the same session."""
+    """`reason` is counted, nothing else is but `also`, and honest work goes on during and after it on the same session.
+
+    A client that is closed while ZeroMQ tries once more may leave at its greeting, as one without keys does.
+    """
     before, told = door.look(), door.told_of("honest-1-aaaa")
     yield
     eventually(lambda: door.refused(reason) >= before["refusals"][reason] + at_least, f"refusals for {reason}")
     honest.wait_for_acks()
     after = door.look()
     changed = {name for name, count in after["refusals"].items() if count != before["refusals"][name]}
-    assert changed - {also} == {reason}
+    assert changed <= {reason, also, "no_key"}
     assert door.told_of("honest-1-aaaa") == told, "it neither left nor joined anew"
     assert "duplicate" not in {ack.outcome for ack in honest.acks}
     for count in ("bad_frames", "invalid"):

@@ -226,6 +226,24 @@ def test_who_got_the_number_of_one_that_left_is_not_taken_for_a_refused_one(
     assert open_descriptors() == before
 
 
+@pytest.mark.parametrize(("said", "reason"), [(b"", "handshake_timeout"), (b"GET /", "bad_handshake")])
+def test_who_says_nothing_has_no_bad_handshake(
+    guard: ConnectionGuard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, said: bytes, reason: str
+) -> None:
+    """Even where the guard has learned late that it was there."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    peer = stack.enter_context(socket.create_connection(listener.getsockname()))
+    here = stack.enter_context(listener.accept()[0])
+    peer.sendall(said)
+    monitor = Monitor()
+    monkeypatch.setattr(guard, "_monitors", [monitor])
+    monitor.told = [(zmq.EVENT_ACCEPTED, here.fileno())]
+    guard._read_events()
+    monitor.told = [(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0), (zmq.EVENT_DISCONNECTED, here.fileno())]
+    guard._read_events()
+    assert +guard._refusals.counts == {reason: 1}
+
+
 def test_a_question_about_a_key_that_cannot_be_answered_is_a_refusal_and_the_next_one_is_answered(
     stack: ExitStack,
 ) -> None:
