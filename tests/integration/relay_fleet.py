@@ -62,6 +62,7 @@ class Fleet:
         self.producers: dict[str, Child] = {}
         self._late = late
         self._version = 0
+        self._counted: dict[str, dict[str, int]] = {}  # downloads up to the last arrival, by producer
         self._add(early)
 
     def join(self) -> None:
@@ -93,7 +94,7 @@ class Fleet:
         }
 
     def wait_for(self, version: int) -> dict[str, Arrival]:
-        """By producer, without those that have ended."""
+        """By producer, without those that have ended. Each has the downloads since the arrival before."""
         deadline = time.monotonic() + _PATIENCE_S
         waiting = {child.pipe: name for name, child in self.producers.items()}
         arrivals: dict[str, Arrival] = {}
@@ -108,8 +109,12 @@ class Fleet:
                     arrival = None
                 if arrival is None:
                     del self.producers[waiting.pop(pipe)]
-                elif arrival.version == version:
-                    arrivals[waiting.pop(pipe)] = arrival
+                    continue
+                before = self._counted.get(name := waiting[pipe], {})
+                self._counted[name] = arrival.downloads
+                if arrival.version == version:
+                    since = {source: count - before.get(source, 0) for source, count in arrival.downloads.items()}
+                    arrivals[waiting.pop(pipe)] = arrival._replace(downloads=since)
         return arrivals
 
     def carried(self) -> dict[str, int]:
