@@ -70,7 +70,6 @@ def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[st
     """Left: accuracy after the last step, mean and standard deviation over the seeds, every seed as a dash. Right: mean
     learning curves at the greatest staleness, and the first one at the least. Cells without runs are left out."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    shown = []
     for number, (preset, color) in enumerate(zip(presets, _COLORS, strict=False)):
         shift = _WIDTH * (number - (len(presets) - 1) / 2)
         cells = {index: select(results, staleness, preset) for index, staleness in enumerate(stalenesses)}
@@ -85,7 +84,6 @@ def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[st
             left.plot([place] * len(values), values, "_", color=color, alpha=0.5, markersize=5)
         if runs := select(results, stalenesses[-1], preset):
             right.plot(*_curve(runs), color=color, linewidth=1.4)
-            shown.append(len(runs))
     fresh = next(runs for preset in presets if (runs := select(results, stalenesses[0], preset)))
     right.plot(*_curve(fresh), color="#555555", linestyle="--", linewidth=1.2)
     right.annotate(
@@ -97,8 +95,9 @@ def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[st
     left.set_ylabel("held-out greedy accuracy")
     left.set_title(f"after {steps} steps", fontsize=10)
     right.set_xlabel("optimizer step")
-    shown.append(len(fresh))
-    seeds = " to ".join(str(number) for number in sorted({min(shown), max(shown)}))
+    shown = [fresh, *(select(results, stalenesses[-1], preset) for preset in presets)]
+    numbers = sorted({len(runs) for runs in shown} - {0})
+    seeds = " to ".join(str(number) for number in sorted({numbers[0], numbers[-1]}))
     right.set_title(f"staleness {stalenesses[-1]}, seeds: {seeds}", fontsize=10)
     for axes in (left, right):
         axes.set_ylim(-0.03, 1.05)

@@ -197,7 +197,7 @@ def test_who_spoke_and_left_has_not_spoken_for_who_got_its_number(guard: Connect
 
 
 class Monitor:
-    """What libzmq says of one socket, from `told`."""
+    """Stand in for the monitor of a socket: say what is in `told`."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
@@ -209,14 +209,20 @@ class Monitor:
         return [struct.pack("=Hi", *self.told.pop(0))]
 
 
+@pytest.fixture
+def monitor(guard: ConnectionGuard, monkeypatch: pytest.MonkeyPatch) -> Monitor:
+    made = Monitor()
+    monkeypatch.setattr(guard, "_monitors", [made])
+    return made
+
+
 @pytest.mark.parametrize("reads", [1, 2])
 def test_who_got_the_number_of_one_that_left_is_not_taken_for_a_refused_one(
-    guard: ConnectionGuard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, reads: int
+    guard: ConnectionGuard, monitor: Monitor, stack: ExitStack, reads: int
 ) -> None:
     """The guard reads of an accept and of its end at once, so the number may be that of another; after two reads it is not."""
     here, _there = (stack.enter_context(end) for end in socket.socketpair())
-    before, monitor = open_descriptors(), Monitor()
-    monkeypatch.setattr(guard, "_monitors", [monitor])
+    before = open_descriptors()
     monitor.told = [(zmq.EVENT_ACCEPTED, here.fileno())]
     if reads == 2:
         guard._read_events()
@@ -228,15 +234,13 @@ def test_who_got_the_number_of_one_that_left_is_not_taken_for_a_refused_one(
 
 @pytest.mark.parametrize(("said", "reason"), [(b"", "handshake_timeout"), (b"GET /", "bad_handshake")])
 def test_who_says_nothing_has_no_bad_handshake(
-    guard: ConnectionGuard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, said: bytes, reason: str
+    guard: ConnectionGuard, monitor: Monitor, stack: ExitStack, said: bytes, reason: str
 ) -> None:
     """Even where the guard has learned late that it was there."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     peer = stack.enter_context(socket.create_connection(listener.getsockname()))
     here = stack.enter_context(listener.accept()[0])
     peer.sendall(said)
-    monitor = Monitor()
-    monkeypatch.setattr(guard, "_monitors", [monitor])
     monitor.told = [(zmq.EVENT_ACCEPTED, here.fileno())]
     guard._read_events()
     monitor.told = [(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0), (zmq.EVENT_DISCONNECTED, here.fileno())]
