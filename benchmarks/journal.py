@@ -7,8 +7,6 @@ the journal alone to the whole path over the wire; ratios are between numbers of
 import argparse
 import json
 import logging
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from benchmarks.groups import SHAPE, GroupFactory
+from benchmarks.made_on import made_on
 from benchmarks.storage import FULL, NORMAL, RAW, Series, commits
 from benchmarks.wire import Acknowledgements, acknowledgements
 
@@ -73,9 +72,10 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("consumer").setLevel(logging.ERROR)  # that producers leave is what they are told to do
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    made = made_on()
     with tempfile.TemporaryDirectory(prefix="bench-journal-", dir=arguments.folder or arguments.out.parent) as scratch:
         storage, wire = _measure(Path(scratch), arguments.seconds)
-    report = _report(storage, wire)
+    report = made | _report(storage, wire)
     arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     _print(report)
     if arguments.plot is not None:
@@ -107,11 +107,7 @@ def _report(storage: list[Series], wire: list[Acknowledgements]) -> dict[str, An
             "tokens": SHAPE.num_generations * SHAPE.max_completion_length,
             "bytes": len(GroupFactory(0).frame("0-0-0-1-bench")),
         },
-        "machine": {
-            "cpus": os.cpu_count(),
-            "system": platform.platform(),
-            "sqlite": apsw.sqlite_lib_version(),
-        },
+        "sqlite": apsw.sqlite_lib_version(),
         "commits": [
             {
                 "kind": series.kind,

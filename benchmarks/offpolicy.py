@@ -8,8 +8,6 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import os
-import platform
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, get_args
 
 from tqdm import tqdm
 
+from benchmarks.made_on import made_on
 from benchmarks.offpolicy_report import tables
 from benchmarks.offpolicy_run import Case, Plan, train
 from benchmarks.tasks import TASKS
@@ -60,8 +59,7 @@ def main() -> None:
     cases = [Case(preset, *one) for *one, preset in itertools.product(reversed(stalenesses), seeds, presets)]
     results = _scripted(plan, cases, arguments.out, arguments.workers, arguments.again)
     summary = tables(results, stalenesses, presets)
-    machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
-    report = {"plan": asdict(plan), "machine": machine, "scripted": results}
+    report = {"plan": asdict(plan), "scripted": results}
     (arguments.out / "results.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     (arguments.out / "tables.md").write_text(summary + "\n", encoding="utf-8")
     print(f"\n{summary}\n\nwritten: {arguments.out}/results.json, {arguments.out}/tables.md")
@@ -75,8 +73,9 @@ def main() -> None:
 def _scripted(plan: Plan, cases: list[Case], out: Path, workers: int, again: bool) -> list[dict[str, Any]]:
     """The results of all cases; what is missing is trained, each run by one thread of a process of its own."""
     missing = [case for case in cases if again or _finished(plan, _file(out, case)) is None]
+    made = made_on()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_train_and_write, plan, case, _file(out, case)): case for case in missing}
+        futures = {pool.submit(_train_and_write, plan, case, _file(out, case), made): case for case in missing}
         for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not futures):
             result = future.result()
             tqdm.write(f"{futures[future].name}: {result['final']:.3f} after {result['wall_s']:.0f} s")
@@ -95,11 +94,11 @@ def _finished(plan: Plan, file: Path) -> dict[str, Any] | None:
     return result if result["plan"] == asdict(plan) else None
 
 
-def _train_and_write(plan: Plan, case: Case, file: Path) -> dict[str, Any]:
+def _train_and_write(plan: Plan, case: Case, file: Path, made: dict[str, str]) -> dict[str, Any]:
     """Trains in an empty folder; the file appears whole or not at all."""
     run_dir = file.parent / "work" / file.stem
     fresh_folder(run_dir)
-    result = train(plan, case, run_dir)
+    result = train(plan, case, run_dir) | made
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
     partial.replace(file)

@@ -10,16 +10,14 @@ The batch is that of `benchmarks/trainer_step.py`, larger, so that arithmetic ru
 
 import argparse
 import json
-import os
-import platform
 import socket
 import statistics
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.made_on import made_on
 from benchmarks.trainer_step import SIZES, TOLERANCE, Side
 
 SIZE = SIZES["cpu"] | {"num_prompts": 8, "device": "cpu", "correct": False, "attention": None}
@@ -104,8 +102,7 @@ def main() -> None:
     parser.add_argument("--size", type=json.loads, default={}, help="JSON that replaces parts of the size")
     arguments = parser.parse_args()
     report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **made_on(),
         **measure(arguments.ranks, SIZE | arguments.size | {"loss_type": arguments.loss_type}, arguments.repetitions),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

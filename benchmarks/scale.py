@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import apsw
 import numpy as np
 
+from benchmarks.made_on import made_on
 from benchmarks.storage import raw_appends
 from benchmarks.wire import acknowledgements
 
@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     logging.getLogger("consumer").setLevel(logging.ERROR)  # that producers leave is what they are told to do
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    made = made_on()
     cores = sorted(os.sched_getaffinity(0))
     apart = (cores[0], cores[-1]) if len(cores) > 1 else (None, None)
     cases = [(producers, offered) for offered in arguments.offered for producers in arguments.producers]
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
                 prefix="bench-scale-", dir=arguments.folder or arguments.out.parent
             ) as scratch:
                 runs[case].append(measure(Path(scratch), *case, arguments.seconds, apart))
-    report = _report(runs)
+    report = made | _report(runs)
     arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     _print(report)
 
@@ -79,7 +80,7 @@ def measure(
 
 def _report(runs: dict[tuple[int, float], list[dict[str, float]]]) -> dict[str, Any]:
     return {
-        "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "sqlite": apsw.sqlite_lib_version()},
+        "sqlite": apsw.sqlite_lib_version(),
         "cases": [
             {"producers": producers, "offered_per_s": offered or None, "runs": measured}
             | {

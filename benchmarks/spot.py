@@ -33,6 +33,7 @@ import numpy as np
 from benchmarks import load
 from benchmarks.acceptor import Job, started
 from benchmarks.groups import SHAPE
+from benchmarks.made_on import made_on
 from benchmarks.wire import Wire, local_wire
 from replay.journal.reader import JournalReader
 from replay.lease_ids import LeaseId
@@ -271,9 +272,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of kills and lengths (default: %(default)s)")
     arguments = parser.parse_args(argv)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    made = made_on()
     with tempfile.TemporaryDirectory(prefix="bench-spot-", dir=arguments.out.parent) as folder:
         measured = measure(Path(folder), arguments.minutes, arguments.factor, arguments.seed)
-    arguments.out.write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    arguments.out.write_text(json.dumps(made | measured, indent=1), encoding="utf-8")
     print("\n".join(f"{name:>16}  {value:,.3f}" for name, value in measured.items()))
     if measured["lost"] or measured["twice"] or measured["dead_letters"]:
         sys.exit(1)

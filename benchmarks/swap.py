@@ -29,6 +29,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks.groups import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
+from benchmarks.made_on import made_on
 from benchmarks.swap_trainer import serve
 from benchmarks.tasks import TASKS
 from producer.app.timeline import Timeline
@@ -73,11 +74,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="of the engine and the trainer")
     arguments = parser.parse_args(argv)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    swaps = []
+    made, swaps = made_on(), []
     for size in [0] if arguments.mode == "full" else arguments.sizes:
         with tempfile.TemporaryDirectory(prefix="bench-swap-") as scratch:
             swaps += asyncio.run(_measure(Path(scratch), size, arguments))
     report = {
+        **made,
         "mode": arguments.mode,
         "learning_rate": arguments.learning_rate,
         "device": arguments.device,

@@ -29,6 +29,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.made_on import made_on
 from consumer.link.probe import PolicyProbe, probe_rows
 from consumer.link.snapshots import AdapterSnapshots
 from producer.engine.own_arguments import own_arguments
@@ -297,9 +298,10 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         base = None
         for lr in arguments.lr:
             judge, began = Judge(config, (STALE,) if arguments.stale else (*FAULTS,)), time.monotonic()
+            made = made_on()
             base = await compare(arguments, lr, served, judge, base)
             asked = {name: str(value) for name, value in vars(arguments).items() if name != "out"}
-            line = asked | {"lr": lr} | judge.found() | {"seconds": round(time.monotonic() - began)}
+            line = asked | {"lr": lr} | judge.found() | {"seconds": round(time.monotonic() - began)} | made
             with arguments.out.open("a") as stream:
                 stream.write(json_lines.encode_line(line) + "\n")
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.groups import DTYPES, ENGINE_SHARE
+from benchmarks.made_on import made_on
 from producer.engine_contract import Adapter
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling
@@ -307,12 +308,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/swap_modes.json"))
     arguments = parser.parse_args(argv)
-    results = {}
+    made, results = made_on(), {}
     for model in arguments.models or _OF_DEVICE[arguments.device]:
         results[model] = asyncio.run(run(model, arguments))
         show(model, results[model])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    arguments.out.write_text(json.dumps(made | results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.made_on import made_on
 
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -168,11 +168,7 @@ def main() -> None:
     on_cpu = arguments.device == "cpu"
     peers = arguments.peers or (PEERS if on_cpu and not arguments.correct else ("trl",))
     rest = {"device": arguments.device, "correct": arguments.correct, "attention": arguments.attention}
-    report: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rows": [],
-    }
+    report: dict[str, Any] = {**made_on(), "rows": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for shape, checkpointing in itertools.product(arguments.shapes if on_cpu else ("both",), arguments.checkpointing):
         trainer = {"trainer": {"gradient_checkpointing": checkpointing == "on"}}
