@@ -1,10 +1,11 @@
 """The pure parts of `benchmarks.overlap`, with numbers worked by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.overlap_report import OWN, TRL, fastest, quartiles, seconds_to, step_s, table, tokens_to, walls
+from benchmarks.overlap_report import OWN, TRL, draw, fastest, quartiles, seconds_to, step_s, table, tokens_to, walls
 
 
 def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 0, **others: Any) -> dict[str, Any]:
@@ -65,3 +66,14 @@ def test_the_table_compares_runs_of_one_round_and_one_staleness() -> None:
 @pytest.mark.parametrize(("values", "expected"), [([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0))])
 def test_quartiles_by_hand(values: list[float], expected: tuple[float, float]) -> None:
     assert quartiles(values) == expected
+
+
+def test_the_picture_is_wider_where_sampled_tokens_were_counted(tmp_path: Path) -> None:
+    sizes = []
+    for counted in ({}, {"sampled": [10, 25, 40, 60, 70, 80]}):
+        runs = [result(OWN, [4.0, 6.0]), result(OWN, [4.0, 8.0], staleness=0), result(TRL, [4.0, 9.0], inflight=32)]
+        for one in runs:
+            one["steps_of"] |= counted
+        draw(runs, tmp_path / "picture.png")
+        sizes.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[16:20]))  # the width of a PNG
+    assert sizes[1] > sizes[0]
