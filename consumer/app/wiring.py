@@ -31,8 +31,10 @@ from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
+from consumer.link.prompt_check import PromptCheck
 from consumer.link.refusals import RefusalWatch
 from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.tokenizer import load_tokenizer
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
 from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
@@ -51,6 +53,7 @@ from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import shared_memory
 from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.handshake import TrainerNeeds
+from protocol.wire.messages import prompt_token_ids
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.curriculum import Curriculum
@@ -105,7 +108,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     )
     dispatcher = LeaseDispatcher(
         channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn,
-        evaluations=evaluation.leases if evaluation else None,
+        evaluations=evaluation.leases if evaluation else None, prompt_check=_prompt_check(setup),
     )  # fmt: skip
     errors = ThreadErrors()
     heartbeat = Liveness(watch.health, setup.stop, errors)
@@ -135,6 +138,15 @@ def watch_live(run: LiveRun, watch: Watch) -> None:
     health.check_alive("disk", disk.complaint)
     health.check_ready("journal", journal.complaint)
     health.check_ready("producers", lambda: None if run.intake.fleet.sessions else "none is connected")
+
+
+def _prompt_check(setup: Setup) -> PromptCheck | None:
+    """Return none where environments or agents make the tokens of prompts."""
+    config = setup.config
+    if config.by_environment or config.posted_rewards:
+        return None
+    tokenizer = load_tokenizer(setup.model_folder, trust_remote_code=config.model.trust_remote_code)
+    return PromptCheck(lambda prompt: prompt_token_ids(tokenizer, prompt, config.dataset.chat_template_kwargs))
 
 
 def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: bool) -> RunStart:

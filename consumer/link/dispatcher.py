@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from consumer.link.prompt_check import PromptCheck
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
 from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Sampling
+from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.buffer import RolloutBuffer
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import JournalFullError
@@ -60,6 +61,7 @@ class LeaseDispatcher:
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
     evaluations: Evaluations | None = None
+    prompt_check: PromptCheck | None = None  # None: prompts are not the trainer's, or are played in turns
     _queue: RoomQueue = field(init=False)
     _refill_at: float = -math.inf
     _capacity: int = 0  # of all producers
@@ -88,6 +90,12 @@ class LeaseDispatcher:
             lost += self.evaluations.tick(producers.items(), now)
         return lost
 
+    def check_prompt(self, session: ProducerSession, group: Group) -> None:
+        """Count and log a difference between the prompt's tokens of a group and the trainer's."""
+        if self.prompt_check is not None and (problem := self.prompt_check.difference(session, group)):
+            self.buffer.totals["prompts_differ"] += 1
+            self.warn("prompts_differ", f"producer {session.name}: {problem}")
+
     def _room(self, session: ProducerSession) -> int:
         """Return how many leases a producer would take: none if it refuses for good what the next one needs."""
         hopeless = session.heartbeat.num_refused > 0 and not session.may_serve(self.buffer.next_floor())
@@ -114,4 +122,6 @@ class LeaseDispatcher:
                 return None
             return True
         session.leases.add(lease_id)
+        if self.prompt_check is not None:
+            self.prompt_check.note(session, lease_id, lease.prompt)
         return sent

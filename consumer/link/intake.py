@@ -185,6 +185,7 @@ class Intake:
             case ReceivedGroup(Group(lease_id)) | Nack(lease_id) if is_evaluation(lease_id):
                 self._receive_evaluated(peer, session, message)
             case ReceivedGroup():
+                self._dispatcher.check_prompt(session, message.message)
                 self.commits.take(peer, session, message)
             case Nack():
                 self.commits.take_failure(session, message)

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from protocol.channel.channel import ServerChannel
 from protocol.wire.messages import Bye, Heartbeat, Hello
@@ -36,6 +36,9 @@ class ProducerSession:
     region: str = ""
     metrics: str = ""  # where others reach its metrics, HOST:PORT
     shares_gpu: bool = False  # with the trainer, in turns
+    noted_prompts: dict[str, Any] = field(default_factory=dict)  # by lease, whose tokens will be compared
+    unchecked_leases: int = 0  # that were given since the last comparison
+    was_compared: bool = False  # one of its groups
     heartbeat: Heartbeat = Heartbeat(-1, 0, [], 0, 0.0)  # noqa: RUF009  frozen; before the first one
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 

@@ -71,6 +71,7 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     groups_went_stale: int | None = None
     groups_quarantined: int | None = None
     dead_letters: int | None = None
+    prompts_differ: int | None = None
     frames_refused: int | None = None
     journal_bytes: int | None = None
     journal_commit_s: float | None = None

@@ -43,8 +43,9 @@ class Warned(NamedTuple):
 
 RULES = (
     "nothing_answers", "daemon_gone", "not_ready", "nonfinite_steps", "no_progress", "disk_nearly_full", "swaps_refused",
-    "teacher_failing", "heartbeat_stale", "trainer_starved", "producer_idle", "staleness_at_bound", "effective_sample_low",
-    "completions_truncated", "zero_signal", "environment_skipped", "dead_letters", "connections_refused", "frames_refused",
+    "prompts_differ", "teacher_failing", "heartbeat_stale", "trainer_starved", "producer_idle", "staleness_at_bound",
+    "effective_sample_low", "completions_truncated", "zero_signal", "environment_skipped", "dead_letters",
+    "connections_refused", "frames_refused",
 )  # fmt: skip
 """The worst first."""
 
@@ -156,6 +157,12 @@ def _of_training(trainer: TrainerView) -> Iterator[Warned]:
         text = f"{_number_of(count, 'step')} of this process had a NaN or infinite loss or gradient"
         cure = "lower trainer.learning_rate, bound the ratio (correction.preset), go back to a checkpoint"
         yield Warned("nonfinite_steps", text, cure)
+    if count := trainer.prompts_differ:
+        text = f"{_number_of(count, 'compared prompt')} had other tokens at a producer than at the trainer"
+        cure = (
+            "give both the same tokenizer, chat template and release of transformers; the trainer's log has the place"
+        )
+        yield Warned("prompts_differ", text, cure)
     share = trainer.effective_sample_share
     if share is not None and share < LIMITS.effective_sample_share:
         cure = "too far off-policy: lower pipeline.max_staleness or the learning rate"

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[View, str, View]] = {  # one that it speaks of, what it s
         seen({}, producer(swaps={"refused": 1})), "producer p1 refused 1 policy version since its start",
         seen({}, producer(swaps={"live": 9, "refused": 0}, refused_version=-1)),
     ),
+    "prompts_differ": (
+        seen({"prompts_differ": 2}), "2 compared prompts had other tokens at a producer than at the trainer",
+        seen({"prompts_differ": 0}),
+    ),
     "teacher_failing": (
         seen({}, producer(teacher_failed_shares={"big": 0.5, "old": 0.0})),
         "teacher big fails to score 50 % of the completions of producer p1",
