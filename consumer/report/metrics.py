@@ -46,7 +46,7 @@ _TOTALS = {
     "skipped": ("prompts_skipped", "Prompts not asked in an epoch, by dataset.sampling."),
     "rested": ("prompts_rested", "Solved prompts in cooldown."),
     "swaps_refused": ("swaps_refused", "Policy versions that producers refused, once for each producer."),
-    "prompts_differ": ("prompts_differ", "Compared groups whose prompt has other tokens than the trainer makes of it."),
+    "prompts_differ": ("prompts_differ", "Compared groups whose prompt has other tokens at the trainer."),
     "bad_frames": ("frames_refused", "Frames that were no message; kept for `slipstream journal quarantine`."),
 }
 _OF_A_SOURCE = (

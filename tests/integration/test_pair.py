@@ -97,6 +97,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     seen = status(short_dir / "run")
     assert seen["trainer"]["step"] >= 8
     assert seen["trainer"]["not_ready"] == seen["producers"][0]["not_ready"] == {}
+    assert seen["trainer"]["prompts_differ"] == 0
     assert seen["producers"][0]["policy_version"] >= 5
     assert 0.0 <= seen["trainer"]["wait_share"] <= 1.0
     assert seen["producers"][0]["tokens_per_s"] > 0
