@@ -228,7 +228,8 @@ class Side:
         side.child.start()
         side.folder, side.engine, side.way = folder, engine, way
         await asyncio.to_thread(side.pipe.recv)
-        place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
+        place = folder if memory.folder is None or way == WAYS[2] else memory.folder / folder.name
+        place.mkdir(exist_ok=True)  # its own, because every side has a version 0
         proof = SwapProof(_TOLERANCE[config.model.dtype])
         unpack = (weight_patch if is_full else adapter_blob).unpack
         loader = PolicyLoader(engine.weights, lambda num_bytes: place, proof, unpack=unpack)
