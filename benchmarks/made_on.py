@@ -14,13 +14,21 @@ from datetime import UTC, datetime
 
 def made_on() -> dict[str, str]:
     """Return `machine`, `commit`, `command` and `at`, the time in UTC. Call it when the measurement begins."""
-    import torch  # takes seconds, and not every benchmark needs it
-
-    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     described = ("git", "describe", "--always", "--dirty", "--exclude=*")
     return {
-        "machine": f"{gpu}{os.cpu_count()} CPUs, {platform.platform()}",
+        "machine": f"{_first_gpu()}{os.cpu_count()} CPUs, {platform.platform()}",
         "commit": subprocess.check_output(described, text=True).strip(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "at": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
     }
+
+
+def _first_gpu() -> str:
+    """Return the name of GPU 0, as NVML has it: a context of CUDA would take memory, and some benchmarks fork."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return f"{pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))}, "
+    except Exception:  # no such library, no driver, no GPU
+        return ""
