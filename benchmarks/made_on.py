@@ -1,7 +1,8 @@
 """Where, when and how a result was measured.
 
 Guarantee: each report that a benchmark writes, and each line of its finished runs, has the machine, the commit, the command
-and the time. A commit whose files were changed ends with `-dirty`.
+and the time (`gpu_check`, whose parts describe the machine, has a report of its own). A commit whose files were changed ends
+with `-dirty`.
 """
 
 import os
@@ -14,13 +15,21 @@ from datetime import UTC, datetime
 
 def made_on() -> dict[str, str]:
     """Return `machine`, `commit`, `command` and `at`, the time in UTC. Call it when the measurement begins."""
-    described = ("git", "describe", "--always", "--dirty", "--exclude=*")
     return {
         "machine": f"{_first_gpu()}{os.cpu_count()} CPUs, {platform.platform()}",
-        "commit": subprocess.check_output(described, text=True).strip(),
+        "commit": _commit(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "at": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
     }
+
+
+def _commit() -> str:
+    """Return the commit that is checked out; `unknown` in a copy without git, where results are wanted, too."""
+    described = ("git", "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        return subprocess.check_output(described, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _first_gpu() -> str:

@@ -26,8 +26,8 @@ class PromptCheck:
 
     def note(self, session: ProducerSession, lease_id: str, prompt: Any) -> None:
         """Note a lease that was given to a producer, if it is time to compare one."""
-        session.unchecked_leases += 1
-        if session.was_compared and session.unchecked_leases < EVERY:
+        session.leases_to_comparison -= 1
+        if session.leases_to_comparison > 0:
             return
         session.noted_prompts[lease_id] = prompt
         if len(session.noted_prompts) > _MOST_NOTED:
@@ -39,7 +39,7 @@ class PromptCheck:
             return None
         prompt = session.noted_prompts[group.lease_id]
         session.noted_prompts.clear()
-        session.was_compared, session.unchecked_leases = True, 0
+        session.leases_to_comparison = EVERY
         try:
             own = np.array(self.tokens_of(prompt), "<i4")
         except Exception as error:  # a chat template raises what it likes

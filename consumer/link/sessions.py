@@ -37,8 +37,7 @@ class ProducerSession:
     metrics: str = ""  # where others reach its metrics, HOST:PORT
     shares_gpu: bool = False  # with the trainer, in turns
     noted_prompts: dict[str, Any] = field(default_factory=dict)  # by lease, whose tokens will be compared
-    unchecked_leases: int = 0  # that were given since the last comparison
-    was_compared: bool = False  # one of its groups
+    leases_to_comparison: int = 0  # before the next one is noted
     heartbeat: Heartbeat = Heartbeat(-1, 0, [], 0, 0.0)  # noqa: RUF009  frozen; before the first one
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 

@@ -36,6 +36,13 @@ def test_a_result_tells_machine_commit_command_and_time(monkeypatch: pytest.Monk
     assert made["command"] == "python -m benchmarks.variants swaps --variants 'adapter, finish'"
 
 
+def test_a_result_is_made_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # no checkout
+    assert made_on()["commit"] == "unknown"
+    monkeypatch.setenv("PATH", "")
+    assert made_on()["commit"] == "unknown"
+
+
 @pytest.mark.parametrize("file", _RESULTS, ids=lambda file: file.name)
 def test_every_published_result_tells_where_it_comes_from(file: Path) -> None:
     text = file.read_text(encoding="utf-8")

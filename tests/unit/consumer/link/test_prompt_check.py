@@ -1,4 +1,4 @@
-"""What producers make of prompts is compared with what the trainer makes of them, now and then."""
+"""The trainer compares the tokens that producers make of prompts with its own, now and then."""
 
 import logging
 from typing import Any
