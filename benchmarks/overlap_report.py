@@ -29,6 +29,22 @@ def step_s(one: Result) -> float:
     return fmean(walls(one))
 
 
+def trained_per_s(one: Result) -> float:
+    """Return the trained tokens of a second."""
+    return float(sum(one["steps_of"]["tokens"][WARM_UP:]) / sum(walls(one)))
+
+
+def sync_s(one: Result) -> float:
+    """Return the seconds of a step that the trainer stops for to hand over its weights, as TRL measures them. For the pair they
+    are all that is neither waiting nor training, which is more."""
+    of = {name: values[WARM_UP:] for name, values in one["steps_of"].items()}
+    if one["arm"] == TRL:
+        return fmean(of["sync_s"])
+    return fmean(
+        wall - waited - trained for wall, waited, trained in zip(walls(one), of["wait_s"], of["step_s"], strict=True)
+    )
+
+
 def fastest(results: list[Result], task: str, staleness: int) -> int:
     """Return the number of TRL's tasks in flight with which the first round's steps were the shortest."""
     tried = [
@@ -67,9 +83,10 @@ def table(results: list[Result]) -> str:
     """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness (in turns: at 1)."""
     goal = WORTH * max(one["accuracy"][-1][2] for one in results)
     rows = [
-        f"| arm | staleness | in flight | steps | runs | seconds a step (quartiles) | beside `{OWN}` | trainer waits "
-        f"| CPU: engine, trainer | completions dropped | peak memory | accuracy | seconds to {goal:.2f} | sampled tokens to it |",
-        f"|{'---|' * 14}",
+        f"| arm | staleness | in flight | steps | runs | seconds a step (quartiles) | beside `{OWN}` | trained tokens/s "
+        "| trainer waits | seconds for a sync | CPU: engine, trainer | completions dropped | peak memory | accuracy "
+        f"| seconds to {goal:.2f} | sampled tokens to it |",
+        f"|{'---|' * 16}",
     ]
     reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == OWN}
     for (arm, staleness, inflight, steps), runs in by_arm(results).items():
@@ -86,7 +103,9 @@ def table(results: list[Result]) -> str:
             *(arm, str(staleness), str(inflight or "-"), str(steps), str(len(runs))),
             f"{fmean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
             f"{fmean(beside):.2f}" if beside else "-",
+            f"{fmean(map(trained_per_s, runs)):,.0f}",
             f"{fmean(map(_share_of_waiting, runs)):.0%}",
+            f"{fmean(map(sync_s, runs)):.2f}",
             ", ".join(shares),
             f"{fmean(one['dropped'] for one in runs):.0f}",
             f"{max(one['peak_memory'] for one in runs) / 2**30:.1f} GiB",

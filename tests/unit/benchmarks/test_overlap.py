@@ -5,7 +5,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overlap_report import OWN, TRL, draw, fastest, quartiles, seconds_to, step_s, table, tokens_to, walls
+from benchmarks.overlap_report import (
+    OWN,
+    TRL,
+    draw,
+    fastest,
+    quartiles,
+    seconds_to,
+    step_s,
+    sync_s,
+    table,
+    tokens_to,
+    trained_per_s,
+    walls,
+)
 
 
 def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 0, **others: Any) -> dict[str, Any]:
@@ -20,7 +33,9 @@ def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 
         "dropped": 0,
         "steps": 8,
     }
-    found |= {"steps_of": {"t": at, "wait_s": [0.5] * len(at)}, "cpu_share": {"engine": 0.5}, "peak_memory": 2**30}
+    each: dict[str, list[float]] = {"wait_s": [0.5], "step_s": [1.25], "sync_s": [0.125], "tokens": [60]}
+    steps_of = {"t": at} | {name: value * len(at) for name, value in each.items()}
+    found |= {"steps_of": steps_of, "cpu_share": {"engine": 0.5}, "peak_memory": 2**30}
     return found | {"accuracy": [[2.0, 2, 0.5], [5.0, 4, 0.9], [7.0, 6, 0.8]]} | others
 
 
@@ -28,6 +43,13 @@ def test_steps_are_timed_after_the_first_five() -> None:
     one = result(OWN, [4.0, 6.0, 10.0])
     assert walls(one) == [2.0, 4.0]
     assert step_s(one) == 3.0
+
+
+def test_tokens_and_syncs_of_the_same_steps() -> None:
+    ours, theirs = (result(arm, [4.0, 6.0, 10.0]) for arm in (OWN, TRL))
+    assert trained_per_s(ours) == 2 * 60 / (2.0 + 4.0)
+    assert sync_s(ours) == 3.0 - 0.5 - 1.25
+    assert sync_s(theirs) == 0.125
 
 
 def test_the_fastest_setting_of_trl_is_that_of_the_first_round() -> None:
@@ -60,7 +82,7 @@ def test_the_table_compares_runs_of_one_round_and_one_staleness() -> None:
         [TRL, "1", "32", "8"], [TRL, "1", "32", "90"], [TRL, "4", "32", "8"], [OWN, "0", "-", "8"], [OWN, "1", "-", "8"],
     ]  # fmt: skip
     assert [row[7] for row in rows] == ["2.50", "2.50", "-", "2.00", "1.00"]
-    assert rows[0][10] == "24"
+    assert rows[0][12] == "24"
 
 
 @pytest.mark.parametrize(("values", "expected"), [([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0))])
