@@ -93,7 +93,12 @@ WEIGHTS: dict[str, Settings] = {
 }
 """Adapters at the task's learning rate, and all weights at others: SmolLM2 needs the low ones. All compute in bfloat16."""
 
-SETS = {"remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS}
+TURNS: dict[str, Settings] = {"turns of their own": (), "shared turns": ("environment.branch_after_turns=1",)}
+"""A first turn for each completion, or one for all of a group: of the tasks `calculator` and `calculator_called`."""
+
+SETS = {
+    "remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS, "turns": TURNS,
+}  # fmt: skip
 _TAUGHT = "distillation="
 
 
@@ -117,7 +122,7 @@ class Case(NamedTuple):
     def settings(self) -> list[str]:
         changes = [change for change in _changes(self.variant) if not change.startswith(_TAUGHT)]
         common = [
-            f"dataset={{path: {TASKS[self.task].dataset}}}",
+            f"model.path={TASKS[self.task].base.absolute()}", f"dataset={{path: {TASKS[self.task].dataset}}}",
             f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
             f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",
         ]  # fmt: skip
@@ -127,7 +132,7 @@ class Case(NamedTuple):
 
 
 def _changes(variant: str) -> Settings:
-    return (REMEDIES | SWAPS | TEACHERS | CREDIT | WEIGHTS)[variant]
+    return {name: changes for variants in SETS.values() for name, changes in variants.items()}[variant]
 
 
 def sources(task: str) -> list[str]:
@@ -155,7 +160,7 @@ def run(case: Case) -> dict[str, Any]:
         groups = [Answered.of(journal, row) for row in journal.rows()]
     began = groups[0].at
     ended = [line["t"] for line in lines]
-    sampled = sampled_until(case.folder, ended)
+    sampled = (generated_until if case.variant in TURNS else sampled_until)(case.folder, ended)
     accuracy = [[ended[number - 1] - began, number, sampled[number - 1], score] for number, score in scores(case)]
     outcomes = [one.outcome for one in groups]
     names = ("t", "reward", "wait_s", "step_s", "tokens", "entropy", "staleness/mean", SHARE)
@@ -166,6 +171,13 @@ def run(case: Case) -> dict[str, Any]:
         "accuracy": accuracy,
         "swaps": swaps(case.folder, lines, groups),
     }  # fmt: skip
+
+
+def generated_until(folder: Path, times: list[float]) -> list[int]:
+    """Return for each Unix time the tokens that the producer had sampled, shared ones once, by the line of its timeline then."""
+    (file,) = folder.glob("producer-*.jsonl")
+    lines = [(line["t"], line["tokens"]) for line in json_lines.read(file) if "tokens" in line]
+    return [int(each) for each in np.interp(times, *zip(*lines, strict=True))]
 
 
 def teacher_of(case: Case) -> Path:

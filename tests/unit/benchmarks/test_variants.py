@@ -1,15 +1,26 @@
 """Settings and figures of `benchmarks.variants`."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.tasks import TASKS, smollm2_easy, sums_easy
-from benchmarks.variants import CREDIT, REMEDIES, SWAPS, TEACHERS, WEIGHTS, Case
+from benchmarks.variants import SETS, TURNS, Case, generated_until
 from benchmarks.variants_report import SHARE, cost_of, table
 from protocol.config.loader import load_config
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("variant", REMEDIES | SWAPS | TEACHERS | CREDIT | WEIGHTS)
+@pytest.mark.parametrize(
+    ("task", "variant"),
+    [
+        (task, variant)
+        for task in TASKS
+        for variants in SETS.values()
+        for variant in variants
+        if (variants is TURNS) == task.startswith("calculator")
+    ],
+)
 def test_every_variant_is_a_configuration(task: str, variant: str) -> None:
     case = Case(task, variant, 3, 40)
     taught = [*case.taught, "teachers=[{name: one, url: 'http://127.0.0.1:1'}]"] if case.taught else []
@@ -25,6 +36,12 @@ def test_rows_are_easy_or_hard() -> None:
     assert not smollm2_easy(
         {"prompt": [{"role": "user", "content": "Calculate 17 - 5. Answer with the number alone."}]}
     )
+
+
+def test_tokens_of_a_time_are_between_those_of_two_lines_of_the_timeline(tmp_path: Path) -> None:
+    lines = [{"t": 9.0, "event": "start"}, *({"t": 10.0 + n, "event": "stats", "tokens": 40 * n} for n in range(3))]
+    (tmp_path / "producer-one.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert generated_until(tmp_path, [9.5, 10.5, 11.25, 13.0]) == [0, 20, 50, 80]
 
 
 def line(variant: str, seed: int, last: float) -> dict:
