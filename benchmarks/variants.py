@@ -176,8 +176,9 @@ def run(case: Case) -> dict[str, Any]:
 def generated_until(folder: Path, times: list[float]) -> list[int]:
     """Return for each Unix time the tokens that the producer had sampled, shared ones once, by the line of its timeline then."""
     (file,) = folder.glob("producer-*.jsonl")
-    lines = [(line["t"], line["tokens"]) for line in json_lines.read(file) if "tokens" in line]
-    return [int(each) for each in np.interp(times, *zip(*lines, strict=True))]
+    lines = [line for line in json_lines.read(file) if "tokens" in line]
+    found = np.interp(times, [line["t"] for line in lines], [line["tokens"] for line in lines])
+    return [int(each) for each in found]
 
 
 def teacher_of(case: Case) -> Path:
