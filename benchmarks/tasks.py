@@ -1,5 +1,5 @@
 """The tasks that benchmarks of whole runs learn: the demo's sums, six digits of a model of its kind, two of
-SmolLM2-135M-Instruct, sums and a sparse one, and the calculator, whose first turn or second is learned.
+SmolLM2-135M-Instruct, sums and a sparse one, and the calculator, in two turns.
 
 Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of a configuration. Accuracy is greedy and held
 out.
@@ -30,7 +30,6 @@ _LCM = "What is the least common multiple of {} and {}? Answer with the number a
 _HELD_OUT = 100
 _DIGITS = Path("runs/digits-base")
 _CALCULATOR = Path("runs/calculator-base")
-_CALLED = Path("runs/calculator-called-base")
 _TEXT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -125,18 +124,17 @@ def _build_digits() -> None:
     build_once(_DIGITS, recipe, lambda folder: subprocess.run([*command, str(folder)], check=True))
 
 
-def _build_calculator(base: Path, calls: float) -> None:
-    """Build the example's model, which uses the calculator for the share `calls` of products."""
-    words = ["-m", "examples.calculator.build_model", "--calls", str(calls)]
-    recipe = Path("examples/calculator/build_model.py").read_bytes() + str(calls).encode()
-    build_once(base, recipe, lambda folder: subprocess.run([sys.executable, *words, str(folder)], check=True))
+def _build_calculator() -> None:
+    words = [sys.executable, "-m", "examples.calculator.build_model"]
+    recipe = Path("examples/calculator/build_model.py").read_bytes()
+    build_once(_CALCULATOR, recipe, lambda folder: subprocess.run([*words, str(folder)], check=True))
 
 
-def _calculator_accuracy(base: Path, trained: Path | None) -> float:
+def _calculator_accuracy(trained: Path | None) -> float:
     from examples.calculator.evaluate import greedy_accuracy
 
-    model, adapter = _base_and_adapter(base, trained)
-    return greedy_accuracy(model, base / "eval.jsonl", adapter)[1]
+    model, adapter = _base_and_adapter(_CALCULATOR, trained)
+    return greedy_accuracy(model, _CALCULATOR / "eval.jsonl", adapter)[1]
 
 
 def _build_smollm2() -> None:
@@ -207,10 +205,8 @@ TASKS = {
         smollm2.CONFIG, smollm2.BASE, _build_lcm, partial(_smollm2_accuracy, "lcm-eval.jsonl"), None, *_CHATML,
         "lcm-train.jsonl",
     ),
-    **{
-        name: Task(
-            "examples/calculator/run.yaml", base, partial(_build_calculator, base, calls),
-            partial(_calculator_accuracy, base), None, "<|assistant|>", r"<\|end\|>",
-        ) for name, base, calls in (("calculator", _CALCULATOR, 0.25), ("calculator_called", _CALLED, 1.0))
-    },
+    "calculator": Task(
+        "examples/calculator/run.yaml", _CALCULATOR, _build_calculator, _calculator_accuracy, None, "<|assistant|>",
+        r"<\|end\|>",
+    ),
 }  # fmt: skip

@@ -94,7 +94,7 @@ WEIGHTS: dict[str, Settings] = {
 """Adapters at the task's learning rate, and all weights at others: SmolLM2 needs the low ones. All compute in bfloat16."""
 
 TURNS: dict[str, Settings] = {"turns of their own": (), "shared turns": ("environment.branch_after_turns=1",)}
-"""A first turn for each completion, or one for all of a group: of the tasks `calculator` and `calculator_called`."""
+"""A first turn for each completion, or one for all of a group, on the task `calculator`."""
 
 SETS = {
     "remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS, "turns": TURNS,

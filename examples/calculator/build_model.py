@@ -34,6 +34,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 EVAL_ROWS = 300
+LATE_CALLS = 0.25  # share of products that use the calculator, in what the model learns last
 
 
 def conversation(a: int, b: int, *, call: bool) -> list[Part]:
@@ -55,9 +56,6 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument(
-        "--calls", type=float, default=0.25, help="share of products for which the corpus uses the calculator"
-    )
     args = parser.parse_args()
 
     started = time.monotonic()
@@ -67,7 +65,7 @@ def main() -> None:
     tokenizer = chat_tokenizer(WORDS, TEMPLATE)
     model = chat_model(tokenizer)
     # Most of what it begins with uses the calculator, so that copying is learned soon; then it learns the habit.
-    early, late = (corpus(tokenizer, conversations(train, share, args.seed)) for share in (0.7, args.calls))
+    early, late = (corpus(tokenizer, conversations(train, share, args.seed)) for share in (0.7, LATE_CALLS))
     loss_of = loss_on(model, lambda step: early if step <= 0.7 * args.steps else late)
     pretrain(model, loss_of, args.steps, say_every=60)
     rows = [

@@ -18,7 +18,7 @@ from protocol.config.loader import load_config
         for task in TASKS
         for variants in SETS.values()
         for variant in variants
-        if (variants is TURNS) == task.startswith("calculator")
+        if (variants is TURNS) == (task == "calculator")
     ],
 )
 def test_every_variant_is_a_configuration(task: str, variant: str) -> None:
