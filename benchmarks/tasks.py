@@ -118,16 +118,10 @@ def _greedy_accuracy(base: Path, trained: Path | None, **given: int) -> float:
     return greedy_accuracy(model, base / "eval.jsonl", adapter, **given)
 
 
-def _build_digits() -> None:
-    command = [sys.executable, "-m", "benchmarks.digits"]
-    recipe = Path(__file__).with_name("digits.py").read_bytes()
-    build_once(_DIGITS, recipe, lambda folder: subprocess.run([*command, str(folder)], check=True))
-
-
-def _build_calculator() -> None:
-    words = [sys.executable, "-m", "examples.calculator.build_model"]
-    recipe = Path("examples/calculator/build_model.py").read_bytes()
-    build_once(_CALCULATOR, recipe, lambda folder: subprocess.run([*words, str(folder)], check=True))
+def _build_by(module: str, base: Path) -> None:
+    """Build a model by a module that takes the folder, unless it is there."""
+    recipe = (Path(__file__).parents[1] / module.replace(".", "/")).with_suffix(".py").read_bytes()
+    build_once(base, recipe, lambda folder: subprocess.run([sys.executable, "-m", module, str(folder)], check=True))
 
 
 def _calculator_accuracy(trained: Path | None) -> float:
@@ -196,7 +190,8 @@ def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
 TASKS = {
     "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, partial(_greedy_accuracy, sums.BASE), _TEXT, "=", "<eos>"),
     "digits": Task(
-        "benchmarks/digits.yaml", _DIGITS, _build_digits, partial(_greedy_accuracy, _DIGITS, longest=7), _TEXT, "=", "<eos>"
+        "benchmarks/digits.yaml", _DIGITS, partial(_build_by, "benchmarks.digits", _DIGITS),
+        partial(_greedy_accuracy, _DIGITS, longest=7), _TEXT, "=", "<eos>"
     ),
     "smollm2": Task(
         smollm2.CONFIG, smollm2.BASE, _build_smollm2, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
@@ -206,7 +201,8 @@ TASKS = {
         "lcm-train.jsonl",
     ),
     "calculator": Task(
-        "examples/calculator/run.yaml", _CALCULATOR, _build_calculator, _calculator_accuracy, None, "<|assistant|>",
-        r"<\|end\|>",
+        "examples/calculator/run.yaml", _CALCULATOR,
+        partial(_build_by, "examples.calculator.build_model", _CALCULATOR), _calculator_accuracy, None,
+        "<|assistant|>", r"<\|end\|>",
     ),
 }  # fmt: skip

@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -132,7 +133,7 @@ class Case(NamedTuple):
 
 
 def _changes(variant: str) -> Settings:
-    return {name: changes for variants in SETS.values() for name, changes in variants.items()}[variant]
+    return ChainMap(*SETS.values())[variant]
 
 
 def sources(task: str) -> list[str]:
