@@ -128,34 +128,37 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def draw(results: list[Result], file: Path) -> None:
-    """Draw accuracy over the seconds since the first step and, where they were counted, over the tokens sampled since: a thin
-    line for each run, a colour for each arm, a column for each staleness. Of TRL only the fastest setting is drawn."""
+    """Draw accuracy over the seconds since the first step, over steps and, where they were counted, over sampled tokens: a thin
+    line for each run, a colour for each arm, a row for each staleness. Of TRL only the fastest setting is drawn."""
     import matplotlib as mpl  # half a second
     from matplotlib import pyplot as plt
 
     mpl.use("Agg")
     stalenesses = sorted({one["staleness"] for one in results} - {0})
-    overs = [_over_seconds, *([_over_tokens] if all("sampled" in one["steps_of"] for one in results) else [])]
-    columns = list(itertools.product(stalenesses, overs))
-    figure, row = plt.subplots(
-        1, len(columns), figsize=(3.2 * len(columns), 3.2), sharey=True, squeeze=False, layout="constrained"
-    )
+    overs = {"seconds since the first step": _over_seconds, "steps": _over_steps}
+    if all("sampled" in one["steps_of"] for one in results):
+        overs["sampled tokens"] = _over_tokens
+    figure, grid = plt.subplots(
+        len(stalenesses), len(overs), sharex="col", sharey=True, squeeze=False, layout="constrained",
+        figsize=(3.2 * len(overs), 0.6 + 2.4 * len(stalenesses)),
+    )  # fmt: skip
     colors = {OWN: "#1f6fb4", SERVED: "#7fb3dc", TRL: "#e07b39", "in turns": "#777777"}
-    for axes, (staleness, over) in zip(row[0], columns, strict=True):
-        for one in results:
-            is_in_turns = one["staleness"] == 0
-            if not is_in_turns and one["staleness"] != staleness:
-                continue
-            if one["arm"] == TRL and one["inflight"] != fastest(results, one["task"], staleness):
-                continue
-            name = "in turns" if is_in_turns else one["arm"]
-            accuracy = [score for *_, score in one["accuracy"]]
-            axes.plot(over(one), accuracy, color=colors[name], linewidth=1.2, label=name)
-        axes.set_title(f"staleness {staleness}", fontsize=9)
-        axes.set_xlabel("seconds since the first step" if over is _over_seconds else "sampled tokens")
-        axes.grid(alpha=0.25)
-    row[0][0].set_ylabel("held-out accuracy")
-    shown = dict(zip(*reversed(row[0][0].get_legend_handles_labels()), strict=True))
+    for staleness, row in zip(stalenesses, grid, strict=True):
+        row[0].set_ylabel(f"held out, staleness {staleness}")
+        for axes, over in zip(row, overs.values(), strict=True):
+            axes.grid(alpha=0.25)
+            for one in results:
+                is_in_turns = one["staleness"] == 0
+                if not is_in_turns and one["staleness"] != staleness:
+                    continue
+                if one["arm"] == TRL and one["inflight"] != fastest(results, one["task"], staleness):
+                    continue
+                name = "in turns" if is_in_turns else one["arm"]
+                accuracy = [score for *_, score in one["accuracy"]]
+                axes.plot(over(one), accuracy, color=colors[name], linewidth=1.2, label=name)
+    for axes, label in zip(grid[-1], overs, strict=True):
+        axes.set_xlabel(label)
+    shown = dict(zip(*reversed(grid[0][0].get_legend_handles_labels()), strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -163,6 +166,10 @@ def draw(results: list[Result], file: Path) -> None:
 
 def _over_seconds(one: Result) -> list[float]:
     return [at for at, _, _ in one["accuracy"]]
+
+
+def _over_steps(one: Result) -> list[float]:
+    return [number for _, number, _ in one["accuracy"]]
 
 
 def _over_tokens(one: Result) -> list[float]:
