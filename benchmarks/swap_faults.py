@@ -261,7 +261,7 @@ async def compare(arguments: argparse.Namespace, lr: float, served: Served, judg
         now = await served.computed(probe, blob)
         found = {"none": now}
         if arguments.stale:
-            found = {"none": [row._replace(sampled=[], rescored=[]) for row in now], STALE: now}
+            found = {"none": [row._replace(sampled=[], rescored=[], cached=0) for row in now], STALE: now}
         elif not arguments.healthy:
             other_blob, _ = other.publish(version)
             if "bits" in arguments.proof:

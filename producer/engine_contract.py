@@ -66,11 +66,13 @@ class AdapterFailedError(AdapterRefusedError):
 
 class Scored(NamedTuple):
     """An engine's numbers of a row of tokens: the log-prob of each but the first, and of tokens that it sampled next as a
-    rollout does, `sampled` there and then and `rescored` without its prefix cache (both empty for the base)."""
+    rollout does, `sampled` there and then and `rescored` without its prefix cache (both empty for the base). `cached` counts the
+    tokens of the row whose keys and values the first request of this version found in the prefix cache."""
 
     logprobs: list[float]
     sampled: list[float] = []  # noqa: RUF012 - of a NamedTuple
     rescored: list[float] = []  # noqa: RUF012
+    cached: int = 0
 
 
 NUM_SAMPLED = 8  # tokens after each row

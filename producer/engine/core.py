@@ -96,7 +96,7 @@ class EngineCore:
             raise AdapterFailedError(f"vLLM ended a probe with finish_reason={sample.finish_reason!r}")
         logprobs = await self._score(row + token_ids, lora, salt)
         sampled = [sample.logprobs.logprobs[start] for start in sample.logprobs.start_indices]
-        return Scored(logprobs[:-NUM_SAMPLED], sampled, logprobs[-NUM_SAMPLED:])
+        return Scored(logprobs[:-NUM_SAMPLED], sampled, logprobs[-NUM_SAMPLED:], output.num_cached_tokens or 0)
 
     async def _score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
         """Return the log-probs of all these tokens but the first, at temperature 1 and without cached KV."""

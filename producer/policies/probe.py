@@ -13,6 +13,7 @@ z √(Σ g² d²) with a probability of at most 2 exp(-z² / 2). That holds for 
 (Hoeffding, 1963).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from producer.metrics import Comparison, Verdict
 from protocol.wire.messages import PolicyOffer
 
 Numbers = NDArray[np.float64]
+Rows = Sequence[tuple[int, ...]]
 
 _CLEAR = 5.0  # z, for at most one wrong refusal in 40,000 comparisons
 _LOUD = 6.0  # times the noise between engine and trainer
@@ -154,21 +156,22 @@ class SwapProof:
         assert probe.policy is not None
         version = _measured(probe.policy, probe.exact, engine, probe)
         found = {name: compare(version, reference, self._slack) for name, reference in self._references.items()}
-        refusal = self._refusal(version, found, list(self._references.values())) or _stale(version, engine)
+        refusal = self._refusal(version, found, list(self._references.values())) or _stale(version, engine, probe.rows)
         if not refusal and all(one.share <= _PROVES for one in found.values()):
             self._references["before"] = version
         return Verdict(refusal, rms(version.engine - version.trainer), found)
 
-    def unlike(self, one: Scored, other: Scored, bases: tuple[Scored, Scored] | None) -> str:
+    def unlike(self, one: Scored, other: Scored, bases: tuple[Scored, Scored] | None, rows: Rows) -> str:
         """Describe how the log-probs of one engine for a row differ from those of another one; "" if they do not.
 
         Args:
             bases: log-probs of the row without an adapter, by both engines.
+            rows: all rows that the first engine has been asked for.
         """
         version = Measured(_joined([other]), None, _joined([one]))
         known = [] if bases is None else [Measured(_joined([bases[1]]), None, _joined([bases[0]]))]
         found = dict(zip(("base",), (compare(version, base, self._slack) for base in known), strict=False))
-        return self._refusal(version, found, known) or _stale(version, [one])
+        return self._refusal(version, found, known) or _stale(version, [one], rows)
 
     def change(self, before: Sequence[Scored], after: Sequence[Scored]) -> str:
         """Describe how far log-probs differ from those before; "" if they do not."""
@@ -200,8 +203,16 @@ class SwapProof:
         return ""
 
 
-def _stale(version: Measured, engine: Sequence[Scored]) -> str:
-    """Compare log-probs of tokens that were sampled with the prefix cache, as rollouts are, with their scores without it."""
+def _stale(version: Measured, engine: Sequence[Scored], rows: Rows) -> str:
+    """Describe why the prefix cache is not this version's; "" if it may be. The first requests of a version can find no more of a
+    row than another row begins with. Log-probs of tokens that were sampled with the cache, as rollouts are, are compared with
+    their scores without it."""
+    shared = max((_shared(*pair) for pair in itertools.pairwise(sorted(rows))), default=0)
+    if (cached := max(row.cached for row in engine)) > shared:
+        return (
+            f"the first request of this version found keys and values of {cached} tokens in the engine's prefix cache, which no "
+            "request of this version has computed: it serves those of another version"
+        )
     apart = [one - other for row in engine for one, other in zip(row.sampled, row.rescored, strict=True)]
     found = rms(np.array(apart)) if apart else 0.0
     if found <= _LOUD * version.noise:
@@ -209,6 +220,13 @@ def _stale(version: Measured, engine: Sequence[Scored]) -> str:
     return (
         f"log-probs of sampled tokens differ by {found:.2g} from those that the engine computes of them without its prefix "
         f"cache, where {version.noise:.2g} is usual: it serves keys and values of another version"
+    )
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two rows begin with alike."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
 
 

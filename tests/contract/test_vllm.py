@@ -71,7 +71,7 @@ CLASSES = {"vllm.platforms:current_platform": "vllm.platforms.interface:Platform
 ATTRIBUTES = {
     LLM: "errored model_config renderer",
     "vllm.v1.engine.output_processor:RequestOutputCollector": "request_id",
-    "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs lora_request",
+    "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs lora_request num_cached_tokens",
     "vllm.outputs:CompletionOutput": "index token_ids logprobs finish_reason",
     "vllm.logprobs:FlatLogprobs": "start_indices logprobs",
     "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage num_running_reqs num_waiting_reqs",

@@ -418,6 +418,16 @@ def test_an_engine_serves_adapters_of_the_modules_that_are_trained_and_refuses_t
         assert "mlp.down_proj" not in refusals[0]
 
 
+def test_a_prefix_cache_that_does_not_tell_versions_apart_is_seen_at_the_first_one(live, tmp_path, monkeypatch):
+    """In bfloat16 its log-probs were not far enough from others to be refused."""
+    monkeypatch.setattr("vllm.v1.core.kv_cache_utils._gen_lora_extra_hash_keys", lambda request: [])
+    with live_engine(live.model, tmp_path, dtype="bfloat16") as stale:
+        registry = registry_of(stale.engine.weights, tmp_path, tolerance=TOLERANCES["bfloat16"])
+        with stale.unloading(registry):
+            assert not stale.run(registry.publish(stale.downloaded(1, probe(stale, 1))))
+            assert "keys and values of 128 tokens" in registry.report.counters.refusal
+
+
 def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins(live, tmp_path):
     with live_engine(live.model, tmp_path) as other:
         adapter = other.adapter(1, 1)

@@ -68,6 +68,7 @@ class VllmServer:
                 str(rank),
                 "--logprobs-mode",
                 "processed_logprobs",
+                "--enable-prompt-tokens-details",
             ),
             *flags,
         ]

@@ -232,9 +232,25 @@ class _Choice(msgspec.Struct):
     prompt_logprobs: list[dict[str, _PromptToken] | None] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Completions(msgspec.Struct):
     model: str
     choices: list[_Choice]
+    usage: _Usage | None = None
+
+    @property
+    def cached(self) -> int:
+        """Return how many tokens of the prompt were in the prefix cache; 0 from a server that does not tell
+        (`--enable-prompt-tokens-details`)."""
+        details = self.usage.prompt_tokens_details if self.usage else None
+        return details.cached_tokens or 0 if details else 0
 
 
 class VllmApi:
@@ -284,9 +300,8 @@ class VllmApi:
 
     async def score_with_top(self, model: str, token_ids: list[int], top_k: int) -> tuple[Numbers, Numbers, Numbers]:
         """Return, as `score`, log-probs (N,), and the `top_k` likeliest tokens in each place, (N, k), with theirs, (N, k)."""
-        (choice,) = await self._complete(
-            model, token_ids, 1, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
-        )
+        asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+        (choice,) = (await self._complete(model, token_ids, 1, asked)).choices
         return await asyncio.to_thread(_scores, token_ids, choice.prompt_logprobs or [], top_k)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
@@ -299,14 +314,15 @@ class VllmApi:
         if is_base:
             return Scored(await self.score(model, row))
         sampling = Sampling(num_generations=1, max_completion_length=NUM_SAMPLED, temperature=1.0, ignore_eos=True)
-        (sample,) = await self.sample(model, row, sampling, 0)
+        answer = await self._complete(model, row, 1, _every_parameter(**group_fields(sampling)))
+        sample = _completion(answer.choices[0], row, sampling, 0)
         logprobs = await self.score(model, row + sample.token_ids)
-        return Scored(logprobs[: len(row) - 1], sample.logprobs, logprobs[len(row) - 1 :])
+        return Scored(logprobs[: len(row) - 1], sample.logprobs, logprobs[len(row) - 1 :], answer.cached)
 
     async def next_token(self, model: str, token_ids: list[int], temperature: float) -> dict[str, float]:
         """Return the log-probs of the `TOP` likeliest next tokens, by token."""
         asked = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP, "return_tokens_as_token_ids": True}
-        (choice,) = await self._complete(model, token_ids, 1, _every_parameter() | asked)
+        (choice,) = (await self._complete(model, token_ids, 1, _every_parameter() | asked)).choices
         first = (choice.logprobs.top_logprobs or [None])[0] if choice.logprobs else None
         if not first:
             raise ServerMismatchError(f"returns no log-probs of the {TOP} likeliest tokens")
@@ -315,10 +331,10 @@ class VllmApi:
     async def sample(self, model: str, prompt_ids: list[int], sampling: Sampling, version: int) -> list[Completion]:
         """Sample a group on the adapter `model`, which is this version. The caller sets the deadline."""
         asked = _every_parameter(**group_fields(sampling))
-        choices = await self._complete(model, prompt_ids, sampling.num_generations, asked)
-        return [_completion(choice, prompt_ids, sampling, version) for choice in choices]
+        answer = await self._complete(model, prompt_ids, sampling.num_generations, asked)
+        return [_completion(choice, prompt_ids, sampling, version) for choice in answer.choices]
 
-    async def _complete(self, model: str, prompt_ids: list[int], count: int, asked: dict[str, Any]) -> list[_Choice]:
+    async def _complete(self, model: str, prompt_ids: list[int], count: int, asked: dict[str, Any]) -> _Completions:
         body = {"model": model, "prompt": prompt_ids, "return_token_ids": True} | asked
         tokens = len(prompt_ids) * count * (1 + asked.get("prompt_logprobs", 0))
         tokens += asked["max_tokens"] * count * max(1, asked.get("logprobs", 0))
@@ -329,14 +345,14 @@ class VllmApi:
             max_bytes=2**20 + _BYTES_PER_TOKEN * tokens,
             has_limit=asked["max_tokens"] == 1,
         )
-        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        answer.choices.sort(key=lambda choice: choice.index)
         if answer.model != model:
             raise ServerMismatchError(
                 f"was asked for {model} and answers for {answer.model}: remove the proxy that chooses another model"
             )
-        if [choice.index for choice in choices] != list(range(count)):
-            raise ServerMismatchError(f"was asked for {count} completions and returns {len(choices)}")
-        return choices
+        if [choice.index for choice in answer.choices] != list(range(count)):
+            raise ServerMismatchError(f"was asked for {count} completions and returns {len(answer.choices)}")
+        return answer
 
 
 def _scores(

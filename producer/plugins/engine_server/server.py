@@ -86,6 +86,7 @@ class Server:
         self._expected_base = expected_base
         self._on_change = on_change
         self._proved: set[tuple[int, Row]] = set()
+        self._asked: set[tuple[str, Row]] = set()  # rows under a name, whose KV the server may have
         self._base: dict[Row, Scored] = {}
         self._limits: set[asyncio.Timeout] = set()  # of requests in the server
         self._numbers = itertools.count(1)
@@ -179,7 +180,7 @@ class Server:
             name = self.names.get(policy.adapter.id)
             if name is None:
                 raise ServerLostError(f"has lost policy v{policy.adapter.version}")
-            policy.scored[row] = await self.api.verify(name, list(row), is_base=False)
+            policy.scored[row] = await self._score(name, row)
             self._proved.add((policy.adapter.id, row))
 
     async def base(self, row: Row) -> Scored:
@@ -195,6 +196,7 @@ class Server:
         async with self._loading:
             name = self.names.pop(adapter.id, None)
             self._proved = {(number, row) for number, row in self._proved if number != adapter.id}
+            self._asked = {(other, row) for other, row in self._asked if other != name}
             if name is not None and self.is_ready:
                 with self.losing(), contextlib.suppress(ServerRefusedError):  # the server may have lost it
                     await self.api.unload(name)
@@ -202,9 +204,10 @@ class Server:
     async def _prove(self, policy: NeededPolicy) -> None:
         adapter, proof = policy.adapter, self._inspection.proof
         for row, expected in list(policy.scored.items()):
-            scored = await self.api.verify(self.names[adapter.id], list(row), is_base=False)
+            scored = await self._score(self.names[adapter.id], row)
             known = self._expected_base.get(row)
-            problem = proof.unlike(scored, expected, None if known is None else (await self.base(row), known))
+            bases = None if known is None else (await self.base(row), known)
+            problem = proof.unlike(scored, expected, bases, list(policy.scored))
             if problem:
                 self.names.pop(adapter.id)
                 raise ServerMismatchError(
@@ -212,6 +215,13 @@ class Server:
                     "of model.path, and again if it has them"
                 )
             self._proved.add((adapter.id, row))
+
+    async def _score(self, name: str, row: Row) -> Scored:
+        """Compute a row under the adapter `name`. After the first try, whose answer may be lost, the prefix cache has the row."""
+        was_asked = (name, row) in self._asked
+        self._asked.add((name, row))
+        scored = await self.api.verify(name, list(row), is_base=False)
+        return scored._replace(cached=0) if was_asked else scored
 
     async def _watch(self) -> None:
         """Check the server's health while it is ready."""
@@ -245,6 +255,7 @@ class Server:
         offered = {card.id: card.root or "" for card in await self.api.models() if card.parent is not None}
         self.names = {number: name for number, name in self.names.items() if name in offered and number in self._needed}
         self._proved = {(number, row) for number, row in self._proved if number in self.names}
+        self._asked = {(name, row) for name, row in self._asked if name in self.names.values()}
         for name, root in offered.items():
             owner = self._folder.owner_of(root)
             is_left = owner == self._folder.name and name not in self.names.values()

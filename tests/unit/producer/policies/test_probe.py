@@ -164,6 +164,18 @@ def test_keys_and_values_of_another_version_are_refused() -> None:
     assert "serves keys and values of another version" in run.refusal(2, run.at(2), stale=1.0)
 
 
+@pytest.mark.parametrize(
+    ("cached", "is_refused"), [((0, 0), False), ((0, 32), False), ((32, 0), False), ((0, 48), True), ((16, 64), True)]
+)
+def test_the_first_request_of_a_version_finds_no_more_than_its_own_rows_share(cached: Any, is_refused: bool) -> None:
+    """Two rows of 50 tokens begin with the same 33, which are two blocks of 16. Nothing moved, so that log-probs show nothing."""
+    rows, base = (tuple(range(50)), (*range(33), *range(100, 117))), np.zeros(98)
+    probe, proof = ReceivedProbe(rows, base, None, base, None), SwapProof(0.5)
+    engine = [Scored([0.0] * 49, [-1.0], [-1.0], found) for found in cached]
+    proof.note_base(probe, [one._replace(cached=50) for one in engine])
+    assert ("of another version" in proof.verdict(probe, engine).refusal) == is_refused
+
+
 @pytest.mark.parametrize("value", [math.nan, 5.0])
 def test_what_is_far_from_the_trainer_or_no_number_is_refused_at_once(value: float) -> None:
     run = Run(7, 0.03)
@@ -197,9 +209,10 @@ def test_another_engine_must_compute_the_same() -> None:
     one, other = scored(policy)[0], scored(policy + 1e-6 * chance.standard_normal(N))[0]
     bases = scored(base)[0], scored(base)[0]
     proof = SwapProof(2e-3)
-    assert proof.unlike(one, other, bases) == proof.unlike(one, other, None) == ""
-    assert proof.unlike(scored(base)[0], other, None) != ""
-    assert SwapProof(100.0).unlike(scored(base)[0], other, bases) != "", "it serves its base"
+    assert proof.unlike(one, other, bases, [ROW]) == proof.unlike(one, other, None, [ROW]) == ""
+    assert proof.unlike(scored(base)[0], other, None, [ROW]) != ""
+    assert SwapProof(100.0).unlike(scored(base)[0], other, bases, [ROW]) != "", "it serves its base"
+    assert "keys and values of 16 tokens" in proof.unlike(one._replace(cached=16), other, bases, [ROW])
 
 
 def test_an_engine_that_slept_computes_what_it_did_before() -> None:

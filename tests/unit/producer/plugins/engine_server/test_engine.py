@@ -22,7 +22,7 @@ from producer.policies.loader import DownloadedPolicy
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
 from tests.policies import received_probe, registry_of
-from tests.scripted_vllm_server import refusal
+from tests.scripted_vllm_server import ScriptedVllmServer, refusal
 from tests.unit.producer.loop import asynchronous, until
 from tests.unit.producer.plugins.engine_server.running import (
     PROBE,
@@ -425,6 +425,46 @@ async def test_of_two_servers_the_one_that_computes_something_else_is_not_used(t
         used = next(one for one in started if one.url == server.url)
         assert logprobs == pytest.approx(probe_of(used, policy), abs=1e-9)
         check_exact(used, policy, await generate(engine, policy))
+
+
+def finds_cached(server: ScriptedVllmServer) -> None:
+    """Let a server say that its prefix cache had four tokens of each prompt, as vLLM does with --enable-prompt-tokens-details."""
+    server.spoil = lambda answer: answer.update(
+        usage={"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
+    )
+
+
+@asynchronous
+async def test_a_server_tells_what_its_cache_had_for_the_first_request_of_a_version(tmp_path: Path) -> None:
+    async with servers() as started, running(tmp_path, started) as engine:
+        (server,) = started
+        for version, usage in ((1, None), (2, {"prompt_tokens_details": None})):
+            server.spoil = lambda answer, usage=usage: answer.update(usage=usage)  # type: ignore[misc]
+            await engine.weights.load(policy := adapter(tmp_path, version))
+            assert (await engine.weights.verify(policy, PROBE)).cached == 0
+        finds_cached(server)
+        await engine.weights.load(policy := adapter(tmp_path, 3))
+        assert (await engine.weights.verify(policy, PROBE)).cached == 4
+
+
+@asynchronous
+async def test_what_the_cache_has_after_a_lost_answer_counts_for_nothing(tmp_path: Path) -> None:
+    async with servers() as started, running(tmp_path, started) as engine:
+        (server,) = started
+        await engine.weights.load(policy := adapter(tmp_path, 1))
+        finds_cached(server)
+        server.answers["/v1/completions"] = deque([lambda: refusal(502, "the answer was lost")])
+        assert (await engine.weights.verify(policy, PROBE)).cached == 0
+
+
+@asynchronous
+async def test_of_two_servers_the_one_whose_cache_is_of_another_version_is_not_used(tmp_path: Path) -> None:
+    async with servers(2) as started, running(tmp_path, started) as engine:
+        finds_cached(started[1])
+        await engine.weights.verify(None, PROBE)
+        await engine.weights.load(policy := adapter(tmp_path, 1))
+        await engine.weights.verify(policy, PROBE)
+        assert [server.url for server in engine.servers.ready] == [started[0].url]
 
 
 @pytest.mark.long
