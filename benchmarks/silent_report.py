@@ -31,7 +31,8 @@ def noticed_by(one: Result) -> str:
     """Name the proof that refused a version, if one did."""
     if one["refused"] is None:
         return "a warning" if one["warnings"] else "nothing"
-    return f"{'behaviour' if 'log-probs' in one['why'] else 'bits'}, v{one['refused']}"
+    of_the_probe = ("log-probs", "prefix cache")
+    return f"{'behaviour' if any(words in one['why'] for words in of_the_probe) else 'bits'}, v{one['refused']}"
 
 
 def _noticed(one: Result | None) -> list[str]:

@@ -32,6 +32,10 @@ _CLEAR = 5.0  # z, for at most one wrong refusal in 40,000 comparisons
 _LOUD = 6.0  # times the noise between engine and trainer
 _LEAST_NOISE = 1e-5  # nats, of float32: on a CPU less may be measured by luck, when two passes have equal bits
 _PROVES = 0.5  # if a lack of this share would be refused, the version is the next reference
+_STALE = (
+    "it serves keys and values of another version; turn the cache off with `engine: {enable_prefix_caching: false}`, or that "
+    "of a server with --no-enable-prefix-caching"
+)
 _SAME = 0.1  # of the tolerance, for one engine that is asked the same twice
 
 
@@ -210,8 +214,8 @@ def _stale(version: Measured, engine: Sequence[Scored], rows: Rows) -> str:
     shared = max((_shared(*pair) for pair in itertools.pairwise(sorted(rows))), default=0)
     if (cached := max(row.cached for row in engine)) > shared:
         return (
-            f"the first request of this version found keys and values of {cached} tokens in the engine's prefix cache, which no "
-            "request of this version has computed: it serves those of another version"
+            f"the first request of this version found {cached} tokens in the engine's prefix cache, which no request of this "
+            f"version has computed: {_STALE}"
         )
     apart = [one - other for row in engine for one, other in zip(row.sampled, row.rescored, strict=True)]
     found = rms(np.array(apart)) if apart else 0.0
@@ -219,7 +223,7 @@ def _stale(version: Measured, engine: Sequence[Scored], rows: Rows) -> str:
         return ""
     return (
         f"log-probs of sampled tokens differ by {found:.2g} from those that the engine computes of them without its prefix "
-        f"cache, where {version.noise:.2g} is usual: it serves keys and values of another version"
+        f"cache, where {version.noise:.2g} is usual: {_STALE}"
     )
 
 

@@ -31,6 +31,7 @@ def test_a_row_has_what_each_arm_came_to() -> None:
 def test_what_refused_is_told_by_its_reason() -> None:
     assert noticed_by(ONE) == "bits, v6"
     assert noticed_by(ONE | {"why": "log-probs of the probe differ"}) == "behaviour, v6"
+    assert noticed_by(ONE | {"why": "found 96 tokens in the engine's prefix cache"}) == "behaviour, v6"
     assert noticed_by(SILENT) == "nothing"
     assert noticed_by(SILENT | {"warnings": ["merged weights have 0% of the update"]}) == "a warning"
 
