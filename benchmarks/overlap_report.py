@@ -145,15 +145,15 @@ def draw(results: list[Result], file: Path) -> None:
     colors = {OWN: "#1f6fb4", SERVED: "#7fb3dc", TRL: "#e07b39", "in turns": "#777777"}
     for staleness, row in zip(stalenesses, grid, strict=True):
         row[0].set_ylabel(f"held out, staleness {staleness}")
+        shown_runs = [
+            one for one in results
+            if one["staleness"] in (0, staleness)
+            and (one["arm"] != TRL or one["inflight"] == fastest(results, one["task"], staleness))
+        ]  # fmt: skip
         for axes, over in zip(row, overs.values(), strict=True):
             axes.grid(alpha=0.25)
-            for one in results:
-                is_in_turns = one["staleness"] == 0
-                if not is_in_turns and one["staleness"] != staleness:
-                    continue
-                if one["arm"] == TRL and one["inflight"] != fastest(results, one["task"], staleness):
-                    continue
-                name = "in turns" if is_in_turns else one["arm"]
+            for one in shown_runs:
+                name = one["arm"] if one["staleness"] else "in turns"
                 accuracy = [score for *_, score in one["accuracy"]]
                 axes.plot(over(one), accuracy, color=colors[name], linewidth=1.2, label=name)
     for axes, label in zip(grid[-1], overs, strict=True):
