@@ -145,10 +145,12 @@ class PolicyProbe:
             return []
 
     def _logprobs(self, model: Any) -> torch.Tensor:
-        found = []
-        for row in torch.from_numpy(self.rows).long().to(self.model.device):  # one by one: logits take much memory
-            logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
-            found.append(logits.log_softmax(dim=-1).gather(1, row[1:, None])[:, 0])
+        rows = torch.from_numpy(self.rows).long().to(self.model.device)
+        logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
+        found = [  # one by one: log-probs of a whole vocabulary take much memory
+            of_row.float().log_softmax(dim=-1).gather(1, row[1:, None])[:, 0]
+            for row, of_row in zip(rows, logits, strict=True)
+        ]
         return torch.cat(found)
 
 
