@@ -8,10 +8,12 @@ are used by their attributes.)
 
 Memory: the present patch and the former one stay in host memory, with 12 bytes for each of their changes. vLLM's CPU build keeps
 weights that it would drop once they are packed. There, from the preparation to the flip, there is one more copy of each parameter
-that changes, and one of its packed form. On a GPU there are 10 bytes for each change of the present patch and of the next one.
+that changes, and one of its packed form. On a GPU there are 10 bytes for each change of the present patch and of the next one, or
+a copy of the parameter if that is less.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,9 @@ from producer.engine.published import PartlyServedError, listed
 from producer.engine.weight_map import Checkpoint, blocks_of, flat_bits, read_back, sum_of
 from protocol.wire.patch_streams import composed
 from protocol.wire.weight_patch import read
+
+_CHANGE_BYTES = 10  # of a place and its bits on a GPU
+_CHANGES = 2**24  # that are brought to a GPU at a time
 
 
 class PatchWorker(ExchangeWorker):
@@ -143,7 +148,7 @@ class Patcher(Exchange):
                 installs = self._exchanges(changes)
             else:
                 with own_stream(self._device):
-                    installs = [writer(self._flat(name), *change) for name, *change in changes]
+                    installs = self._writes(changes)
         self._next, self._installs = patch, installs
 
     def _exchanges(self, changes: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Callable[[], None]]:
@@ -160,10 +165,26 @@ class Patcher(Exchange):
 
         return [exchange]
 
+    def _writes(self, changes: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Callable[[], None]]:
+        of: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for name, places, bits in changes:
+            of.setdefault(name, []).append((places, bits))
+        installs: list[Callable[[], None]] = []
+        for name, its_changes in of.items():
+            flat = self._flat(name)
+            if _CHANGE_BYTES * sum(len(places) for places, _ in its_changes) < flat.nbytes:
+                installs += [writer(flat, *change) for change in its_changes]
+                continue
+            fresh = flat.clone()
+            for change in its_changes:
+                write(fresh, staged(fresh, *change))
+            installs.append(partial(flat.copy_, fresh))
+        return installs
+
     def _num_others(self, change: Change) -> torch.Tensor:
         flat = self._flat(change.parameter)
-        places, bits = staged(flat, change.places, change.patched)
-        return (flat[places] != bits).sum()
+        pieces = staged(flat, change.places, change.patched)
+        return torch.stack([(flat[places] != bits).sum() for places, bits in pieces]).sum()
 
     def _flat(self, name: str) -> torch.Tensor:
         return flat_bits(self._parameters[name], self._checkpoint.dtype)
@@ -186,20 +207,21 @@ class Patcher(Exchange):
         return found
 
 
-def staged(flat: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bring places and int16 bits to a parameter of `flat_bits`, on its device and with its kind of integers."""
-    places, bits = places.to(flat.device), bits.to(flat.device)
-    return places, bits if flat.dtype == torch.int16 else bits.to(flat.dtype) << 16
+def staged(flat: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Bring places and int16 bits, piece by piece, to a parameter of `flat_bits`: on its device, with its kind of integers."""
+    for its_places, its_bits in zip(places.split(_CHANGES), bits.split(_CHANGES), strict=True):
+        there = its_bits.to(flat.device)
+        yield its_places.to(flat.device), there if flat.dtype == torch.int16 else there.to(flat.dtype) << 16
+
+
+def write(flat: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for places, bits in pieces:
+        flat.scatter_(0, places, bits)
 
 
 def writer(flat: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> Callable[[], None]:
     """Bring a change to the device of a parameter. The result writes it, and allocates nothing."""
-    places, bits = staged(flat, places, bits)
-
-    def write() -> None:
-        flat.scatter_(0, places, bits)
-
-    return write
+    return partial(write, flat, list(staged(flat, places, bits)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

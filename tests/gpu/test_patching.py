@@ -7,8 +7,20 @@ import pytest
 import torch
 
 from producer.engine import patch_worker
-from tests.unit.producer.engine.patched_models import checkpoint, loaded, values
-from tests.unit.producer.engine.test_patching import FIRST, SECOND, ended, patch, patcher, prepare, published, swap
+from producer.engine.patch_worker import Patcher
+from tests.unit.producer.engine.patched_models import checkpoint, loaded, values, write
+from tests.unit.producer.engine.test_patching import (
+    BF16,
+    FIRST,
+    SECOND,
+    ended,
+    patch,
+    patcher,
+    prepare,
+    published,
+    swap,
+)
+from tests.weight_patches import patch_between
 
 pytestmark = pytest.mark.stand_in
 
@@ -55,3 +67,33 @@ def test_a_gpu_without_room_for_a_patch_has_room_later(tmp_path: Path, monkeypat
         assert prepare(patching, *first)[0] == "failed"
     swap(patching, *first)
     assert values(model) == values(loaded(FIRST))
+
+
+class Wide(torch.nn.Module):
+    """A model of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(256, 256, dtype=BF16), requires_grad=False)
+
+    def load_weights(self, tensors: Any) -> None:
+        for _, whole in tensors:
+            self.weight.data.copy_(whole)
+
+
+def test_a_patch_of_all_weights_takes_no_more_than_a_copy_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_worker, "_CHANGES", 1000)
+    model = Wide().cuda()
+    states = [{"weight": (torch.arange(256.0 * 256).view(256, 256) % 100 + step).to(BF16)} for step in (2, 3)]
+    base = {"weight": torch.ones(256, 256, dtype=BF16)}
+    patching = Patcher(model, write(tmp_path / "base", base), BF16)
+    for number, state in enumerate(states):
+        before = torch.cuda.memory_allocated()
+        assert prepare(patching, *published(tmp_path / str(number), patch_between(base, state)))[0] == "done"
+        assert torch.cuda.memory_allocated() - before <= model.weight.nbytes
+        patching.flip()
+        patching.prove()
+        assert ended(patching)[0] == "done"
+        assert torch.equal(model.weight.cpu(), state["weight"])
