@@ -166,6 +166,7 @@ class Patcher(Exchange):
         return [exchange]
 
     def _writes(self, changes: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Callable[[], None]]:
+        """Bring changes to the GPU: each by itself, or as a fresh copy of its parameter where that is smaller."""
         of: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for name, places, bits in changes:
             of.setdefault(name, []).append((places, bits))
@@ -215,6 +216,7 @@ def staged(flat: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> Iter
 
 
 def write(flat: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write pieces that `staged` brought."""
     for places, bits in pieces:
         flat.scatter_(0, places, bits)
 
