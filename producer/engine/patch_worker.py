@@ -9,7 +9,7 @@ are used by their attributes.)
 Memory: the present patch and the former one stay in host memory, with 12 bytes for each of their changes. vLLM's CPU build keeps
 weights that it would drop once they are packed. There, from the preparation to the flip, there is one more copy of each parameter
 that changes, and one of its packed form. On a GPU there are 10 bytes for each change of the present patch and of the next one, or
-a copy of the parameter if that is less.
+a copy of the parameter if that is less, and 160 MiB while it is made.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,6 @@ from producer.engine.weight_map import Checkpoint, blocks_of, flat_bits, read_ba
 from protocol.wire.patch_streams import composed
 from protocol.wire.weight_patch import read
 
-_CHANGE_BYTES = 10  # of a place and its bits on a GPU
 _CHANGES = 2**24  # that are brought to a GPU at a time
 
 
@@ -154,7 +153,8 @@ class Patcher(Exchange):
     def _exchanges(self, changes: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Callable[[], None]]:
         fresh = {name: self._parameters[name].data.clone() for name, *_ in changes}
         for name, *change in changes:
-            writer(flat_bits(fresh[name], self._checkpoint.dtype), *change)()
+            flat = flat_bits(fresh[name], self._checkpoint.dtype)
+            write(flat, staged(flat, *change))
         linears = [(layer, packed_linear(layer, fresh[name])) for name, layer in self._packed if name in fresh]
 
         def exchange() -> None:
@@ -173,7 +173,7 @@ class Patcher(Exchange):
         installs: list[Callable[[], None]] = []
         for name, its_changes in of.items():
             flat = self._flat(name)
-            if _CHANGE_BYTES * sum(len(places) for places, _ in its_changes) < flat.nbytes:
+            if (8 + flat.itemsize) * sum(len(places) for places, _ in its_changes) < flat.nbytes:
                 installs += [writer(flat, *change) for change in its_changes]
                 continue
             fresh = flat.clone()
