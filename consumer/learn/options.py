@@ -79,7 +79,7 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> Run
 
 @contextmanager
 def former_names() -> Iterator[None]:
-    """Keep transformers 5.23 and newer from warning of `gradient_checkpointing`, which TRL sets by its former name, too."""
+    """Keep transformers 5.23 and newer from warning of `gradient_checkpointing`, which TRL and we set by its former name, too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
         yield

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from consumer.learn.memory import USED_SHARE, room_of_gpu, tokens_within
 from consumer.learn.model import base_model, is_sharded, text_model
+from consumer.learn.options import former_names
 from consumer.ranks.exchange import Ranks
 from protocol.config.learning import ENOUGH_TOKENS, FIRST_TOKENS
 from protocol.gpu.memory import gib, optimizer_bytes
@@ -48,7 +49,8 @@ class RecomputedLayers:
         if by_memory and base.supports_gradient_checkpointing:
             self._layers = [each for each in text_model(base).modules() if isinstance(each, GradientCheckpointingLayer)]
         if self._layers:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+            with former_names():
+                base.gradient_checkpointing_enable({"use_reentrant": False})
             base.disable_input_require_grads()  # which only reentrant checkpoints need
         self._device, self._ranks, self._together = options.device, ranks, is_sharded(base)
         trained = (

@@ -419,11 +419,11 @@ class SlipstreamTrainer(Trainer):
         if self._is_chosen:
             return
         self._is_chosen = True
+        level = logging.INFO if self._ranks.rank == 0 else logging.DEBUG
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
-            self._kernel = choose_kernel(self.base, logging.INFO if self._ranks.rank == 0 else logging.DEBUG)
-        if not self._ranks.gather({"tree": torch.tensor([self._kernel is not None])})["tree"].all():
-            self._kernel = None
-        self.recipe = replace(self.recipe, tree=self._kernel is not None)
+            kernel = choose_kernel(self.base, level, attention=self.args.model_init_kwargs.get("attn_implementation"))
+        tree = bool(self._ranks.gather({"tree": torch.tensor([kernel is not None])})["tree"].all())
+        self._kernel, self.recipe = kernel if tree else None, replace(self.recipe, tree=tree)
 
     def forward_pass(self, batch: MicroBatch, *, teaches: bool = False) -> Pass:
         """Return log-probs and entropies (if it `teaches` also divergences) of the policy; 0 outside the loss (`scored_mask`)."""

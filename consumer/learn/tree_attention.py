@@ -71,6 +71,10 @@ def tree_attention(
         options |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
         found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found, None
+    if others := [
+        name for name, value in options.items() if isinstance(value, torch.Tensor) and name != "position_ids"
+    ]:
+        raise ValueError(f"the model's attention also depends on {', '.join(others)}")
     device = query.device.type
     if torch.is_autocast_enabled(device):  # queries and keys may be in float32 there, behind their rotation
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
@@ -96,18 +100,19 @@ def tree_pass(backbone: Any, ids: torch.Tensor, positions: torch.Tensor, kernel:
     return found
 
 
-def choose_kernel(model: Any, level: int = logging.INFO) -> ChosenKernel | None:
+def choose_kernel(model: Any, level: int = logging.INFO, *, attention: Any = None) -> ChosenKernel | None:
     """Choose the attention of trees for a causal language model where it lies, prepare the model for it, and log the choice.
 
     Call it in the context of the passes to come. With a sharded base all ranks call it.
 
     Args:
         level: of the log; one of several ranks is enough for people.
+        attention: `trainer.model_init_kwargs.attn_implementation`; None: the file leaves it to transformers.
 
     Returns:
         None: the rows of this model are padded.
     """
-    problem = _obstacle(model)
+    problem = _obstacle(model, attention)
     if problem is None:
         for chosen in _candidates(model):
             problem = _tried(model, chosen)
@@ -120,10 +125,11 @@ def choose_kernel(model: Any, level: int = logging.INFO) -> ChosenKernel | None:
     return None
 
 
-def _obstacle(model: Any) -> str | None:
+def _obstacle(model: Any, attention: Any) -> str | None:
     """Return why the rows of a model cannot be a tree, where its configuration or code tells."""
     config, backbone = text_model(model).config, text_model(model)
-    if config._attn_implementation == "eager":
+    # transformers itself chooses `eager` for a model that its SDPA does not fit.
+    if config._attn_implementation == "eager" and (attention is not None or backbone._supports_sdpa):
         return "trainer.model_init_kwargs.attn_implementation is eager"
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         return f"the model has layers of {', '.join(sorted(others))}"
