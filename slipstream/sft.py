@@ -5,7 +5,8 @@ model, which `model.path` takes. It appears whole and on the disk. Every option 
 own; only the completions count in the loss unless `sft.completion_only_loss` is set otherwise.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from consumer.learn.adapters import AdapterFolder
 from consumer.learn.model import check_base_fits, choose_trainable, device_map, loading, save_weights, within_text_model
 from consumer.learn.options import build_lora, casts, former_names
 from consumer.link.merging import widen_saved_modules
+from consumer.prompts.answer_text import answer_text
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.command_line import print_progress
 from protocol.config.library_section import build, for_library
@@ -34,6 +36,7 @@ from slipstream.run_inputs import RunInputs
 with block_import("vllm"):
     from trl import SFTConfig, SFTTrainer
 
+logger = logging.getLogger(__name__)
 
 _LARGER = "take a GPU with more memory, or --gpu cpu"
 
@@ -58,7 +61,9 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         inputs = RunInputs(config)
         if gpus:
             check_base_fits(base_of(inputs.model_folder, config.trainer_dtype, None), _LARGER)
-        rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
+        prompts = inputs.prompts()
+        rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
+        check_thoughts(rows, prompts, inputs.tokenizer(), config)
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
         print_progress(f"slipstream sft: {len(rows)} rows")
@@ -159,6 +164,21 @@ def training_rows(prompts: Prompts, section: dict[str, Any]) -> Iterator[dict[st
             raise DatasetError(f"{where}: rows before have prompts of another form; text and messages cannot be mixed")
         form = type(prompt)
         yield {"prompt": prompt, "completion": completion}
+
+
+def check_thoughts(rows: Iterable[dict[str, Any]], prompts: Prompts, tokenizer: Any, config: RunConfig) -> None:
+    """Warn of the first row whose completion the chat template keeps out of the thought that it opens or writes."""
+    template, tags = config.dataset.chat_template_kwargs, config.rewards.thinking
+    for prompt_id, row in enumerate(rows):
+        last = row["completion"][-1]
+        if isinstance(last, dict) and len(row["completion"]) == 1 and isinstance(last["content"], str):
+            try:
+                answer_text(tokenizer, row["prompt"], last["content"], template, tags)
+            except DatasetError as error:
+                logger.warning("%s: %s. There may be others like it", prompts.place(prompt_id), error)
+                return
+            except Exception:  # what a chat template raises, which TRL reports
+                return
 
 
 def _cut(columns: dict[str, Any], name: str, where: str) -> tuple[Any, Any]:

@@ -165,7 +165,7 @@ class BatchRecipe:
         rows = self._rows(groups, of_groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         of_answers = _answer_rows(groups, answers, of_groups, len(rows))
-        moving = [row for row in rows if self._has_gradient(row)] + of_answers
+        moving = [row for row in rows + of_answers if self._has_gradient(row)]
         shortest = min(rows, key=lambda row: row.tokens.num_tokens)
         moving = moving or [shortest]
         if self.tree:
@@ -198,7 +198,9 @@ class BatchRecipe:
     def _has_gradient(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
-        of_rewards, of_teacher, _ = row.weights
+        of_rewards, of_teacher, of_answer = row.weights
+        if row.is_answer:
+            return of_answer != 0.0
         by_teacher = (row.by_teacher is not None and np.any(row.by_teacher)) or row.buckets
         moves = bool(of_rewards and np.any(row.advantage)) or bool(of_teacher and by_teacher)
         return row.in_loss and (moves or not self.only_advantages)
@@ -284,7 +286,7 @@ class BatchRecipe:
 
 
 def _answer_rows(groups: list[RolloutGroup], answers: Answers, weights: LossWeights, first: int) -> list[_Row]:
-    """Return the rows of the answers that there are and that count.
+    """Return the rows of the answers that there are.
 
     Args:
         first: the number of the first group's.
@@ -304,7 +306,7 @@ def _answer_rows(groups: list[RolloutGroup], answers: Answers, weights: LossWeig
             is_answer=True,
         )
         for number, (group, ids, of_group) in numbered
-        if ids is not None and of_group[LOSS_PARTS.index("answer")]
+        if ids is not None
     ]
 
 

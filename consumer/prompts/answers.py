@@ -6,15 +6,17 @@ has no end. A prompt whose row has no answer, or none that is text or a number, 
 """
 
 import logging
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from consumer.prompts.answer_text import answer_text, check_text
 from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
+from protocol.config.rewards import ThinkingSection
 from protocol.config.run import RunConfig
 from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
@@ -29,6 +31,7 @@ class Answers:
         self._prompts, self._model_folder = prompts, model_folder
         self._columns = [source.answer_column for source in config.dataset.all_sources.values()]
         self._template = config.dataset.chat_template_kwargs
+        self._thinking = config.rewards.thinking
         self._max_tokens = config.sampling.max_completion_length
         self._trust_remote_code = config.model.trust_remote_code
         self._has_warned = False
@@ -51,7 +54,9 @@ class Answers:
         try:
             if not isinstance(value, str | int | float):
                 raise TypeError(f"{column!r} must be text, a number or null, got {value!r:.80}")
-            tokens = answer_token_ids(self._tokenizer, prompt, group.prompt_ids.tolist(), str(value), self._template)
+            tokens = answer_token_ids(
+                self._tokenizer, prompt, group.prompt_ids.tolist(), str(value), self._template, self._thinking
+            )
         except Exception as error:  # a chat template raises what it likes
             if not self._has_warned:
                 text = (
@@ -64,27 +69,26 @@ class Answers:
 
 
 def answer_token_ids(
-    tokenizer: Any, prompt: Any, prompt_ids: list[int], answer: str, chat_template_kwargs: dict[str, Any]
+    tokenizer: Any,
+    prompt: Any,
+    prompt_ids: list[int],
+    answer: str,
+    chat_template_kwargs: dict[str, Any],
+    thinking: ThinkingSection,
 ) -> list[int]:
     """Return the tokens of an answer: behind text the answer and the end of a text, behind messages what the chat template makes
-    of the assistant's message, up to its end of turn. It may raise whatever a chat template raises.
+    of the assistant's message, up to its end of turn (`answer_text`). It may raise whatever a chat template raises.
 
-    Where the tokens of both together do not begin with those of the prompt (tokens that reach over the border, a template that
-    writes other things before an answer than before a completion), the answer stands alone, and what ends it behind it.
+    Where the tokens of both together do not begin with those of the prompt (tokens that reach over the border), the answer's
+    are its own.
     """
-    alone = partial(tokenizer, add_special_tokens=False)
-    if isinstance(prompt, str):
-        whole, found, rest = tokenizer(text=prompt + answer)["input_ids"], answer, answer
+    is_text = isinstance(prompt, str)
+    if is_text:
+        check_text(prompt, answer, thinking)
+        before, behind = prompt, answer
     else:
-        messages = [*prompt, {"role": "assistant", "content": answer}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **chat_template_kwargs)
-        _, found, end = rendered.rpartition(answer.strip())
-        whole, rest = alone(text=rendered)["input_ids"], answer + (end if found else tokenizer.eos_token or "")
-    length = len(prompt_ids)
-    begins = bool(found) and whole[:length] == prompt_ids
-    tokens: list[int] = whole[length:] if begins else alone(text=rest)["input_ids"]
-    if isinstance(prompt, str):
-        return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
-    while tokens and not tokenizer.decode(tokens[-1:]).strip():  # the template's own, behind the end of the turn
-        tokens.pop()
-    return tokens
+        before, behind = answer_text(tokenizer, prompt, answer, chat_template_kwargs, thinking)
+    whole: list[int] = tokenizer(text=before + behind, add_special_tokens=is_text)["input_ids"]
+    begins = whole[: len(prompt_ids)] == prompt_ids
+    tokens = whole[len(prompt_ids) :] if begins else tokenizer(text=behind, add_special_tokens=False)["input_ids"]
+    return [*tokens, tokenizer.eos_token_id] if is_text and tokenizer.eos_token_id is not None else tokens

@@ -14,7 +14,7 @@ from protocol.errors import ConfigError, DatasetError, DeviceError
 from protocol.gpu.model_files import weights_of
 from slipstream import sft as sft
 from slipstream.sft import training_rows
-from tests.integration.models import reference_logprobs
+from tests.integration.models import byte_bpe_tokenizer, reference_logprobs
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.trl_reference import slipstream_trainer
 
@@ -148,3 +148,32 @@ def test_forms_are_not_mixed() -> None:
     assert refused(("a", {"completion": "b"}), (ASK, {"completion": "2"})) == (
         "row 1 of train.jsonl: rows before have prompts of another form; text and messages cannot be mixed"
     )
+
+
+THINKING = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if think is not defined or think %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "template", "warned"),
+    [("2", {}, True), ("1 and 1</think>2", {}, False), ("2", {"think": False}, False)],
+)
+def test_a_completion_outside_of_the_thought_that_the_template_opens_is_named(
+    tmp_path: Path,
+    tiny_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    answer: str,
+    template: dict[str, bool],
+    warned: bool,
+) -> None:
+    tokenizer = byte_bpe_tokenizer()
+    tokenizer.chat_template = THINKING
+    dataset = {"path": str(tmp_path / "train.jsonl"), "chat_template_kwargs": template}
+    config = run_config(tmp_path, tiny_model, dataset=dataset)
+    rows = [(ASK, {"completion": text}) for text in ("5</think>2", answer, answer)]
+    sft.check_thoughts(made(*rows), Rows(*rows), tokenizer, config)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warned
+    assert all(message.startswith("row 1 of train.jsonl: ") for message in messages)

@@ -29,7 +29,7 @@ def test_every_cell_of_a_batch() -> None:
     [batch] = RECIPE.tensors(groups, [ANSWER, ANSWER], weights)
     of_row = dict(zip(batch["row"].tolist(), batch["loss_weights"].tolist(), strict=True))
     assert of_row == {0: [0.5, 2, 3], 1: [0.5, 2, 3], 2: [1, 1, 0], 3: [1, 1, 0], 4: [0.5, 2, 3]}
-    assert batch["num_answer_tokens"] == 3, "an answer that does not count is no row, and is not counted"
+    assert batch["num_answer_tokens"] == 6, "an answer of weight 0 is no row, but its tokens are counted"
     assert "loss_weights" not in RECIPE.tensors(groups, [ANSWER, ANSWER])[0]
 
 
@@ -64,6 +64,37 @@ def test_the_parts_of_the_loss_by_hand() -> None:
     of_rewards = -(0.5 * 2 + 0.5 * 2 + 3 * 1 + 3 * 1) / 4
     of_teacher = -2 * (4 * 0.25 + 0.5 * -1) / 4
     assert loss.item() == pytest.approx(of_rewards + of_teacher + 0.5 * 0.25 * 3.5 / 4, abs=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "vespo"])
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("only_advantages", [True, False])
+def test_the_loss_of_a_weight_of_0_is_that_of_a_weight_close_to_0(
+    loss_type: str, part: int, only_advantages: bool
+) -> None:
+    """The second of two groups has the weight; every sampled token has log-prob -1."""
+    own = dataclasses.replace(RECIPE, rewards=recipe(), only_advantages=only_advantages)
+    correction = Correction("token", "truncate", 0.0, 3.0)
+
+    def loss_of(weight: float) -> float:
+        weights = tuple(weight if number == part else 1.0 for number in range(3))
+        parts = []
+        for batch in own.tensors([TAUGHT, TAUGHT], [ANSWER, ANSWER[:2]], [(1.0, 1.0, 1.0), weights]):
+            logprobs = -torch.ones(batch["completion_ids"].shape)
+            factors = importance_factors(
+                correction, current=logprobs, proximal=logprobs, behaviour=logprobs,
+                advantages=token_advantages(batch, 1.0), mask=loss_mask(batch),
+            )  # fmt: skip
+            loss, _ = part_of_loss(
+                loss_options(loss_type=loss_type, beta=0.0), batch, Pass(logprobs, torch.ones(logprobs.shape)), factors,
+                teacher_coef=1.0, answer_coef=1.0,
+            )  # fmt: skip
+            parts.append(loss.item())
+        return sum(parts)
+
+    assert loss_of(0.0) == pytest.approx(loss_of(1e-9), abs=1e-7)
+    assert loss_of(0.0) != pytest.approx(loss_of(0.5), abs=1e-3)
 
 
 @pytest.mark.usefixtures("float64")
