@@ -175,7 +175,7 @@ class Run(TrainerCallback):
         rows = probe_rows(self.setup.prompts, trainer.processing_class, config.seed, longest_of(model))
         if config.model.quantization is None:
             return PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=config.is_merged_in_16_bits)
-        return unquantized_probe(rows, every, config.model, self.setup.model_folder, self.setup.lora, model)
+        return unquantized_probe(rows, every, config, self.setup.model_folder, self.setup.lora, model)
 
     # Where the results of steps go: nowhere, in a run that is trained again.
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from consumer.learn.adapters import AdapterFolder, initial_adapter
 from consumer.learn.checkpoints import Checkpoint
 from consumer.learn.options import build_arguments, build_lora, check_model
+from consumer.learn.rotary import engine_lengths
 from consumer.learn.run_facts import run_facts
 from consumer.prompts.answers import Answers
 from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
@@ -67,6 +68,7 @@ class Setup:
     budget: StalenessBudget
     rewards: RewardRecipe
     checkpoint_limit: int | None  # the newest that stay; None: all
+    max_model_lens: tuple[int, int] | None  # see `engine_lengths`
 
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
@@ -119,6 +121,7 @@ class Setup:
             budget,
             rewards,
             limit,
+            engine_lengths(config, model),
         )
 
     def facts(self, run_id: str) -> dict[str, str]:

@@ -213,6 +213,7 @@ def _terms(
         engine_quantization=str(config.engine.get("quantization") or ""),
         quantization=config.model.quantization or "",
         patches=config.weights == "full",
+        max_model_lens=setup.max_model_lens,
     )
     return SessionTerms(
         needs,

@@ -35,6 +35,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from consumer.learn.adapted_linear import use_adapted_products
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
+from consumer.learn.rotary import follow_engine
 from consumer.learn.shards import shard_weights
 from consumer.link.merging import adapt
 from consumer.link.probe import PolicyProbe
@@ -87,6 +88,7 @@ def load_policy(
     base = load_model(folder, **{"trust_remote_code": options.trust_remote_code} | options.model_init_kwargs | of_run)
     base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad_token_id
     router_loss_coef(options, base)
+    follow_engine(base, config)
     model = base
     if lora is None:
         choose_trainable(base, config.trainable)
@@ -396,7 +398,7 @@ class UnquantizedProbe(PolicyProbe):
 
 
 def unquantized_probe(
-    rows: np.ndarray, every: int, model: ModelSection, folder: Path, lora: LoraConfig, trained: PeftModel
+    rows: np.ndarray, every: int, config: RunConfig, folder: Path, lora: LoraConfig, trained: PeftModel
 ) -> PolicyProbe:
     """Load the base once more, unless `every` is 0 and no policy is measured.
 
@@ -407,8 +409,9 @@ def unquantized_probe(
     """
     if not every:
         return PolicyProbe(rows, every, trained, contextlib.nullcontext)
-    dtype = getattr(torch, model.dtype)
-    base = load_model(folder, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    dtype = getattr(torch, config.model.dtype)
+    base = load_model(folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
+    follow_engine(base, config)
     like_trained = get_peft_model(base, within_text_model(lora, folder))
     drop_towers(base)
     return UnquantizedProbe(rows, every, like_trained, contextlib.nullcontext, trained=trained)

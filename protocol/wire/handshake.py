@@ -4,7 +4,7 @@ Guarantee: `problems` is empty exactly when the trainer can use every group of t
 with the fix.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from protocol.wire.messages import EngineFacts, Hello
@@ -27,6 +27,7 @@ class TrainerNeeds:
     engine_quantization: str = ""  # as the trainer's configuration says it; "": none
     quantization: str = ""  # of the trainer's base; "": none
     patches: bool = False  # policies are patches of the weights, and no adapters
+    max_model_lens: tuple[int, int] | None = None  # least and largest, where positions are scaled by it; None: any
 
 
 def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
@@ -61,11 +62,7 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
             f"the engine has {facts.max_loras} LoRA slots, max_staleness needs {needs.max_loras}: restart the producer "
             "with the trainer's pipeline.max_staleness",
         ),
-        (
-            facts.max_model_len <= needs.max_completion_length,
-            f"the engine's max_model_len={facts.max_model_len} leaves no room for a prompt beside "
-            f"sampling.max_completion_length={needs.max_completion_length}: raise engine.max_model_len",
-        ),
+        *_of_length(needs, facts.max_model_len),
         (
             tuple(facts.reward_names) != needs.reward_names,
             f"the producer scores with {str(facts.reward_names)[:_SHOWN]}, the trainer expects {list(needs.reward_names)}: "
@@ -88,6 +85,21 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
         ),
     )
     return [problem for is_one, problem in checks if is_one]
+
+
+def _of_length(needs: TrainerNeeds, length: int) -> Iterator[tuple[bool, str]]:
+    yield (
+        length <= needs.max_completion_length,
+        f"the engine's max_model_len={length} leaves no room for a prompt beside "
+        f"sampling.max_completion_length={needs.max_completion_length}: raise engine.max_model_len",
+    )
+    if needs.max_model_lens is not None:
+        least, most = needs.max_model_lens
+        yield (
+            not least <= length <= most,
+            f"with max_model_len={length} the engine scales positions (longrope, dynamic) as the trainer does not: give both "
+            "the same engine.max_model_len; with engine_server it is that of the servers",
+        )
 
 
 def turn_problems(hello: Hello, trainer_gpus: Collection[str] | None) -> list[str]:

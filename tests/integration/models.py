@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -77,7 +79,7 @@ def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -> Path:
-    """Writes a model of `family` (qwen2, llama, gemma3, mixtral or qwen3_moe) with its tokenizer to `folder`, in float32."""
+    """Writes a model of `family` (qwen2, llama, gemma3, phi3, mixtral or qwen3_moe) with its tokenizer to `folder`, in float32."""
     tokenizer = byte_bpe_tokenizer() if family == "llama" else char_tokenizer()
     settings = _SHAPE | {
         "num_hidden_layers": num_layers,
@@ -96,6 +98,17 @@ def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -
             model = Gemma3ForCausalLM(
                 Gemma3TextConfig(
                     **settings, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32
+                )
+            )
+        case "phi3":  # its frequencies depend on length
+            factors = {"short_factor": [1.0] * 16, "long_factor": [float(number) for number in range(1, 17)]}
+            longrope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+            model = Phi3ForCausalLM(
+                Phi3Config(
+                    **settings,
+                    bos_token_id=None,
+                    original_max_position_embeddings=64,
+                    rope_parameters=longrope | factors,
                 )
             )
         case "mixtral":

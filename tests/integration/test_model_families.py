@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 import torch
+from peft import PeftModel
 
+from consumer.learn.model import load_model
+from consumer.learn.rotary import follow_engine
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
 from protocol.wire.messages import Sampling
 from tests.integration.engines import live_engine
@@ -58,3 +61,28 @@ def test_family(family, tmp_path):
             assert "<|end|>" not in message["content"]
     else:
         assert all(isinstance(text, str) for text in decoded)
+
+
+@pytest.mark.parametrize("length", [64, 128])
+def test_positions_are_scaled_as_the_engine_scales_them(length, tmp_path):
+    """In a row that is shorter than both."""
+    model, row = build_model("phi3", tmp_path / "model"), [3 + number % 40 for number in range(40)]
+    engine = {"enforce_eager": True, "max_model_len": length, "num_gpu_blocks_override": 64}
+    with live_engine(model, tmp_path, engine=engine) as live:
+
+        async def body():
+            adapter = live.adapter(1, 1)
+            await live.engine.weights.load(adapter)
+            return (await live.engine.weights.verify(adapter, row)).logprobs
+
+        scores = torch.tensor(live.run(body()))
+        expected = {}
+        for other in (64, 128):
+            base = load_model(model, dtype=torch.float32)
+            follow_engine(base, live.config.model_copy(update={"engine": {"max_model_len": other}}))
+            with torch.no_grad():
+                logits = PeftModel.from_pretrained(base, live.peft_folder(1))(input_ids=torch.tensor([row])).logits
+            expected[other] = logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(row)[1:, None])[:, 0]
+    torch.testing.assert_close(scores, expected.pop(length), rtol=0, atol=1e-4)
+    [(_, otherwise)] = expected.items()
+    assert (scores - otherwise).abs().max() > 0.1

@@ -97,8 +97,7 @@ def test_a_swap_is_proved_as_narrowly_as_without_quantization(
     tolerance, so a probe on the quantized base would prove nothing."""
     trainer = trainer_of(tmp_path, one_layer_model, quantization)
     trained, config = trainer.model, run_config(tmp_path, one_layer_model)
-    model = config.model
-    probe = unquantized_probe(ROWS, 1, model, one_layer_model, build_lora(config), trained)
+    probe = unquantized_probe(ROWS, 1, config, one_layer_model, build_lora(config), trained)
     states, measured = [], []
     for version in range(2):
         generator = torch.Generator().manual_seed(version)
@@ -123,7 +122,7 @@ def test_a_swap_is_proved_as_narrowly_as_without_quantization(
     for wrong in (served(1, 0.0), served(0), served(1, 0.9)):
         assert "does not compute this policy" in refusal(measured[1], wrong)
     assert received(probe.measure(1)).policy is not None
-    assert unquantized_probe(ROWS, 0, model, one_layer_model, build_lora(config), trained).measure(0) is None
+    assert unquantized_probe(ROWS, 0, config, one_layer_model, build_lora(config), trained).measure(0) is None
 
 
 @pytest.mark.long

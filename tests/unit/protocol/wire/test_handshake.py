@@ -94,6 +94,14 @@ def test_patches_are_for_an_engine_that_takes_them_and_adapters_for_one_that_doe
     assert bool(found) == (patches != (swap_mode == "full"))
 
 
+@pytest.mark.parametrize(("length", "fits"), [(4096, False), (4097, True), (8192, True), (8193, False)])
+def test_an_engine_scales_positions_as_the_trainer(length: int, fits: bool) -> None:
+    needs, facts = replace(NEEDS, max_model_lens=(4097, 8192)), msgspec.structs.replace(FACTS, max_model_len=length)
+    found = problems(needs, facts)
+    assert (found == []) is fits
+    assert fits or "give both the same engine.max_model_len" in found[0]
+
+
 @pytest.mark.parametrize(("facts", "problem"), PROBLEMS, ids=[next(iter(facts)) for facts, _ in PROBLEMS])
 def test_each_problem_alone(facts: dict[str, object], problem: str) -> None:
     assert problems(NEEDS, msgspec.structs.replace(FACTS, **facts)) == [problem]
