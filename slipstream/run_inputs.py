@@ -11,7 +11,7 @@ from consumer.prompts.generated import with_rows
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from protocol.wire.model_folder import resolve_model
+from protocol.wire.model_source import resolve_model
 
 
 class RunInputs:

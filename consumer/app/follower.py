@@ -34,7 +34,7 @@ from protocol.errors import DeviceError, RankLostError
 from protocol.runtime import logs
 from protocol.runtime.processes import die_with_parent
 from protocol.runtime.scratch import scratch_folder
-from protocol.wire.model_folder import resolve_model
+from protocol.wire.model_source import resolve_model
 from replay.batch_selection import TrainingBatch
 from replay.groups import GroupShape
 

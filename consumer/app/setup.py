@@ -27,7 +27,8 @@ from consumer.report.steps import LearningMetrics, StepReport
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
+from protocol.wire.model_folder import cannot_load, vision_language
+from protocol.wire.model_source import resolve_model
 from replay.groups import GroupShape
 from replay.rewards import RewardRecipe
 from replay.staleness import StalenessBudget

@@ -23,7 +23,8 @@ from protocol import __version__
 from protocol.channel.channel import own_address
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, cannot_listen
-from protocol.wire.model_folder import base_model_digest, resolve_model
+from protocol.wire.model_folder import base_model_digest
+from protocol.wire.model_source import resolve_model
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from producer.engine_contract import most_groups
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.wire.model_folder import cannot_load, resolve_model, vision_language
+from protocol.wire.model_folder import cannot_load, vision_language
+from protocol.wire.model_source import resolve_model
 
 
 def check_engine_section(config: RunConfig) -> None:

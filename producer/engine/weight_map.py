@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from producer.engine.exchange_worker import UnmappedError
 from protocol.gpu.model_files import weight_files
-from protocol.wire.model_folder import is_of_text_model
+from protocol.wire.model_check import is_of_text_model
 from protocol.wire.patch_streams import Bits, Places
 
 

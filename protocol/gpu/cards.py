@@ -28,7 +28,7 @@ from protocol.gpu.memory import (
     trainer_needs,
 )
 from protocol.gpu.model_files import ModelShape, model_shape
-from protocol.wire.model_folder import folder_on_disk
+from protocol.wire.model_source import folder_on_disk
 
 CARDS = (16, 24, 40, 48, 80, 96, 141)
 """GiB of common GPUs."""

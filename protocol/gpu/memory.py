@@ -20,7 +20,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
 from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
 from protocol.gpu.nvml import Gpu, given_gpu, gpu_facts
-from protocol.wire.model_folder import folder_on_disk
+from protocol.wire.model_source import folder_on_disk
 
 GIB = 2**30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -5,17 +5,14 @@ Guarantee: no weight is read and no library of models is imported, so it takes m
 
 import json
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
-from protocol.wire.model_folder import is_of_text_model
+from protocol.wire.model_check import is_of_text_model, read_header
 
-_LONGEST_HEADER = 100 * 2**20  # bytes, as safetensors itself has it
-_LENGTH = struct.Struct("<Q")
 _LAYER = re.compile(r"\.(\d+)\.")  # of the name of a weight: the number of its layer
 _BY_NAME = {
     "vocabulary_size": "embed_tokens",
@@ -126,7 +123,7 @@ def weights_of(folder: Path) -> Iterator[Weight]:
     """
     for file in weight_files(folder):
         for name, said in _header(file).items():
-            if name != "__metadata__" and is_of_text_model(name):
+            if is_of_text_model(name):
                 bits = re.search(r"\d+", said["dtype"])
                 size = int(bits.group()) if bits else 8  # BOOL
                 yield Weight(name, tuple(said["shape"]), size, "F" in said["dtype"] and size >= 16)
@@ -143,16 +140,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _header(file: Path) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
-            [length] = _LENGTH.unpack(stream.read(_LENGTH.size))
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"its header has {length} bytes")
-            header = json.loads(stream.read(length))
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+        return read_header(file)
+    except OSError as error:
         raise _refusal(f"{file} cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise _refusal(f"{file} has no header of safetensors")
-    return header
+    except ValueError as error:
+        raise _refusal(f"{file} {error}") from error
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from protocol.errors import ConfigError, DeviceError, StalledError
 from protocol.gpu.memory import Shares, gib, needs_of, shares_of
 from protocol.gpu.nvml import Gpu, given_gpu, gpu_facts, mps_in_words
 from protocol.runtime.scratch import ROOT, common_folder, private
-from protocol.wire.model_folder import resolve_model
+from protocol.wire.model_source import resolve_model
 
 logger = logging.getLogger(__name__)
 

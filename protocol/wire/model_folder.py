@@ -1,4 +1,4 @@
-"""The folder of a base model: where it is, digests of it and of its tokenizer, and checkpoints of vision-language models.
+"""The folder of a base model: digests of it and of its tokenizer, and checkpoints of vision-language models.
 
 Guarantee: equal folders have equal digests on every machine, and another fine-tune of the same architecture has another one.
 Weights are sampled (16 evenly spaced MiB per file, and its size), so a 70B model takes milliseconds, not minutes. Where the
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
+from protocol.wire.model_check import access_fix
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 2**20
@@ -35,7 +36,6 @@ _TOKENIZER_CONFIG_KEYS = (  # older models keep the chat template and the specia
     "eos_token",
     "unk_token",
 )
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
 
@@ -46,42 +46,8 @@ def unreadable_is_configuration() -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"model.path: {error.filename} cannot be read: {error.strerror}; the user that the daemon runs as must be able to"
+            f"model.path: {error.filename} cannot be read: {error.strerror}; {access_fix(error)}"
         ) from error
-
-
-@unreadable_is_configuration()
-def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be, with its Python files
-    if they are trusted). `ConfigError` if it is neither."""
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path: {path} has no config.json, so it is not a transformers model folder")
-        return folder
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path: {path} does not exist")
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
-        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
-    except Exception as error:
-        raise ConfigError(
-            f"model.path: {path} is neither a local folder nor a hub model that could be fetched: {error}"
-        ) from error
-
-
-def folder_on_disk(path: str, revision: str | None) -> Path:
-    """Return the folder of a model without asking the hub: the cached snapshot of a hub name, else `path` itself."""
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        with contextlib.suppress(ValueError):  # `path` is no hub name
-            found = try_to_load_from_cache(path, "config.json", revision=revision)
-            return Path(found).parent if isinstance(found, str) else folder
-    return folder
 
 
 @unreadable_is_configuration()
@@ -163,7 +129,6 @@ ARCHITECTURES = (
 OUTSIDE_TEXT_MODEL = r"(?!model\.language_model\.|lm_head$).*"
 """Matches the full name of every other module."""
 
-_TOWERS = {"visual", "vision_tower", "multi_modal_projector"}  # parts of names, in files of every age
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
 
 
@@ -202,8 +167,3 @@ def vision_language(folder: Path) -> VisionLanguage | None:
         )
     found = (config.get(key) for key in _PLACEHOLDERS)
     return VisionLanguage(named[0], frozenset(token for token in found if isinstance(token, int)))
-
-
-def is_of_text_model(weight: str) -> bool:
-    """Tell whether a weight of this name in a checkpoint's file is not one of what sees images."""
-    return _TOWERS.isdisjoint(weight.split("."))

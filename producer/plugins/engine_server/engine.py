@@ -48,7 +48,8 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.handshake import LOGPROBS_MODE
 from protocol.wire.messages import EngineFacts, Sampling
-from protocol.wire.model_folder import base_model_digest, placeholders_of, resolve_model, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest
+from protocol.wire.model_source import resolve_model
 
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")

@@ -28,7 +28,7 @@ from producer.policies.probe import SwapProof
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.handshake import LOGPROBS_MODE
-from protocol.wire.model_folder import is_of_text_model
+from protocol.wire.model_check import is_of_text_model
 
 logger = logging.getLogger(__name__)
 

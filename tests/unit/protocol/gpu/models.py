@@ -8,8 +8,8 @@ from safetensors.numpy import save_file
 
 from protocol.config.run import RunConfig
 
-CONFIG = """{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-"num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64}"""
+CONFIG = """{"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64}"""
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),
@@ -36,6 +36,7 @@ SHAPES = {
 def write_model(folder: Path, config: str = CONFIG) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(config)
+    (folder / "tokenizer.json").write_text("{}")
     save_file({name: np.zeros(shape, np.float16) for name, shape in SHAPES.items()}, folder / "model.safetensors")
     return folder
 

@@ -69,12 +69,16 @@ def test_a_model_of_several_modalities_says_it_of_its_text_model(tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "weights", "said"),
     [
-        ('{"vocab_size": 8}', b"\x20" + bytes(7) + b'{"a": {"dtype":"I8","shape":[]}}', "weights say the hidden size"),
+        (
+            '{"vocab_size": 8}',
+            b"\x36" + bytes(7) + b'{"a": {"dtype":"I8","shape":[],"data_offsets":[0, 1]}}' + b"0",
+            "weights say the hidden size",
+        ),
         ("[", b"", "config.json cannot be read"),
         pytest.param("[" * 100_000, b"", "config.json cannot be read", id="nested"),
-        (CONFIG, b"\xff" * 64, "model.safetensors cannot be read: its header has 18446744073709551615 bytes"),
-        (CONFIG, b"\x02", "model.safetensors cannot be read"),
-        (CONFIG, b"\x02" + bytes(7) + b"[]", "model.safetensors has no header"),
+        (CONFIG, b"\xff" * 64, "model.safetensors is no file of safetensors"),
+        (CONFIG, b"\x02", "model.safetensors is no file of safetensors"),
+        (CONFIG, b"\x02" + bytes(7) + b"[]", "model.safetensors has a damaged header"),
         (CONFIG, None, r"has no \*.safetensors"),
     ],
 )

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from protocol.errors import ConfigError
-from protocol.wire.model_folder import base_model_digest, folder_on_disk, resolve_model, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, tokenizer_digest
+from protocol.wire.model_source import folder_on_disk, resolve_model
 
 MIB = 2**20
 
@@ -146,13 +149,12 @@ def test_the_chat_template_counts_where_older_models_keep_it(model: Path) -> Non
 
 
 def test_a_local_folder_resolves_to_itself(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(save({"a": np.zeros(1, np.float32)}))
     assert resolve_model(str(model)) == model
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError) as caught:
         resolve_model(str(tmp_path / "empty"))
-    assert str(caught.value) == (
-        f"model.path: {tmp_path}/empty has no config.json, so it is not a transformers model folder"
-    )
+    assert str(caught.value) == f"model.path: {tmp_path}/empty/config.json is missing; download it again"
 
 
 def test_a_model_is_looked_for_on_this_machine_alone(
@@ -193,8 +195,9 @@ def test_a_hub_name_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.M
     assert str(caught.value) == (
         "model.path: Qwen/Qwen2.5-0.5B-Instruct is neither a local folder nor a hub model that could be fetched: no network"
     )
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **arguments: str(tmp_path / "snapshot"))
-    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == tmp_path / "snapshot"
+    snapshot = make_model(tmp_path / "snapshot", save({"a": np.zeros(1, np.float32)}))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **arguments: str(snapshot))
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == snapshot
 
 
 def test_code_that_comes_with_a_model_is_part_of_it_where_it_is_run(model: Path) -> None:

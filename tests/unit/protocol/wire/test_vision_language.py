@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import ConfigError
-from protocol.wire.model_folder import is_of_text_model, vision_language
+from protocol.wire.model_check import is_of_text_model
+from protocol.wire.model_folder import vision_language
 
 
 def folder_of(folder: Path, **config: Any) -> Path:

@@ -36,7 +36,8 @@ def config_of(folder: Path, started: list[ScriptedVllmServer], **section: Any) -
     model = folder / "small"
     if not model.is_dir():
         model.mkdir()
-        (model / "config.json").write_text("{}")
+        (model / "config.json").write_text('{"model_type": "llama"}')
+        (model / "tokenizer.json").write_text("{}")
         layer = {"model.layers.0.self_attn.q_proj.weight": np.zeros((6, 4), np.float32)}
         save_file(layer, model / "model.safetensors")
     places = {"url": [server.url for server in started], "adapter_dir": str(folder / "adapters")}
