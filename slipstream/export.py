@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import TENSORS_FILE, AdapterFolder
 from consumer.learn.checkpoints import CONFIG_FILE
-from consumer.learn.model import use_cache_as
+from consumer.learn.model import restore_config
 from consumer.learn.options import build_lora
 from consumer.link.merging import adapt, load_beginning, merged_weights
 from protocol.command_line import print_progress
@@ -134,7 +134,7 @@ def write_model(config: RunConfig, inputs: RunInputs, policy: Path, to: Path) ->
         model = merged(config, inputs, AdapterFolder.read(policy, "--checkpoint"))
     else:
         model = inputs.model("cpu", policy)
-        use_cache_as(model.config, inputs.model_folder)
+        restore_config(model.config, inputs.model_folder)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.save_pretrained(to)
     _write_files(inputs, to)

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Bits
 from trl.trainer.utils import disable_dropout_in_model
 
 from consumer.learn.adapted_linear import use_adapted_products
+from consumer.learn.inference import compute_as_in_inference, restore_drops
 from consumer.learn.memory import is_out_of_memory, num_refusals, room_of_gpu
 from consumer.learn.options import need_bitsandbytes
 from consumer.learn.rotary import follow_engine
@@ -86,6 +87,7 @@ def load_policy(
     if quantization is not None:
         of_run["quantization_config"] = quantization
     base = load_model(folder, **{"trust_remote_code": options.trust_remote_code} | options.model_init_kwargs | of_run)
+    compute_as_in_inference(base)
     base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad_token_id
     router_loss_coef(options, base)
     follow_engine(base, config)
@@ -159,14 +161,16 @@ def save_weights(model: Any, tokenizer: Any, folder: str) -> None:
     model.save_pretrained(folder, state_dict=state)
     config = type(model.config).from_pretrained(folder)
     config.dtype = torch.bfloat16  # `save_pretrained` takes it from the parameters
-    use_cache_as(config, Path(model.name_or_path))
+    restore_config(config, Path(model.name_or_path))
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def use_cache_as(config: Any, folder: Path) -> None:
-    """Undo what transformers does for training: generation has the cache again if the model in this folder has it."""
-    config.use_cache = getattr(type(config).from_pretrained(folder), "use_cache", True)
+def restore_config(config: Any, folder: Path) -> None:
+    """Undo what is done for training: cache and dropout are again those of the model in this folder."""
+    given = type(config).from_pretrained(folder)
+    config.use_cache = getattr(given, "use_cache", True)
+    restore_drops(config, given)
 
 
 def load_model(folder: Path, **options: Any) -> Any:
@@ -176,19 +180,17 @@ def load_model(folder: Path, **options: Any) -> Any:
 
 
 def router_loss_coef(options: Any, base: Any) -> float:
-    """Return the weight of the load-balancing loss of experts; 0 for a model without one.
+    """Return the weight of the load-balancing loss of experts; 0 unless it is set, whatever the model's configuration has.
 
     Raises:
         ConfigError: a weight is set, and the model has no such loss.
     """
-    text, chosen = base.config.get_text_config(), options.router_aux_loss_coef
-    if hasattr(text, "output_router_logits"):
-        return float(getattr(text, "router_aux_loss_coef", 0.0) if chosen is None else chosen)
-    if chosen:
+    chosen = float(options.router_aux_loss_coef or 0.0)
+    if chosen and not hasattr(base.config.get_text_config(), "output_router_logits"):
         raise ConfigError(
             f"trainer.router_aux_loss_coef: {type(base).__name__} has no experts whose load could be balanced; remove it"
         )
-    return 0.0
+    return chosen
 
 
 def _cast_lm_head(base: Any) -> None:
