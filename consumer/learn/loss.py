@@ -63,7 +63,10 @@ class EntropyThreshold(NamedTuple):
         """Make it from the entropies (N,) of all tokens in the loss of the step."""
         if not len(entropies):
             return cls(math.inf, entropies.new_zeros(()))
-        threshold = torch.quantile(entropies.to(torch.promote_types(entropies.dtype, torch.float32)), quantile)
+        values = entropies.to(torch.promote_types(entropies.dtype, torch.float32))
+        place = round(quantile * (len(values) - 1), 6)
+        below, above = (values.kthvalue(number + 1).values for number in (math.floor(place), math.ceil(place)))
+        threshold = below.lerp(above, place % 1)  # as `torch.quantile`, which takes no more than 2^24 values
         return cls(threshold, (entropies >= threshold).sum())
 
 
@@ -86,7 +89,6 @@ def part_of_loss(
         acting, num_acting = mask * (found.entropies >= threshold.entropy), threshold.num_tokens.clamp(min=1)
     current = found.logprobs.masked_fill(mask == 0, 0.0)  # 0 for answers, too
     losses, seen = policy_losses(options, batch, current, factors)
-    losses = losses * _weights(batch, "rewards")
     if "teacher_advantages" in batch:
         seen["distillation/logprob_gain"] = batch["teacher_advantages"]
         if found.divergences is None:
@@ -130,7 +132,7 @@ def policy_losses(
     options: Any, batch: MicroBatch, current: torch.Tensor, factors: Factors
 ) -> tuple[torch.Tensor, Seen]:
     """Return losses (B, T), or (B, 1) where all tokens of a completion share one."""
-    mask, advantages = loss_mask(batch), batch["advantages"].view(len(current), -1)
+    mask, advantages = loss_mask(batch), _reward_advantages(batch)
     log_ratio = current - _proximal(batch, current)
     ratio = _level_ratio(options, log_ratio, mask)
     low, high = options.epsilon, options.epsilon if options.epsilon_high is None else options.epsilon_high
@@ -167,12 +169,17 @@ def distillation_losses(batch: MicroBatch, current: torch.Tensor, factors: Facto
 
 
 def token_advantages(batch: MicroBatch, teacher_coef: float) -> torch.Tensor:
-    """Return the advantages of rewards and of teachers together, (B, T), or (B, 1) where there are no teachers and all tokens of
-    a completion share one."""
-    result = batch["advantages"].view(len(batch["advantages"]), -1) * _weights(batch, "rewards")
+    """Return the advantages by which the policy loss moves tokens, of rewards and of teachers together: (B, T), or (B, 1) where
+    there are no teachers and all tokens of a completion share one. `teacher_coef` is 0 where a divergence teaches."""
+    result = _reward_advantages(batch)
     if "teacher_advantages" not in batch:
         return result
     return result + teacher_coef * _weights(batch, "teacher") * batch["teacher_advantages"]
+
+
+def _reward_advantages(batch: MicroBatch) -> torch.Tensor:
+    """Return the weighted advantages of rewards, (B, T) or (B, 1); the policy loss is proportional to them."""
+    return batch["advantages"].view(len(batch["advantages"]), -1) * _weights(batch, "rewards")
 
 
 def _weights(batch: MicroBatch, part: str) -> torch.Tensor | float:

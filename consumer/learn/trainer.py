@@ -356,7 +356,7 @@ class SlipstreamTrainer(Trainer):
             current=current,
             proximal=batch.get("old_per_token_logps", current),
             behaviour=batch["sampling_per_token_logps"],
-            advantages=token_advantages(batch, self._teacher_coef),
+            advantages=token_advantages(batch, self._teacher_coef if found.divergences is None else 0.0),
             mask=loss_mask(batch),
         )
         loss, seen = part_of_loss(

@@ -31,7 +31,13 @@ from tests.unit.consumer.learn.test_loss_parity import (
     some_groups,
     with_tool_results,
 )
-from tests.unit.consumer.trl_reference import lora_parameters, loss_and_gradients, loss_options, slipstream_trainer
+from tests.unit.consumer.trl_reference import (
+    inputs_of_logprobs,
+    lora_parameters,
+    loss_and_gradients,
+    loss_options,
+    slipstream_trainer,
+)
 
 TOP = ("teacher_top_ids", "teacher_top_logprobs")
 TEACHERS = [{"name": "big", "url": "http://127.0.0.1:8000"}]
@@ -388,3 +394,46 @@ def test_a_teacher_teaches_what_rewards_alone_do_not() -> None:
     best = 0.93**PLACES
     assert chance_after_training(DistillationRecipe(), COMPLETIONS) > 0.5 * best
     assert chance_after_training(DistillationRecipe(alone=True), 1) > 0.5 * best, "one completion is enough"
+
+
+def share_outside(folder: Path, model: Path, groups: list[RolloutGroup], **options: Any) -> float:
+    """The share of tokens that DPPO's mask leaves out."""
+    sections = {"teachers": TEACHERS, "distillation": {"mode": "divergence", "top_k": 3, **options}}
+    config = run_config(
+        folder, model, trainer={"loss_type": "dapo"}, correction={"probability_difference_max": 1e-9}, **sections
+    )
+    trainer = slipstream_trainer(config, model)
+    loss_and_gradients(trainer, trainer._prepare_inputs(trainer.recipe.tensors(groups)))
+    return trainer.end_passes()["sampling/importance_sampling_ratio/moved_share"]
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_divergence_has_no_part_in_the_mask_of_dppo(tmp_path: Path, one_layer_model: Path) -> None:
+    groups = with_top(off_policy(trainer_of(tmp_path, one_layer_model), some_groups()), 3)
+    weak, strong = (share_outside(tmp_path, one_layer_model, groups, coef=coef) for coef in (1e-9, 1e3))
+    assert weak == strong > 0
+    assert share_outside(tmp_path, one_layer_model, groups, coef=1.0, alone=True) == 0
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_row_whose_rewards_weigh_nothing_is_not_clipped() -> None:
+    current = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
+    inputs = inputs_of_logprobs(
+        current,
+        torch.tensor([1.0, 1.0]),
+        old_per_token_logps=current - 1,
+        loss_weights=torch.tensor([[1.0] * 3, [0.0] * 3]),
+    )
+    mask = torch.ones(2, 2)
+    factors = importance_factors(
+        PRESETS["none"],
+        current=current,
+        proximal=current - 1,
+        behaviour=current,
+        advantages=inputs["advantages"],
+        mask=mask,
+    )
+    for loss_type, name in (("dapo", "clip_ratio/high_mean"), ("cispo", "cispo_clip_ratio")):
+        options = loss_options(loss_type=loss_type, beta=0.0, epsilon_high=0.2)
+        _, seen = part_of_loss(options, inputs, Pass(current, mask), factors)
+        assert seen[name].tolist() == [[True, True], [False, False]]

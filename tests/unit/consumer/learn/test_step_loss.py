@@ -20,6 +20,21 @@ def test_the_cut_is_at_an_entropy_and_not_at_its_rounding(dtype: torch.dtype) ->
     assert cut.num_tokens == 2
 
 
+@pytest.mark.parametrize("quantile", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 11, 1000])
+def test_the_cut_is_where_torch_has_the_quantile(quantile: float, count: int) -> None:
+    entropies = torch.rand(count, dtype=torch.float64)
+    cut = EntropyThreshold.at(entropies, quantile)
+    torch.testing.assert_close(cut.entropy, torch.quantile(entropies, quantile), rtol=0, atol=1e-12)
+    assert cut.num_tokens == (entropies >= torch.quantile(entropies, quantile) - 1e-12).sum()
+
+
+@pytest.mark.long
+def test_a_step_of_more_tokens_than_torch_takes_a_quantile_of() -> None:
+    entropies = torch.arange(2**24 + 1, dtype=torch.float32)
+    assert EntropyThreshold.at(entropies.flip(0), 0.5) == (2**23, 2**23 + 1)
+
+
 def test_a_step_without_a_token_in_the_loss_has_no_cut() -> None:
     assert EntropyThreshold.at(torch.zeros(0), 0.5) == (math.inf, 0)
 
