@@ -111,7 +111,7 @@ def main(
     return exit_code(program, work)
 
 
-def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
+def exit_code(program: str, work: Callable[[], int]) -> int:
     """Return the result of `work`, or the code of the error that ended it, after reporting the error. Characters that standard
     output cannot show are escaped."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -121,7 +121,7 @@ def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = Exi
     except SlipstreamError as error:
         return _report_end(program, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return interrupted
+        return ExitCode.INTERRUPTED
     except Exception as error:
         if is_out_of_memory(error):
             fix = "free the device of other processes (nvidia-smi shows them), or take one with more memory"

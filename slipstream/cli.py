@@ -21,6 +21,7 @@ from protocol.errors import ConfigError, DatasetError, ExitCode
 from protocol.gpu.nvml import select_gpus
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
+from protocol.runtime.signals import end_on_signals
 from slipstream.options import Command, Function, Group, config_options, program, usage_error
 from slipstream.tables import write_json
 
@@ -43,6 +44,7 @@ _COMMANDS = {
 
 def main() -> NoReturn:
     """Run the command of this process and end it, as console scripts and `python -m slipstream` do."""
+    end_on_signals(ExitCode.INTERRUPTED)
     leave(run(sys.argv[1:]))
 
 

@@ -6,12 +6,14 @@ two commands that make it at once the second is refused.
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.runtime.files import out_of_space, partial_of, staged
+from protocol.runtime.signals import undone
 
 
 @contextmanager
@@ -25,6 +27,7 @@ def new_folder(to: Path) -> Iterator[Path]:
             partial = locks.enter_context(staged(to))
             partial.mkdir(parents=True)
             _lock(partial, to, locks)
+            locks.enter_context(undone(lambda: shutil.rmtree(partial, ignore_errors=True)))
             try:
                 yield partial
             except SlipstreamError:

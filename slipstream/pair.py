@@ -22,6 +22,7 @@ Show = Callable[[str, str], None]
 
 TRAINER, PRODUCER = "trainer", "producer"
 _GRACE_S = 300.0  # between SIGTERM and SIGKILL: a last checkpoint of a large model takes minutes
+_PRODUCER_GRACE_S = 60.0  # it hands back in a quarter of a minute, and may hang in a library while it starts
 _FOLLOW_S = 30.0  # for a producer to end after its trainer has said goodbye
 _LOOK_S = 0.1
 _READ_BYTES = _LONGEST_LINE = 65_536
@@ -106,7 +107,7 @@ class Pair:
         try:
             process = KeptProcess(
                 self._commands[name],
-                self._grace_s,
+                self._grace_s if name == TRAINER else min(self._grace_s, _PRODUCER_GRACE_S),
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,

@@ -5,13 +5,13 @@ they write is shown with the daemon's name before it, and cannot move the cursor
 goes; elsewhere, such a line comes twice a minute.
 """
 
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
+from protocol.runtime.signals import call_on_signals
 from slipstream.options import Command, config_options, program
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ async def _run(launch: "Launch") -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     with last_line(console) as (show, update):
-        pair, loop = Pair(launch.trainer, launch.producer, show), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, pair.stop)
+        pair = Pair(launch.trainer, launch.producer, show)
+        call_on_signals(asyncio.get_running_loop(), lambda number: pair.stop())
         watch = Watch(RunReader(launch.run_dir), ())
         progress = asyncio.create_task(_show_progress(watch, update, pause_s(console)))
         try:

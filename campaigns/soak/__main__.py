@@ -7,7 +7,6 @@ folder is then kept. With `--plant` a producer leaks, so that 1 is what a workin
 import argparse
 import json
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,6 +16,8 @@ from typing import Any
 from campaigns.chaos.fleet import Role, Zygote
 from campaigns.soak.load import Load, Plan, Record, SoakError
 from campaigns.soak.report import DEFAULT_BOUNDS, Bounds, summarize
+from protocol.errors import ExitCode
+from protocol.runtime.signals import end_on_signals
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the summary to this file, and a picture beside it")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder also when all is well")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # so that the daemons end with this process
+    end_on_signals(ExitCode.INTERRUPTED)  # the daemons end with this process
     folder = Path(tempfile.mkdtemp(prefix="sl-soak-", dir="/tmp"))
     plan = Plan(3600 * arguments.hours, arguments.seed, arguments.plant)
     try:

@@ -11,6 +11,7 @@ from protocol.command_line import main as run_command
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
 from protocol.runtime.processes import gc_disabled
+from protocol.runtime.signals import end_on_signals
 
 _DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
 
@@ -78,6 +79,7 @@ def main() -> NoReturn:
     )
     arguments_parser.set_defaults(gpu=_DEFAULT_GPU)
     arguments = arguments_parser.parse_args()
+    end_on_signals(ExitCode.INTERRUPTED if arguments.check else ExitCode.OK)  # until there is work to end
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
         from consumer.ranks.placement import Nodes, Placement

@@ -7,12 +7,8 @@ written, producers are told, sockets and journal close.
 
 import errno
 import os
-import signal
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
@@ -32,6 +28,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
 from protocol.exposition import Watch, watched
 from protocol.runtime import logs
+from protocol.runtime.signals import StopFlag, nothing_to_note
 
 
 def check_libraries(config: RunConfig) -> None:
@@ -53,7 +50,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     if source is not None:  # there are no producers with whom to share the GPU
         config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
         copy_rows(source, Path(config.run_dir))
-    stop = _StopFlag()
+    stop = StopFlag()
     logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -82,7 +79,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
             raise
 
 
-def _train_live(setup: Setup, watch: Watch, placement: Placement, stop: "_StopFlag", *, resume: bool) -> None:
+def _train_live(setup: Setup, watch: Watch, placement: Placement, stop: StopFlag, *, resume: bool) -> None:
     config, health = setup.config, watch.health
     with ExitStack() as opened:
         run = live_run(setup, watch, opened, placement.gpus, resume=resume)
@@ -108,7 +105,7 @@ def _train_live(setup: Setup, watch: Watch, placement: Placement, stop: "_StopFl
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
-            stop.is_noted = _nothing_to_note
+            stop.is_noted = nothing_to_note
             health.end("intake")
             run.report.close()
         counts = dict(run.storage.buffer.totals)
@@ -141,40 +138,6 @@ def _train_again(setup: Setup, watch: Watch, placement: Placement, source: Path,
         finally:
             run.report.close()
         run.write_results(finished, {"counts": dict(counts)})
-
-
-_NOTED_WITHIN_S = 5.0  # on a machine that is not busy a third of a second is enough
-_LOOK_EVERY_S = 0.02
-
-
-def _nothing_to_note() -> bool:
-    return True
-
-
-class _StopFlag:
-    """Set by the first SIGTERM or SIGINT. The second one ends the process, as soon as the intake has noted the first one in the
-    journal (`LiveRun.beat`), or has not come to that within `_NOTED_WITHIN_S`.
-
-    Attributes:
-        is_noted: returns whether it has. A handler of signals calls it, so it takes no lock.
-    """
-
-    def __init__(self) -> None:
-        self._requested_at: float | None = None
-        self.is_noted: Callable[[], bool] = _nothing_to_note
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def __call__(self) -> bool:
-        return self._requested_at is not None
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self._requested_at is None:
-            self._requested_at = time.monotonic()
-            return
-        while not self.is_noted() and time.monotonic() < self._requested_at + _NOTED_WITHIN_S:
-            time.sleep(_LOOK_EVERY_S)
-        os._exit(ExitCode.INTERRUPTED)
 
 
 def _prepare_device(gpus: list[int]) -> None:

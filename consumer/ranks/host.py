@@ -8,8 +8,8 @@ import contextlib
 import logging
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,10 +19,12 @@ from consumer.ranks.rendezvous import GONE, OVER, choose_interface, facts_of, jo
 from consumer.ranks.team import RankProcesses, rank_processes
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode, RankLostError
+from protocol.runtime.signals import on_signals
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25
+_MOST_TOLD = 8  # signals between two looks
 
 
 def run_host(config: RunConfig, placement: Placement) -> ExitCode:
@@ -46,13 +48,13 @@ def run_host(config: RunConfig, placement: Placement) -> ExitCode:
         nodes.host,
         nodes.port,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _refuse_to_stop)
+    told: deque[signal.Signals] = deque(maxlen=_MOST_TOLD)
+    on_signals(told.append)
     with (
         rank_processes(config, placement, ranks, joined.world, nodes.port, first_index=0) as processes,
         _node_0(placement),
     ):
-        return _watch(store, nodes.rank, processes, signs)
+        return _watch(store, nodes.rank, processes, signs, told)
 
 
 @contextlib.contextmanager
@@ -63,13 +65,17 @@ def _node_0(placement: Placement) -> Iterator[None]:
         raise RankLostError(f"node 0 at {placement.nodes.host}:{placement.nodes.port} is gone ({error})") from error
 
 
-def _watch(store: dist.Store, node: int, processes: RankProcesses, signs: Heartbeats) -> ExitCode:
-    told = set[int]()
+def _watch(
+    store: dist.Store, node: int, processes: RankProcesses, signs: Heartbeats, told: deque[signal.Signals]
+) -> ExitCode:
+    lost = set[int]()
     while not store.check([OVER]):
         signs.send()
+        while told:
+            logger.warning("got %s: this ends with the trainer on node 0; stop that", told.popleft().name)
         for rank, how in processes.ended():
-            if rank not in told:
-                told.add(rank)
+            if rank not in lost:
+                lost.add(rank)
                 logger.error("rank %d ended (%s)", rank, how)
                 tell_lost(store, rank, how)
         time.sleep(_LOOK_EVERY_S)
@@ -78,7 +84,3 @@ def _watch(store: dist.Store, node: int, processes: RankProcesses, signs: Heartb
     if code != ExitCode.OK:
         raise RankLostError("the trainer on node 0 has ended early; its own messages say why")
     return code
-
-
-def _refuse_to_stop(number: int, _: Any) -> None:
-    logger.warning("got %s: this ends with the trainer on node 0; stop that", signal.Signals(number).name)

@@ -9,11 +9,9 @@ after everything was ended as for a stop, so a supervisor does not notice.
 import argparse
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import NoReturn
 
 from producer.engine_contract import engine_plugin
@@ -21,6 +19,7 @@ from protocol import command_line
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
 from protocol.runtime.processes import follow_parent_if_tied, gc_disabled
+from protocol.runtime.signals import end_on_signals
 
 follow_parent_if_tied()
 
@@ -33,22 +32,13 @@ class _Start:
     def __init__(self) -> None:
         self.bundle = ""
         self.is_outdated = False
-        self.must_stop = False
 
     @contextmanager
     def load(self, arguments: argparse.Namespace) -> Iterator[RunConfig]:
         from producer.app.joining import joined
 
-        # An exception out of a signal handler could leave a socket open half-way, and ZeroMQ would wait for it at the exit.
-        _on_signals(self._ask_to_stop)
-        with joined(arguments, lambda: self.must_stop) as (config, self.bundle):
-            _on_signals(lambda *_: sys.exit(ExitCode.OK))  # no socket is left; the daemon has its own way to stop
-            if self.must_stop:
-                sys.exit(ExitCode.OK)
+        with joined(arguments) as (config, self.bundle):
             yield config
-
-    def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
-        self.must_stop = True
 
     def run(self, config: RunConfig, gpus: list[int]) -> ExitCode:
         from producer.app.daemon import run
@@ -59,11 +49,6 @@ class _Start:
             logger.info("%s", change)
             self.is_outdated = True
             return ExitCode.OK
-
-
-def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
 
 
 def _check_libraries(config: RunConfig) -> None:
@@ -88,6 +73,7 @@ def command() -> int:
     """The exit code, unless another command takes the place of this one."""
     environment = dict(os.environ)
     arguments = _parser().parse_args()
+    end_on_signals(ExitCode.INTERRUPTED if arguments.check else ExitCode.OK)  # until there is work to hand back
     start = _Start()
     load = start.load if arguments.connect else None
     code = command_line.main(arguments, "rl-producer", _check_libraries, start.run, load, _needs_gpu)

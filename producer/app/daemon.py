@@ -2,16 +2,13 @@
 
 Guarantee: it starts in the order in which mistakes are cheapest (reward functions, then vLLM's configuration, then weights, then
 the wire) and ends in the reverse one. The first SIGTERM or Ctrl-C hands unfinished leases back and exits with 0, the second
-exits at once; an exception in any task or thread ends the process.
+exits at once, as does one while it starts (`producer.app.cli`); an exception in any task or thread ends the process.
 """
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 from contextlib import AsyncExitStack
-from types import FrameType
 from typing import Any
 
 from producer.app.timeline import log, timeline_path
@@ -29,13 +26,13 @@ from protocol.errors import EngineError, ExitCode
 from protocol.exposition import Watch, watched
 from protocol.runtime import logs
 from protocol.runtime.processes import tie_children
+from protocol.runtime.signals import call_on_signals, end_on_signals
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5.0  # for delivering finished groups when asked to stop
 _UNWIND_S = 5.0  # for tasks to end when cancelled
 _SIGNAL_GRACE_S = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
@@ -45,8 +42,6 @@ def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
         bundle: the digest of the one that `config` is from, if the trainer gave it.
     """
     tie_children()
-    for number in _SIGNALS:
-        signal.signal(number, _leave_while_starting)
     launch = Launch.of(config, gpus, bundle)
     with watched(config, "rl-producer", gpus, launch.name) as watch, asyncio.Runner(loop_factory=_loop) as runner:
         logs.keep(log(timeline_path(config.run_dir, launch.name)))
@@ -122,26 +117,14 @@ async def _shutdown(parts: Producer) -> None:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Is set by the first signal."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    """Is set by the first signal. The second one ends the process, even while the engine's shutdown blocks the loop. Children
+    end too (`protocol.runtime.processes`)."""
+    stop = asyncio.Event()
 
-    def ask(name: str) -> None:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, _leave_at_once)
-        logger.info("%s: handing leases back and stopping (once more to stop at once)", name)
+    def ask(number: signal.Signals) -> None:
+        end_on_signals(ExitCode.INTERRUPTED)
+        logger.info("%s: handing leases back and stopping (once more to stop at once)", number.name)
         stop.set()
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, ask, signal.Signals(number).name)
+    call_on_signals(asyncio.get_running_loop(), ask)
     return stop
-
-
-def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
-    """Exit on a signal that comes before there is work to hand back."""
-    sys.exit(ExitCode.OK)
-
-
-def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
-    """End the process, even while the engine's shutdown blocks the loop. Children end too (`protocol.runtime.processes`)."""
-    os._exit(ExitCode.INTERRUPTED)

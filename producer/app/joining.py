@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from protocol.channel.client import ZmqClient
 from protocol.channel.keys import process_name
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
-from protocol.errors import BundleError, ConfigError, ExitCode, IncompatiblePeerError, NoAnswerError
+from protocol.errors import BundleError, ConfigError, IncompatiblePeerError, NoAnswerError
 from protocol.runtime.scratch import scratch_folder
 from protocol.wire.messages import BlobChunk, BlobMissing, BundleOffer, BundleRequest, Reject, TrainerMessage
 
@@ -46,10 +46,8 @@ class FetchedBundle:
 @dataclass
 class BundleFetch:
     """A fetch of the trainer's bundle. `name` is this producer's, and `wait_s` is how long the trainer may make no progress.
-    `must_stop` says whether this process was asked to stop.
 
     Raises:
-        SystemExit: it was, with code 0.
         NoAnswerError: no trainer answered in that time.
         BundleError: the trainer has no bundle for this producer, or sent another than it named.
         IncompatiblePeerError: the trainer's release has no bundles.
@@ -58,7 +56,6 @@ class BundleFetch:
     name: str
     address: TrainerAddress
     wait_s: float
-    must_stop: Callable[[], bool]
     _heard_at: float = field(default_factory=time.monotonic)
 
     def run(self) -> FetchedBundle:
@@ -114,8 +111,6 @@ class BundleFetch:
                         return None
 
     def _heard(self, channel: ZmqClient) -> list[TrainerMessage]:
-        if self.must_stop():
-            raise SystemExit(ExitCode.OK)
         messages: list[TrainerMessage] = []
         for message in channel.poll(_TICK_S):
             if not isinstance(message, BadFrame):
@@ -132,17 +127,16 @@ class BundleFetch:
 
 
 @contextlib.contextmanager
-def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tuple[RunConfig, str]]:
+def joined(arguments: Namespace) -> Iterator[tuple[RunConfig, str]]:
     """The configuration, and the digest of the bundle that it is from. Raises SlipstreamError for whatever keeps this host from
     joining the run.
 
     Args:
         arguments: `connect`, `keys`, `model`, `wait` and `overrides` are read.
-        must_stop: looked at while the trainer is waited for.
     """
     model = [] if arguments.model is None else [f"model.path={_quoted(_model_folder(arguments.model))}"]
     address = trainer_address(arguments.connect, arguments.keys, arguments.overrides)
-    fetched = BundleFetch(process_name(address.keys), address, arguments.wait, must_stop).run()
+    fetched = BundleFetch(process_name(address.keys), address, arguments.wait).run()
     bundle = decode(fetched.data)
     overrides = [*model, *(_from_here(override, bundle) for override in arguments.overrides)]
     _check_host_keys(bundle, overrides)

@@ -30,6 +30,7 @@ from protocol.config.reward_options import (
 from protocol.errors import ConfigError
 
 Results = list[float | Exception | None]
+_AGAIN_S = 0.1
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
@@ -244,7 +245,8 @@ def _within(limit_s: float) -> Iterator[None]:
         raise TimeoutError(f"the pattern took more than {limit_s:g} seconds")
 
     before = signal.signal(signal.SIGALRM, over)  # pure Python and `re` check for signals while they work
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    # A finalizer, or code that catches everything, may take the first exception.
+    signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
     try:
         yield
     finally:

@@ -32,6 +32,7 @@ _SYSLOG_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL
 
 _MAX_KEPT_BYTES = 16 * 2**20  # of one file
 _MAX_WAITING = 1000  # records for a disk that stands still
+_LOOK_EVERY_S = 0.01
 
 _context: dict[str, Any] = {}
 
@@ -73,10 +74,21 @@ def note(text: str) -> None:
             handler.handle(logging.makeLogRecord({"levelname": "INFO", "msg": text}))
 
 
+def wait_until_written() -> None:
+    """Wait until the log that is kept has all records, without taking a lock."""
+    waiting = [handler.records for handler in logging.root.handlers if isinstance(handler, _KeptHandler)]
+    while any(records.unfinished_tasks for records in waiting):
+        time.sleep(_LOOK_EVERY_S)
+
+
 class _KeptHandler(QueueHandler):
+    def __init__(self, records: "queue.Queue[Any]") -> None:
+        super().__init__(records)
+        self.records = records
+
     def enqueue(self, record: logging.LogRecord) -> None:
         with suppress(queue.Full):
-            self.queue.put_nowait(record)
+            self.records.put_nowait(record)
 
 
 class _FileHandler(logging.Handler):

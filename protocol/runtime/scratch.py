@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.runtime.signals import undone
+
 PREFIX = "slipstream-scratch-"
 
 
@@ -29,10 +31,15 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     for folder in parent.glob(f"{PREFIX}*"):
         _remove_if_left(folder)
     folder, lock = _locked_folder(parent)
-    try:
-        yield folder
-    finally:
+
+    def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        with undone(remove):
+            yield folder
+    finally:
+        remove()
         os.close(lock)
 
 
@@ -44,11 +51,16 @@ def common_folder(name: str, parent: Path) -> Iterator[Path]:
         _remove_if_left(left)
     folder = parent / f"{PREFIX}{name}-{os.geteuid()}"
     lock = _join(folder)
-    try:
-        yield folder
-    finally:
+
+    def leave() -> None:
         os.close(lock)
         _remove_if_left(folder)
+
+    try:
+        with undone(leave):
+            yield folder
+    finally:
+        leave()
 
 
 def _join(folder: Path) -> int:

@@ -6,6 +6,7 @@ already the manager goes on, with what was asked anew.
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,8 +26,11 @@ _FITS_WITHIN_S = 20.0
 _PROBE_S = 40.0
 
 
-def placed(asked: Asked, config: RunConfig, run_dir: Path) -> ManagerHandle:
+def placed(asked: Asked, config: RunConfig, run_dir: Path, sleep: Callable[[float], object]) -> ManagerHandle:
     """
+    Args:
+        sleep: waits; it may raise.
+
     Raises:
         ConfigError: the run cannot be on the trainer's node, or what was asked contradicts the configuration.
         NoResourcesError: something has no place.
@@ -49,11 +53,11 @@ def placed(asked: Asked, config: RunConfig, run_dir: Path) -> ManagerHandle:
     facts = _facts(host, run_dir, file)
     probe.check(facts, str(run_dir), file)
     plan = plan_of(asked, config, run_dir, facts)
-    wait_for_room(plan)
+    wait_for_room(plan, sleep)
     return ManagerHandle.start(plan)
 
 
-def wait_for_room(plan: Plan) -> None:
+def wait_for_room(plan: Plan, sleep: Callable[[float], object]) -> None:
     """Nodes may still be coming; `NoResourcesError` if there is no room by then."""
     needs = [Need("the trainer", plan.trainer_needs)]
     needs += [Need("a producer", plan.producer_needs)] * plan.producers
@@ -65,7 +69,7 @@ def wait_for_room(plan: Plan) -> None:
         if not told:
             write_line(f"waiting {_FITS_WITHIN_S:g} s for room: {text}")
             told = True
-        time.sleep(0.5)
+        sleep(0.5)
 
 
 def _adopted(manager: ManagerHandle, asked: Asked, config: RunConfig) -> ManagerHandle:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,18 +80,18 @@ def connected(run_dir: Path, named: str | None) -> Iterator[Session]:
     os.environ.update(_loopback() if is_loopback(address) else {})
     import ray
 
+    ours = signal.getsignal(signal.SIGTERM)
     try:
         _init(address, run_dir)
-        # As Ctrl-C; Ray's own handler prints where C++ stands.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, ours)  # Ray's own raises, after it has printed where C++ stands
         yield Session(address, own if own and own.address == address else None)
     finally:
         ray.shutdown()
 
 
-def start_here(run_dir: Path, num_cpus: int) -> None:
+def start_here(run_dir: Path, num_cpus: int, sleep: Callable[[float], object]) -> None:
     """Start a Ray with one node, for this machine alone, and leaves word of it in run_dir. Its CPUs are what the run needs: a
-    machine of one's own may be overbooked."""
+    machine of one's own may be overbooked. Where `sleep` raises, it is ended."""
     require_ray()
     folder = run_dir / "cluster"
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def start_here(run_dir: Path, num_cpus: int) -> None:
         while not _answers(address):
             if process.poll() is not None or time.monotonic() > until:
                 raise NoAnswerError(f"Ray did not start on this machine; its own messages are in {folder / 'ray.log'}")
-            time.sleep(0.1)
+            sleep(0.1)
         with staged(folder / "ray.json") as partial:
             partial.write_bytes(msgspec.json.encode(own))
     except BaseException:  # as of Ctrl-C, which the started Ray does not get

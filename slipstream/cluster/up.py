@@ -6,11 +6,13 @@ run goes on without this process: Ctrl-C leaves it running.
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
+from protocol.runtime.signals import StopFlag
 from slipstream.cluster import session
 from slipstream.cluster.asked import Asked, check_gpu_use
 from slipstream.cluster.plan import TRAINER, DaemonReport, FleetReport
@@ -25,8 +27,9 @@ _LOOK_EVERY_S = 0.5
 
 
 class Watch:
-    def __init__(self, manager: "ManagerHandle") -> None:
+    def __init__(self, manager: "ManagerHandle", sleep: Callable[[float], object]) -> None:
         self._manager = manager
+        self._sleep = sleep
         self._seen = 0
         self._why = ""  # the manager did not answer
         self._heard = time.monotonic()
@@ -48,7 +51,7 @@ class Watch:
                     f"not everything runs after {_PLACED_S:g} s: {(report and report.missing) or silent}. What runs goes on; "
                     "slipstream cluster down ends it"
                 )
-            time.sleep(_LOOK_EVERY_S)
+            self._sleep(_LOOK_EVERY_S)
 
     def wait_until_it_ends(self) -> ExitCode:
         """Wait until the trainer has ended for good, or the run was taken down; return the trainer's exit code."""
@@ -61,7 +64,7 @@ class Watch:
             if trainer is not None and trainer.is_over and trainer.exit_code is not None:
                 self._look()
                 return _code(trainer)
-            time.sleep(_LOOK_EVERY_S)
+            self._sleep(_LOOK_EVERY_S)
 
     def _is_gone(self) -> bool:
         from slipstream.cluster.manager import ManagerHandle
@@ -106,16 +109,17 @@ def up(asked: Asked) -> ExitCode:
     check_gpu_use(config, asked.gpus)
     run_dir = Path(os.path.abspath(config.run_dir))
     session.require_ray()
+    stop = StopFlag()
     starts_ray = session.find_address(run_dir, asked.address) is None
     if starts_ray:
         producers = max(asked.producers or 1, config.producers.max if config.producers else 1)
-        session.start_here(run_dir, max(os.cpu_count() or 1, asked.cpus * (asked.ranks + producers)))
+        session.start_here(run_dir, max(os.cpu_count() or 1, asked.cpus * (asked.ranks + producers)), stop.sleep)
     with session.connected(run_dir, asked.address) as ray:
         from slipstream.cluster.down import take_down
         from slipstream.cluster.placing import placed
 
         try:
-            watch = Watch(placed(asked, config, run_dir))
+            watch = Watch(placed(asked, config, run_dir, stop.sleep), stop.sleep)
             watch.wait_until_it_runs()
         except BaseException:
             if starts_ray:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import ConfigError, ExitCode
+from protocol.runtime.signals import StopFlag
 from slipstream.options import Address, Command, named_run, run_option
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def status(addresses: tuple[str, ...], every: float | None, once: bool, as_json:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # of lines and bars, which escapes would make unreadable
     watch = Watch(_run(by_address=bool(addresses)), addresses)
+    if once:
+        return _once(watch, every, as_json=as_json)
     with suppress(KeyboardInterrupt):  # Ctrl-C is how one leaves the live view
-        if once:
-            return _once(watch, every, as_json=as_json)
-        _forever(watch, every or _EVERY_S)
+        _forever(watch, every or _EVERY_S, StopFlag())
     return ExitCode.OK
 
 
@@ -88,8 +89,8 @@ def _rendered(shown: "View", console: "Console") -> "RenderableType":
     return render(shown, warnings(shown), console.width)
 
 
-def _forever(watch: "Watch", every_s: float) -> None:
-    """Redraw on a terminal; elsewhere write one view below the other."""
+def _forever(watch: "Watch", every_s: float, stop: StopFlag) -> None:
+    """Redraw on a terminal; elsewhere write one view below the other. Raises KeyboardInterrupt in the end."""
     from rich.console import Console
     from rich.live import Live
 
@@ -101,7 +102,7 @@ def _forever(watch: "Watch", every_s: float) -> None:
                 console.print(shown)
             else:
                 live.update(shown, refresh=True)
-            time.sleep(every_s)
+            stop.sleep(every_s)
 
 
 def _run(*, by_address: bool) -> "RunReader | None":

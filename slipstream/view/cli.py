@@ -4,14 +4,13 @@ Guarantee: it writes nothing to the run and opens no browser; it needs neither t
 """
 
 import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ExitCode
+from protocol.runtime.signals import end_on_signals
 from slipstream.options import Command, named_run, run_option
 from slipstream.tables import write_line
 
@@ -47,10 +46,9 @@ def view(port: int, compare: Path | None, tokenizer: Path | None) -> None:
             raise ConfigError(f"{option} {place}: no daemon has worked there; name the run_dir of the run's file")
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {tokenizer}: it has no tokenizer.json; name a folder that has one")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_signals(ExitCode.OK)
     os.nice(_NICE)
-    with suppress(KeyboardInterrupt):  # Ctrl-C is how one ends it
-        serve([Viewer(place, tokenizer) for place in places.values()], port, _say_url)
+    serve([Viewer(place, tokenizer) for place in places.values()], port, _say_url)
 
 
 def _say_url(url: str) -> None:

@@ -170,6 +170,18 @@ def test_a_trainer_that_refuses_ends_it_with_every_problem(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_finalizer_ends_a_producer_that_starts(run, number):
+    daemon = run.start(f"finalizing-{number}", "tests.integration.finalizing_producer")
+    daemon.wait_for("in a finalizer")
+    family = daemon.family()
+    assert len(family) == 3, "the daemon, one reward worker and its keeper"
+    daemon.process.send_signal(number)
+    assert daemon.end() == 0, daemon.output
+    assert "dropped" not in daemon.output
+    assert gone(family)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
     daemon = run.start(f"waits-{number}", ENGINELESS)
     daemon.wait_for("waiting for the trainer at ipc://")

@@ -1,6 +1,7 @@
 """Small models, built once, and what tests of whole commands and of logging need. What needs torch imports it itself."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def _no_handler_is_left() -> Iterator[None]:
     before = list(logging.getLogger().handlers)
     yield
     assert logging.getLogger().handlers == before
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """What Ctrl-C and SIGTERM do is as it was afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ standard error. Pages are made on threads, so that none delays another.
 import asyncio
 import hashlib
 import secrets
-import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import JournalError
 from protocol.runtime.http_server import ConnectionLimiter, Server, listen
+from protocol.runtime.signals import call_on_signals
 from slipstream.view.index.cache import DamagedIndexError, SlowQueryError
 from slipstream.view.pages.forms import FormError
 from slipstream.view.server.compare_pages import ComparePages
@@ -189,9 +189,7 @@ def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> N
 
 
 async def _serve(server: Server, door: socket.socket, say_place: Callable[[str], None]) -> None:
-    """Serve until a signal comes. An interrupt as an exception would be lost in a request that is answered at that moment."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, setattr, server, "should_exit", True)
+    """Serve until a signal comes."""
+    call_on_signals(asyncio.get_running_loop(), lambda number: setattr(server, "should_exit", True))
     say_place(f"http://127.0.0.1:{door.getsockname()[1]}")
     await server.serve([door])

@@ -121,6 +121,18 @@ def test_ctrl_c_twice_kills_both(terminal: Terminal) -> None:
 
 
 @pytest.mark.long
+def test_a_producer_that_hangs_while_it_starts_does_not_keep_a_refused_run(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pair, "_PRODUCER_GRACE_S", 0.2)
+    mark = tmp_path / "up"
+    producer = STUBBORN.replace("print('up', flush=True)", f"open({str(mark)!r}, 'w')")
+    trainer = f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.02)\nraise SystemExit(78)"
+    first, second = ([sys.executable, "-S", "-c", textwrap.dedent(code)] for code in (trainer, producer))
+    assert finished(Pair(first, second, terminal), 60) == ExitCode.CONFIG
+
+
+@pytest.mark.long
 def test_a_line_without_an_end_is_shown_in_parts(terminal: Terminal) -> None:
     assert ended("print('x' * 300_000, end='')", "pass", terminal) == ExitCode.OK
     parts = [line for name, line in terminal.shown if name == TRAINER]

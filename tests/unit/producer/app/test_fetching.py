@@ -25,7 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetch(address: TrainerAddress, wait_s: float = 30.0, name: str = "gpu01-1-aa") -> FetchedBundle:
-    return BundleFetch(name, address, wait_s, lambda: False).run()
+    return BundleFetch(name, address, wait_s).run()
 
 
 def ipc(folder: Path) -> TrainerAddress:
@@ -38,13 +38,6 @@ def test_it_comes_in_chunks_and_is_what_was_named(stack: ExitStack, short_dir: P
     assert fetch(ipc(short_dir)) == FetchedBundle(DATA, digest_of(DATA), f"ipc://{short_dir}/control.ipc.blobs")
     lengths = [message.length for message in server.received if isinstance(message, BlobRequest)]
     assert lengths == [64] * (len(DATA) // 64) + [len(DATA) % 64]
-
-
-def test_who_is_asked_to_stop_leaves_when_nothing_is_half_open(short_dir: Path) -> None:
-    asked = iter((False, False, True))
-    with pytest.raises(SystemExit) as end:
-        BundleFetch("gpu01-1-aa", ipc(short_dir), 30.0, lambda: next(asked)).run()
-    assert end.value.code == ExitCode.OK
 
 
 def test_a_trainer_that_is_not_there_yet_is_waited_for(
@@ -136,7 +129,7 @@ def test_over_tcp_it_comes_to_who_has_a_key(tcp: str, tmp_path: Path) -> None:
 
 def refused(address: TrainerAddress, once_it_says: str, caplog: pytest.LogCaptureFixture) -> NoAnswerError:
     """How a fetch ends whose patience ends when the log says why it waits."""
-    patient, ended = BundleFetch("gpu01-1-aa", address, PATIENCE_S, lambda: False), list[NoAnswerError]()
+    patient, ended = BundleFetch("gpu01-1-aa", address, PATIENCE_S), list[NoAnswerError]()
 
     def run() -> None:
         with pytest.raises(NoAnswerError) as caught:

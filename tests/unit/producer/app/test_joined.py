@@ -23,10 +23,6 @@ def here(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return short_dir
 
 
-def never() -> bool:
-    return False
-
-
 def arguments(here: Path, *overrides: str, **changes: Any) -> Namespace:
     given = {"connect": f"ipc://{here}/control.ipc", "keys": None, "model": None, "wait": 30.0}
     return Namespace(**given | changes, overrides=list(overrides))
@@ -35,7 +31,7 @@ def arguments(here: Path, *overrides: str, **changes: Any) -> Namespace:
 def test_the_run_s_files_are_the_working_directory_while_it_lasts(stack: ExitStack, here: Path) -> None:
     data = bundle_of()
     served(stack, here, data)
-    with joined(arguments(here), never) as (config, digest):
+    with joined(arguments(here)) as (config, digest):
         folder = Path.cwd()
         assert digest == digest_of(data)
         assert {path.name for path in folder.iterdir()} == {"run.yaml", "rewards.py"}
@@ -64,19 +60,19 @@ def test_this_host_s_values_go_first_and_begin_where_the_command_was_given(stack
         "engine.download_dir=null",
         "seed=9",
     )
-    with joined(arguments(here, *given, model="base"), never) as (config, _):
+    with joined(arguments(here, *given, model="base")) as (config, _):
         assert config.run_dir == f"{here}/own \N{GRINNING FACE} run"
         assert config.model.path == f"{here}/base"
         assert config.serve.api_key_file == f"{here}/serve.key"
         assert config.seed == 9
         assert config.rewards.functions[1].model == f"{here}/base"
-    with joined(arguments(here, judge, "model.path=other/name", "serve.api_key_file=null"), never) as (config, _):
+    with joined(arguments(here, judge, "model.path=other/name", "serve.api_key_file=null")) as (config, _):
         assert config.model.path == "other/name", "a hub name stays one"
 
 
 def test_a_key_that_is_each_host_s_own_is_asked_for(stack: ExitStack, here: Path) -> None:
     served(stack, here, bundle_of(host_keys=["model.path", "rewards.functions.0.model"]))
-    with pytest.raises(ConfigError) as caught, joined(arguments(here), never):
+    with pytest.raises(ConfigError) as caught, joined(arguments(here)):
         pass
     assert str(caught.value) == (
         "the trainer's configuration names places of its own host; give those of this host:\n"
@@ -84,7 +80,7 @@ def test_a_key_that_is_each_host_s_own_is_asked_for(stack: ExitStack, here: Path
     )
     with (
         pytest.raises(ConfigError, match="--model nowhere: there is no such folder"),
-        joined(arguments(here, model="nowhere"), never),
+        joined(arguments(here, model="nowhere")),
     ):
         pass
 
@@ -92,21 +88,21 @@ def test_a_key_that_is_each_host_s_own_is_asked_for(stack: ExitStack, here: Path
 def test_a_package_that_this_host_lacks_is_named(stack: ExitStack, here: Path) -> None:
     served(stack, here, bundle_of(requirements=[Requirement("nobody_has_this", "nobody-has", "1.2", "rewards.py")]))
     lacks = r"lacks what the run's own files import:\n  rewards.py imports nobody_has_this.*1\.2"
-    with pytest.raises(BundleError, match=lacks), joined(arguments(here), never):
+    with pytest.raises(BundleError, match=lacks), joined(arguments(here)):
         pass
     assert Path.cwd() == here
 
 
 def test_a_configuration_that_this_release_refuses_is_named_by_its_line(stack: ExitStack, here: Path) -> None:
     served(stack, here, bundle_of(CONFIG + "later: {key: 1}\n"))
-    with pytest.raises(ConfigError, match=r"run\.yaml:5: later: unknown key `later`"), joined(arguments(here), never):
+    with pytest.raises(ConfigError, match=r"run\.yaml:5: later: unknown key `later`"), joined(arguments(here)):
         pass
 
 
 def test_whatever_ends_it_the_folder_goes(stack: ExitStack, here: Path) -> None:
     served(stack, here, bundle_of())
     seen: list[RunConfig] = []
-    with suppress(KeyboardInterrupt), joined(arguments(here), never) as (config, _):
+    with suppress(KeyboardInterrupt), joined(arguments(here)) as (config, _):
         seen.append(config)
         raise KeyboardInterrupt
     assert not os.path.exists(os.path.dirname(seen[0].run_dir))

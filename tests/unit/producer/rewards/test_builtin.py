@@ -3,9 +3,11 @@
 import json
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
+from producer.rewards import builtin
 from producer.rewards.builtin import last_answer, last_number, text_of
 from protocol.config.functions import make_plugin
 from protocol.errors import ConfigError
@@ -75,6 +77,16 @@ def test_a_pattern_without_end_costs_its_completion_its_time_and_no_other():
     assert 0.1 <= time.monotonic() - started < 20
     assert isinstance(slow, TimeoutError)
     assert quick == 1.0
+
+
+def test_code_that_takes_the_first_exception_of_a_pattern_has_no_more_time() -> None:
+    taken = 0
+    with pytest.raises(TimeoutError), builtin._within(0.01):
+        with suppress(BaseException):
+            time.sleep(60)
+        taken += 1
+        time.sleep(60)
+    assert taken == 1
 
 
 def test_penalties_count_token_ids():

@@ -1,5 +1,6 @@
 """The command line, and what is refused before anything starts."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,14 +94,14 @@ def test_no_room_is_said_and_nothing_is_started(
 ) -> None:
     free = {"10.0.0.5": {"CPU": 64.0, "GPU": 3.0} | dict.fromkeys(on_host("10.0.0.5"), 1.0)}
     monkeypatch.setattr(placing, "free_per_node", lambda: free)
-    placing.wait_for_room(plan(producers=1))
+    placing.wait_for_room(plan(producers=1), time.sleep)
     clock = iter(range(100))
-    monkeypatch.setattr(placing, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock), sleep=lambda s: None))
+    monkeypatch.setattr(placing, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock)))
     with pytest.raises(
         NoResourcesError,
         match=r"nothing was started: a producer: needs 1 GPU and 4 CPU on one node\.",
     ):
-        placing.wait_for_room(PLAN)
+        placing.wait_for_room(PLAN, lambda seconds: None)
     assert capsys.readouterr().out.count("waiting 20 s for room") == 1
 
 

@@ -129,21 +129,21 @@ def test_the_address_of_a_ray_that_up_has_started(tmp_path: Path, monkeypatch: p
 
 
 def test_a_ray_that_nobody_would_know_of_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it starts, which it does not get."""
+    """Ctrl-C while it starts, which it does not get. The wait for it raises then."""
     real, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
 
     def sleeper(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         started.append(real(["sleep", "60"], **options))
         return started[0]
 
-    def interrupted(address: str) -> bool:
+    def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", sleeper)
-    monkeypatch.setattr(session, "_answers", interrupted)
+    monkeypatch.setattr(session, "_answers", lambda address: False)
     try:
         with pytest.raises(KeyboardInterrupt):
-            session.start_here(tmp_path, 1)
+            session.start_here(tmp_path, 1, interrupted)
         assert started[0].poll() is not None
     finally:
         started[0].kill()

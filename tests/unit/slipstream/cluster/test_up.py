@@ -39,12 +39,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watch]:
     def sleep(seconds: float) -> None:
         now[0] += 10
 
-    monkeypatch.setattr("time.sleep", sleep)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def made(*answers: Any, found: bool = True, **options: Any) -> Watch:
         monkeypatch.setattr("slipstream.cluster.manager.ManagerHandle.find", lambda: object() if found else None)
-        return Watch(FakeManager(*answers, **options))  # type: ignore[arg-type]
+        return Watch(FakeManager(*answers, **options), sleep)  # type: ignore[arg-type]
 
     return made
 

@@ -1,6 +1,7 @@
 """The command: arguments, exit codes, JSON, the live view."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,11 +15,11 @@ from protocol import exposition
 from protocol.errors import ExitCode
 from protocol.exposition import Targets
 from protocol.runtime.health import Health, Notifier
+from protocol.runtime.signals import StopFlag
 from replay.journal.reader import JournalReader
 from replay.journal.writer import Journal
 from slipstream.cli import run as slipstream
 from slipstream.journal.backup import backup
-from slipstream.status import cli
 from slipstream.status import watch as watch_module
 from slipstream.status.reading import ProducerView, TrainerView
 from slipstream.status.warnings import RULES
@@ -137,13 +138,14 @@ def test_an_address_is_enough(run_dir: Path, tmp_path: Path, capsys: pytest.Capt
 def test_ctrl_c_leaves_the_live_view_with_0(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
-    naps = iter([0.5])
+    naps, sleep = iter([0.5]), StopFlag.sleep
 
-    def nap(seconds: float) -> None:
+    def nap(stop: StopFlag, seconds: float) -> None:
         if next(naps, None) != seconds:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            sleep(stop, seconds)
 
-    monkeypatch.setattr(cli.time, "sleep", nap)
+    monkeypatch.setattr(StopFlag, "sleep", nap)
     monkeypatch.setattr("rich.console.Console", lambda: Console(force_terminal=is_terminal, width=80, height=60))
     assert slipstream(["status", "--run", str(run_dir), "--every", "0.5"]) == ExitCode.OK
     out = capsys.readouterr().out
