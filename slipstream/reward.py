@@ -6,7 +6,6 @@ those that producers would be leased; transformers samples completions with the 
 
 import asyncio
 import bisect
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,19 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from consumer.prompts.written import as_leased, of_json
 from producer.groups import LeaseFailure
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Failure
 from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
+from protocol.wire.codec import carried
 from protocol.wire.messages import is_conversational
 from replay.rewards import weighted_sums
 from slipstream.run_inputs import RunInputs
@@ -72,18 +72,19 @@ def given(path: Path, tokenizer: Any) -> list[Group]:
     """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized. Raises DatasetError
     if the file cannot be read, or a line is not such an object."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line ends than this
+        with path.open(encoding="utf-8-sig", newline="\n") as stream:  # as a file of `dataset.path` is read
+            rows = list(of_json(stream, str(path)))
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"--completions {path}: cannot be read: {error}") from error
-    groups = [_given_group(line, f"{path}:{number}", tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
-    if not groups:
+    if not rows:
         raise DatasetError(f"--completions {path}: it has no lines")
-    return groups
+    names = dict.fromkeys(name for _, row in rows for name in row)
+    return [_given_group(names | row, place, tokenizer) for place, row in rows]
 
 
-def _given_group(line: str, place: str, tokenizer: Any) -> Group:
+def _given_group(given: dict[str, Any], place: str, tokenizer: Any) -> Group:
     try:
-        row = msgspec.msgpack.decode(msgspec.msgpack.encode(json.loads(line)))  # as a producer is leased it
+        row = as_leased(given, place)
         prompt, said = row.pop("prompt"), row.pop("completions")
         if not isinstance(prompt, str) and not is_conversational(prompt):
             raise TypeError("`prompt` is neither text nor a list of messages")
@@ -119,7 +120,7 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
     torch.manual_seed(config.seed)
     groups = []
     for number in range(min(num_prompts, len(dataset))):
-        prompt, columns = msgspec.msgpack.decode(msgspec.msgpack.encode(dataset[number]))  # as a producer is leased it
+        prompt, columns = carried(dataset[number])
         try:
             ids = prompts.encode(prompt, settings.max_completion_length)
         except LeaseFailure as failure:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
-from datasets import Dataset
+from datasets import Dataset, Features, Json, Value
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
@@ -62,7 +62,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         if gpus:
             check_base_fits(base_of(inputs.model_folder, config.trainer_dtype, None), _LARGER)
         prompts = inputs.prompts()
-        rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
+        rows = _as_dataset(list(training_rows(prompts, config.sft)))
         check_thoughts(rows, prompts, inputs.tokenizer(), config)
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
@@ -139,6 +139,12 @@ class _Lines(TrainerCallback):
         if "loss" in logs:
             accuracy = f"  token accuracy {logs['mean_token_accuracy']:.3f}" if "mean_token_accuracy" in logs else ""
             print_progress(f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{accuracy}")
+
+
+def _as_dataset(rows: list[dict[str, Any]]) -> Dataset:
+    """Keep messages as JSON: Arrow would give each of them the keys of all others."""
+    kind = Value("string") if isinstance(rows[0]["prompt"], str) else Json()
+    return Dataset.from_list(rows, Features({"prompt": kind, "completion": kind}))
 
 
 class Prompts(Protocol):

@@ -2,7 +2,7 @@
 
 Guarantee: equal rows, prompts and tokenizers give equal tokens, at every start and in a run that is trained again. They stand
 behind the prompt as the policy saw it, end as a completion ends, and are at most as many as one has: a longer answer is cut, and
-has no end. A prompt whose row has no answer, or none that is text or a number, has none.
+has no end. Of a list of answers it is the first. A prompt whose row has no answer, or none that is text or a number, has none.
 """
 
 import logging
@@ -18,6 +18,7 @@ from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.rewards import ThinkingSection
 from protocol.config.run import RunConfig
+from protocol.wire.answers import right_answers
 from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
 
@@ -52,10 +53,9 @@ class Answers:
         if value is None or value == "":
             return None
         try:
-            if not isinstance(value, str | int | float):
-                raise TypeError(f"{column!r} must be text, a number or null, got {value!r:.80}")
+            answer = right_answers(value, str(column))[0]
             tokens = answer_token_ids(
-                self._tokenizer, prompt, group.prompt_ids.tolist(), str(value), self._template, self._thinking
+                self._tokenizer, prompt, group.prompt_ids.tolist(), answer, self._template, self._thinking
             )
         except Exception as error:  # a chat template raises what it likes
             if not self._has_warned:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset
 
-from consumer.prompts.rows import rows_digest
+from consumer.prompts.source_rows import Rows
 from consumer.prompts.tokenizer import load_tokenizer
+from consumer.prompts.written import Row
 from protocol.config.data import BlocksSection, SourceSection
 from protocol.errors import DatasetError
 from protocol.wire.model_folder import tokenizer_digest
@@ -21,46 +21,32 @@ from protocol.wire.model_folder import tokenizer_digest
 logger = logging.getLogger(__name__)
 
 ANSWER = "answer"
-_DOCUMENTS = 100  # at a time
 
 
-def cut(documents: Dataset, source: SourceSection, key: str, folder: Path, *, trust_remote_code: bool) -> Dataset:
+def cut(documents: Rows, source: SourceSection, key: str, folder: Path, *, trust_remote_code: bool) -> Rows:
     """Return a row for each block, with the other columns of its document; once for its key in the cache of `datasets`. Raise
     DatasetError if there is no such column of texts, or no document is long enough."""
     assert source.blocks is not None
     blocks, column = source.blocks, source.blocks.column
-    if column not in documents.column_names:
-        known = ", ".join(map(repr, documents.column_names))
+    if column not in documents.names:
+        known = ", ".join(map(repr, documents.names))
         raise DatasetError(f"{key}.blocks.column: {source.path} has no column {column!r}; it has {known}")
-    if documents.features[column] not in (datasets.Value("string"), datasets.Value("large_string")):
-        raise DatasetError(f"{key}.blocks.column: {column!r} of {source.path} holds no texts")
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if not tokenizer.is_fast:
         raise DatasetError(f"{key}.blocks: the model's tokenizer does not say where in a text its tokens are")
-    digests = rows_digest(documents), tokenizer_digest(folder, trust_remote_code=trust_remote_code)
+    digests = documents.digest, tokenizer_digest(folder, trust_remote_code=trust_remote_code)
     name = hashlib.sha256(repr((*digests, source.prompt_column, blocks)).encode()).hexdigest()
 
-    def expand(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        found = [
-            (row, *each) for row, text in enumerate(batch[column]) for each in cut_text(text or "", tokenizer, blocks)
-        ]
-        others = {name: [values[row] for row, _, _ in found] for name, values in batch.items() if name != column}
-        return others | {source.prompt_column: [each[1] for each in found], ANSWER: [each[2] for each in found]}
+    def expand(document: Row) -> list[Row]:
+        text = document.pop(column) or ""
+        if not isinstance(text, str):
+            raise DatasetError(f"{key}.blocks.column: {column!r} of {source.path} holds no texts: {text!r:.80}")
+        pairs = cut_text(text, tokenizer, blocks)
+        return [document | {source.prompt_column: prompt, ANSWER: answer} for prompt, answer in pairs]
 
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "slipstream"
     cache.mkdir(parents=True, exist_ok=True)
-    rows = documents.map(
-        expand,
-        batched=True,
-        batch_size=_DOCUMENTS,
-        remove_columns=documents.column_names,
-        features=datasets.Features(
-            {name: kind for name, kind in documents.features.items() if name != column}
-            | dict.fromkeys((source.prompt_column, ANSWER), datasets.Value("string"))
-        ),
-        cache_file_name=str(cache / f"blocks-{name}.arrow"),
-        new_fingerprint=name,
-    )
+    rows = documents.expanded(expand, str(cache / f"blocks-{name}.arrow"), name)
     if len(rows) == 0:
         need = blocks.context + blocks.continuation
         raise DatasetError(

@@ -16,7 +16,8 @@ import numpy as np
 
 from consumer.prompts.blocks import cut
 from consumer.prompts.filters import TokenLimit, UsableRows
-from consumer.prompts.rows import Prompt, RowReader, load_rows
+from consumer.prompts.opening import load_rows
+from consumer.prompts.rows import Prompt, RowReader
 from protocol.config.data import DatasetSection
 from protocol.config.environments import COLUMN, SINGLE_TURN
 from protocol.config.run import RunConfig

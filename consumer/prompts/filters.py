@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from datasets import Dataset
 
-from consumer.prompts.rows import Prompt, Row, RowReader, Verdict, rows_digest
+from consumer.prompts.rows import Prompt, RowReader, Verdict
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.prompts.transform import TransformProcess
 from protocol.config.data import DatasetSection
@@ -55,7 +55,7 @@ class UsableRows:
 
     def __init__(self, reader: RowReader, limit: TokenLimit | None, check: Callable[[], None]) -> None:
         self.reader = reader
-        self.digest = f"{rows_digest(reader.rows)} {reader.code_digest()}"
+        self.digest = f"{reader.rows.digest} {reader.code_digest()}"
         self._numbers: Sequence[int] = range(len(reader.rows))
         self._judged: Dataset | None = None
         if limit is not None or reader.filter is not None or reader.transform is not None:
@@ -84,12 +84,12 @@ class UsableRows:
     def column(self, name: str) -> list[Any]:
         """Return the values of a column, of all rows in order; None where a row has none, or cannot be used."""
         if self.reader.transform is None:
-            values = self.reader.rows[name][:] if name in self.reader.rows.column_names else None
-            return [None if values is None else values[int(number)] for number in self._numbers]
+            rows = self.reader.rows if name in self.reader.rows.names else None
+            return [None if rows is None else rows[int(number)][name] for number in self._numbers]
         assert self._judged is not None
-        rows = (self._judged[int(number)]["row"] for number in self._numbers)
+        made = (self._judged[int(number)]["row"] for number in self._numbers)
         decoder = msgspec.msgpack.Decoder(tuple[Any, dict[str, Any]])
-        return [decoder.decode(row)[1].get(name) if row else None for row in rows]
+        return [decoder.decode(row)[1].get(name) if row else None for row in made]
 
     def place(self, index: int) -> str:
         """Row and dataset, for messages."""
@@ -127,8 +127,8 @@ def _judged(reader: RowReader, limit: TokenLimit | None, key: str, check: Callab
         features["row"] = datasets.Value("binary")
     with closing(TransformProcess(reader, check)) if reader.transform is not None else nullcontext(reader) as source:
 
-        def judge(row: Row, number: int) -> dict[str, Any]:
-            verdict, prompt, made, problem = source.judge(row, number)
+        def judge(number: int) -> dict[str, Any]:
+            verdict, prompt, made, problem = source.judge(number)
             if verdict == Verdict.KEPT and limit is not None:
                 text = prompt[0] if prompt is not None else msgspec.msgpack.decode(made)[0]
                 try:
@@ -142,14 +142,7 @@ def _judged(reader: RowReader, limit: TokenLimit | None, key: str, check: Callab
             return result if reader.transform is None else result | {"row": made if verdict == Verdict.KEPT else b""}
 
         file = cache / f"rows-{key}.arrow"
-        judged = reader.rows.map(
-            judge,
-            with_indices=True,
-            remove_columns=reader.rows.column_names,
-            features=datasets.Features(features),
-            cache_file_name=str(file),
-            new_fingerprint=key,
-        )
+        judged = reader.rows.map(judge, datasets.Features(features), str(file), key)
         if isinstance(source, TransformProcess) and source.num_ended:
             file.unlink(missing_ok=True)  # at the next start those rows may come out
         return judged

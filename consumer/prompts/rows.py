@@ -1,28 +1,24 @@
-"""Makes rows from a source's data, and a prompt with its columns from a row, by the functions that the configuration names.
+"""Makes a prompt with its columns from a row, by the functions that the configuration names.
 
-Guarantee: a source that loaded has at least one row, and a row keeps its number at every start as long as the data stay the
-same. An error of `datasets` reaches the user with key and place. Any fault of a user's function is a `DatasetError` that names
-the function, the row and the dataset.
+Guarantee: any fault of a user's function is a `DatasetError` that names the function, the row and the dataset.
 """
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
 
+from consumer.prompts.source_rows import Rows
+from consumer.prompts.written import Row
 from protocol.config.data import SourceSection
 from protocol.config.functions import load_function
 from protocol.errors import DatasetError
 from protocol.wire.messages import is_conversational, media_in
 
-Row = dict[str, Any]
 Prompt = tuple[Any, Row]
 """A string or a list of messages, and the other columns of its row."""
 
@@ -48,7 +44,7 @@ class RowReader:
     """Reads the rows of one source, named `key` in the configuration file, by their numbers. Raises ConfigError if `filter` or
     `transform` cannot be imported."""
 
-    def __init__(self, source: SourceSection, key: str, rows: Dataset) -> None:
+    def __init__(self, source: SourceSection, key: str, rows: Rows) -> None:
         self.source = source
         self.key = key
         self.rows = rows
@@ -107,8 +103,9 @@ class RowReader:
                 f"{', '.join(map(repr, row))} (row {number})"
             )
 
-    def judge(self, row: Row, number: int) -> Judged:
-        """Filter and read a row. Raises DatasetError if the filter raised, or returned no bool."""
+    def judge(self, number: int, row: Row | None = None) -> Judged:
+        """Filter and read a row, which may be given. Raises DatasetError if the filter raised, or returned no bool."""
+        row = self.rows[number] if row is None else row
         if not self.passes(row, number):
             return Judged(Verdict.FILTERED)
         try:
@@ -146,75 +143,3 @@ def _file_of(function: Callable[[Row], Any]) -> bytes:
     except TypeError:
         return b""
     return Path(file).read_bytes() if file and Path(file).is_file() else b""
-
-
-_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-_MESSAGE = {"role": Value("string"), "content": Value("string")}
-_GENERATED = Features({"prompt": [_MESSAGE], "answer": Value("string"), "entry": Value("string")})
-_DIGEST_ROWS = 10_000  # at a time
-
-
-def load_rows(source: SourceSection, key: str) -> Dataset:
-    """Read the source named `key` in the configuration file. Raises DatasetError if there is no such dataset or split, or it
-    has no rows."""
-    assert source.path is not None, "rows of reasoning-gym are written before"
-    path = Path(source.path)
-    suffix = path.suffix if path.suffix in _BUILDERS else None
-    if suffix and not path.is_file():
-        raise DatasetError(f"{key}.path: there is no file {path.absolute()}")
-    if path.is_file() and not suffix:
-        raise DatasetError(f"{key}.path: {source.path} must end in one of {', '.join(_BUILDERS)}")
-    if path.is_file() and path.stat().st_size == 0:
-        raise _no_rows(source, key)
-    try:
-        rows = _first_rows(_open(source, path), source.max_rows)
-    except Exception as error:
-        if "corresponds to no data" in str(error):  # what `datasets` says of a file with a header only
-            raise _no_rows(source, key) from error
-        reason = error.__cause__ or error
-        raise DatasetError(
-            f"{key}.path: {source.path} (split {source.split}) could not be loaded: {type(reason).__name__}: {reason}"
-        ) from error
-    if len(rows) == 0:
-        raise _no_rows(source, key)
-    return rows
-
-
-def _open(source: SourceSection, path: Path) -> Dataset | IterableDataset:
-    if source.reasoning_gym is not None:
-        with path.open("rb") as stream:  # the JSON of `datasets` would make times of answers that look like some
-            return Dataset.from_list([json.loads(line) for line in stream], features=_GENERATED)
-    if path.suffix in _BUILDERS:
-        files = {source.split.partition("[")[0]: str(path)}
-        return load_dataset(_BUILDERS[path.suffix], data_files=files, split=source.split, streaming=source.streaming)
-    if path.is_dir() and ((path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()):
-        loaded = load_from_disk(str(path))
-        return loaded if isinstance(loaded, Dataset) else loaded[source.split]
-    return load_dataset(
-        source.path, source.subset, split=source.split, revision=source.revision, streaming=source.streaming
-    )
-
-
-def _first_rows(rows: Dataset | IterableDataset, count: int | None) -> Dataset:
-    if isinstance(rows, IterableDataset):
-        assert count is not None, "streams are bounded"
-        taken = list(rows.take(count))
-        names = dict.fromkeys(name for row in taken for name in row)
-        return Dataset.from_list([{name: row.get(name) for name in names} for row in taken], features=rows.features)
-    return rows if count is None or count >= len(rows) else rows.select(range(count))
-
-
-def rows_digest(rows: Dataset) -> str:
-    """sha256 over columns, types and all values, as 64 hex digits; equal wherever the rows came from."""
-    digest = hashlib.sha256()
-    for table in rows.with_format("arrow").iter(batch_size=_DIGEST_ROWS):
-        sink = pa.BufferOutputStream()
-        plain = table.replace_schema_metadata(None).combine_chunks()
-        with pa.ipc.new_stream(sink, plain.schema) as stream:
-            stream.write_table(plain)
-        digest.update(sink.getvalue())
-    return digest.hexdigest()
-
-
-def _no_rows(source: SourceSection, key: str) -> DatasetError:
-    return DatasetError(f"{key}.path: {source.path}, split {source.split}, has no rows")

@@ -6,17 +6,20 @@ functions' output.
 """
 
 import asyncio
+import json
 import logging
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-import pyarrow as pa
 from datasets import Dataset
 
-from consumer.prompts.rows import Judged, Row, RowReader, Verdict
+from consumer.prompts.rows import Judged, RowReader, Verdict
+from consumer.prompts.source_rows import Rows
+from consumer.prompts.written import Row, as_leased
 from protocol.config.data import SourceSection
 from protocol.errors import DatasetError
 from protocol.runtime.child import ChildEndedError, ChildProcess, ChildProcesses
@@ -29,10 +32,11 @@ LIMIT_S = 60.0
 _START_LIMIT_S = 300.0  # of the process, which imports `datasets` and the user's module
 _SAY_EVERY_S = 10.0
 _POLL_S = 0.25
+_BYTES = "bytes in base64"  # the only key of what stands for bytes
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A row to judge: its number, and an Arrow stream of this one row."""
+    """A row to judge: its number, and packed."""
 
     number: int
     row: bytes
@@ -59,16 +63,15 @@ class TransformProcess:
         self._reader = reader
         self._check = check
         self._limit_s = limit_s
-        self._rows = reader.rows.with_format("arrow")
         self._source = msgspec.json.encode((reader.key, reader.source.model_dump(mode="json"))).decode()
         self._loop = asyncio.new_event_loop()
         self._children = ChildProcesses(Throttle(logger))
         self._child: ChildProcess | None = None
         self.num_ended = 0
 
-    def judge(self, row: Row, number: int) -> Judged:
-        """Judge as `RowReader.judge` does; the child gets the row in Arrow's format, with the types of its columns."""
-        answer = self._loop.run_until_complete(self._ask(Job(number, packed(self._rows, number))))
+    def judge(self, number: int) -> Judged:
+        """Judge as `RowReader.judge` does."""
+        answer = self._loop.run_until_complete(self._ask(Job(number, packed(self._reader.rows[number]))))
         if answer.filter_error:
             raise DatasetError(answer.filter_error)
         return Judged(Verdict(answer.verdict), row=answer.row, problem=answer.problem)
@@ -111,37 +114,39 @@ class TransformProcess:
             task.cancel()
 
 
-def packed(rows: Dataset, number: int) -> bytes:
-    """Pack one of the rows, which have Arrow's format."""
-    table = rows[number]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return bytes(sink.getvalue())
+def packed(row: Row) -> bytes:
+    """Pack a row: as JSON, which has integers of any size, with bytes in base64."""
+    return json.dumps(row, default=lambda value: {_BYTES: b64encode(value).decode()}).encode()
 
 
 def unpacked(row: bytes) -> Row:
-    with pa.ipc.open_stream(row) as stream:
-        return dict(Dataset(stream.read_all())[0])
+    made: Row = json.loads(
+        row, object_hook=lambda value: b64decode(value[_BYTES]) if value.keys() == {_BYTES} else value
+    )
+    return made
 
 
 def answer(reader: RowReader, job: Job) -> Answer:
     """Judge a row in the child."""
     try:
-        judged = reader.judge(unpacked(job.row), job.number)
-        row = b"" if judged.prompt is None else msgspec.msgpack.encode(judged.prompt)
-        return Answer(judged.verdict, row, judged.problem)
+        judged = reader.judge(job.number, unpacked(job.row))
     except DatasetError as error:
         return Answer(filter_error=str(error))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        problem = f"{reader.key}.transform: {reader.place(job.number)} cannot be sent: {error}"
-        return Answer(Verdict.UNUSABLE, problem=problem)
+    if judged.prompt is None:
+        return Answer(judged.verdict, problem=judged.problem)
+    prompt, columns = judged.prompt
+    try:
+        place = f"{reader.key}.transform: {reader.place(job.number)}"
+        as_leased({reader.source.prompt_column: prompt} | columns, place)
+    except DatasetError as error:
+        return Answer(Verdict.UNUSABLE, problem=str(error))
+    return Answer(judged.verdict, msgspec.msgpack.encode(judged.prompt))
 
 
 def main(descriptor: int, source: str) -> None:
     channel = WorkerChannel(descriptor)
     key, section = msgspec.json.decode(source, type=tuple[str, dict[str, Any]])
-    reader = RowReader(SourceSection.model_construct(**section), key, Dataset.from_list([]))
+    reader = RowReader(SourceSection.model_construct(**section), key, Rows(Dataset.from_list([])))
     channel.send(Answer())
     while (frame := channel.receive()) is not None:
         channel.send(answer(reader, msgspec.msgpack.decode(frame, type=Job)))

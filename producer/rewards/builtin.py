@@ -28,6 +28,7 @@ from protocol.config.reward_options import (
     ReasoningLength,
 )
 from protocol.errors import ConfigError
+from protocol.wire.answers import right_answers
 
 Results = list[float | Exception | None]
 _AGAIN_S = 0.1
@@ -41,9 +42,9 @@ def exact_match(**given: Any) -> Callable[..., Results]:
     def plain(text: str) -> str:
         return text.strip().casefold() if options.ignore_case else text.strip()
 
-    def score(text: str, answer: Any) -> float:
+    def score(text: str, answers: list[str]) -> float:
         found = find(text)
-        return float(found is not None and plain(found) == plain(str(answer)))
+        return float(found is not None and plain(found) in map(plain, answers))
 
     return _with_answers(options.column, score)
 
@@ -52,12 +53,16 @@ def numeric_match(**given: Any) -> Callable[..., Results]:
     options = NumericMatch(**given)
     find, tolerance = _finder(options.pattern, options.time_s), options.tolerance
 
-    def score(text: str, answer: Any) -> float:
-        right = last_number(str(answer))
+    def is_right(number: float, answer: str) -> bool:
+        right = last_number(answer)
         if right is None:
             raise ValueError(f"column {options.column!r} has no number: {answer!r:.80}")
+        return math.isclose(number, right, rel_tol=tolerance, abs_tol=tolerance)
+
+    def score(text: str, answers: list[str]) -> float:
         number = last_number(find(text) or "")
-        return float(number is not None and math.isclose(number, right, rel_tol=tolerance, abs_tol=tolerance))
+        compared = [is_right(math.nan if number is None else number, answer) for answer in answers]
+        return float(any(compared))
 
     return _with_answers(options.column, score)
 
@@ -90,11 +95,16 @@ def math_verify(**given: Any) -> Callable[..., Results]:
         raise _lacks("math_verify", "math-verify", "math", error) from error
     limit = {"parsing_timeout": options.time_s, "raise_on_error": True}
 
-    def score(text: str, answer: Any) -> float:
-        right = parse(str(answer), **limit) or parse(f"${answer}$", **limit)  # bare LaTeX is found between dollar signs
+    def meant(answer: str) -> Any:
+        right = parse(answer, **limit) or parse(f"${answer}$", **limit)  # bare LaTeX is found between dollar signs
         if not right:
             raise ValueError(f"column {options.column!r} has no mathematics: {answer!r:.80}")
-        return float(verify(right, parse(text, **limit), timeout_seconds=options.time_s, raise_on_error=True))
+        return right
+
+    def score(text: str, answers: list[str]) -> float:
+        rights, said = [meant(answer) for answer in answers], parse(text, **limit)
+        within = {"timeout_seconds": options.time_s, "raise_on_error": True}
+        return float(any(verify(right, said, **within) for right in rights))
 
     return _with_answers(options.column, score)
 
@@ -130,7 +140,7 @@ def reasoning_gym(**given: Any) -> Callable[..., Results]:
             return 0.0
         return min(1.0, max(0.0, found)) if math.isfinite(found) else 0.0
 
-    return _with_answers(options.column, score)
+    return lambda completions, **columns: _each(score, completions, column_of(columns, options.column))
 
 
 _MOST_SETS = 256
@@ -174,8 +184,13 @@ def _penalty(options: LengthPenalty, num_tokens: int) -> float:
     return -min(options.at_most, options.per_token * max(0, num_tokens - options.free_tokens))
 
 
-def _with_answers(column: str, score: Callable[[str, Any], float]) -> Callable[..., Results]:
-    return lambda completions, **columns: _each(score, completions, column_of(columns, column))
+def _with_answers(column: str, score: Callable[[str, list[str]], float]) -> Callable[..., Results]:
+    """Return the reward by `score` of a text and all right answers."""
+
+    def score_one(text: str, answer: Any) -> float:
+        return score(text, right_answers(answer, column))
+
+    return lambda completions, **columns: _each(score_one, completions, column_of(columns, column))
 
 
 def last_number(text: str) -> float | None:

@@ -25,6 +25,7 @@ from producer.rewards.models import loaded, outputs
 from producer.rewards.spans import text_of
 from protocol.config.reward_options import FeatureMatching
 from protocol.errors import ConfigError
+from protocol.wire.answers import right_answers
 
 Features = NDArray[np.float64]
 _TOLERANCE = 1e-5
@@ -69,13 +70,13 @@ def feature_matching(**given: Any) -> Callable[..., list[float]]:
     network = _network(options.model_copy(update={"score": "reward"}).model_dump_json())
 
     def score_all(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        answer = column_of(columns, options.column)[0]
-        if not isinstance(answer, str):
-            raise ValueError(f"column {options.column!r} has no text to match: {answer!r:.80}")
+        answers = right_answers(column_of(columns, options.column)[0], options.column)
         texts = [text_of(completion) for completion in completions]
         if None in texts:
             raise ValueError("a completion has several messages, and the features of one are compared")
-        return network.match(network.begin(prompts[0]), answer, tuple(map(str, texts))).score(options)
+        begin, best = network.begin(prompts[0]), min if options.score == "distance" else max
+        scores = [network.match(begin, answer, tuple(map(str, texts))).score(options) for answer in answers]
+        return list(map(best, zip(*scores, strict=True)))
 
     return score_all
 

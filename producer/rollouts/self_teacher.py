@@ -78,7 +78,10 @@ class SelfTeacher:
         lacking = [name for name in self.section.columns if columns.get(name) is None]
         if lacking:
             raise LeaseFailure("bad_prompt", f"teacher {self.section.name}: the row has nothing as {lacking[0]!r}")
-        text = self.section.filled(columns | {"prompt": content})
+        try:
+            text = self.section.filled(columns | {"prompt": content})
+        except ValueError as error:
+            raise LeaseFailure("bad_prompt", f"teacher {self.section.name}: {error}") from None
         return text if isinstance(prompt, str) else [*prompt[:-1], prompt[-1] | {"content": text}]
 
     async def _scored(self, prompt: list[int], record: list[int], version: int) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from protocol.config.places import ROW_FILES
+from protocol.config.places import row_file_ending
 from protocol.config.section import (
     Count,
     Label,
@@ -109,7 +109,8 @@ _OF_FILES = ("path", "subset", "revision", "split", "streaming", "blocks")
 class _RowsSection(Section):
     path: str | None = Field(
         None,
-        description="Rows: a file (.jsonl, .json, .csv, .parquet), a folder of `save_to_disk`, or a hub name.",
+        description="Rows: a file or pattern (.jsonl, .json, .csv, .tsv, .parquet, .arrow; or with .gz), a folder of files or of "
+        "`save_to_disk`, or a hub name.",
     )
     reasoning_gym: str | None = Field(None, description="Set of reasoning-gym, in place of `path`.")
     size: Positive | None = Field(None, description="Its rows, less held-out ones.")
@@ -127,7 +128,8 @@ class _RowsSection(Section):
     max_rows: Positive | None = Field(None, description="Use only the first N rows. Needed with `streaming`.")
     prompt_column: str = Field(
         "prompt",
-        description="Column with the prompt: text, or chat messages. The others reach the reward functions.",
+        description="Column with the prompt: text, or chat messages. Rewards get the others as the file says them: cells of CSV "
+        "are texts, and so become dates, times and decimals of Arrow.",
     )
     environment: str | None = Field(
         None,
@@ -142,8 +144,8 @@ class _RowsSection(Section):
     )
     transform: PlaceAndName | None = Field(
         None,
-        description="`module:function` or `file.py:function` (dict -> dict), applied once to every row. Rows with "
-        "None, or that take a minute, are skipped.",
+        description="The same (dict -> dict), applied once to every row. Rows with None, or that take a minute, are "
+        "skipped.",
     )
 
     def problems(self) -> Problems:
@@ -186,8 +188,8 @@ class SourceSection(_RowsSection):
         if self.reasoning_gym is not None:
             return self.reasoning_gym if self.difficulty is None else f"{self.reasoning_gym}-{self.difficulty}"
         last = PurePath(self.path or "").name
-        ending = next((ending for ending in ROW_FILES if last.endswith(ending)), "")
-        return re.sub(r"[^\w.-]", "-", last.removesuffix(ending))[:64] or "rows"
+        name = last.removesuffix(".gz").removesuffix(row_file_ending(last) or "")
+        return re.sub(r"[^\w.-]", "-", name)[:64] or "rows"
 
 
 class CurriculumSection(Section):

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from protocol.config.section import HttpUrl, Label, Positive, PositiveFloat, PositiveSeconds, Problems, Section
+from protocol.wire.answers import text_of_value
 
 _OF_A_SERVER = ("key_file", "ca_file", "timeout_s", "retries", "concurrency")
 
@@ -57,8 +58,9 @@ class TeacherSection(Section):
         return tuple(name for name in names if name not in (None, "prompt"))
 
     def filled(self, values: Mapping[str, Any]) -> str:
-        """Return `prompt` with these values."""
-        return "".join(text + ("" if name is None else str(values[name])) for text, name in pieces(self.prompt or ""))
+        """Return `prompt` with these values. Raise ValueError if one is neither text nor number."""
+        named = pieces(self.prompt or "")
+        return "".join(text + ("" if name is None else text_of_value(values[name], name)) for text, name in named)
 
     def problems(self) -> Problems:
         if (self.url is None) == (self.prompt is None):

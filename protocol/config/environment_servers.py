@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from protocol.config.distillation import pieces
 from protocol.config.section import HttpUrl, HttpUrls, Positive, PositiveSeconds, Problems, Section, problems_of_servers
+from protocol.wire.answers import text_of_value
 
 
 class OpenEnvOptions(Section):
@@ -62,12 +63,12 @@ class SimulatedUserOptions(Section):
         return value
 
     def filled(self, columns: Mapping[str, Any]) -> str:
-        """Return `prompt` with the row's values. Raise ValueError if the row lacks one."""
+        """Return `prompt` with the row's values. Raise ValueError if the row lacks one, or has neither text nor number."""
         named = pieces(self.prompt)
         lacking = [name for _, name in named if name is not None and columns.get(name) is None]
         if lacking:
             raise ValueError(f"the row has nothing as {lacking[0]!r}, which options.prompt names")
-        return "".join(text + ("" if name is None else str(columns[name])) for text, name in named)
+        return "".join(text + ("" if name is None else text_of_value(columns[name], name)) for text, name in named)
 
     def problems(self) -> Problems:
         if urlsplit(self.url).path.rstrip("/").endswith("/v1"):

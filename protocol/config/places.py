@@ -12,8 +12,13 @@ from typing import Any
 
 from protocol.errors import ConfigError
 
-ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
-"""Endings of the files that a dataset may be."""
+ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+"""Endings of the files that a dataset may be, perhaps with .gz behind."""
+
+
+def row_file_ending(name: str) -> str | None:
+    """Return which of `ROW_FILES` a name, or a pattern of names, ends in."""
+    return next((ending for ending in ROW_FILES if name.removesuffix(".gz").endswith(ending)), None)
 
 
 def is_local(model: str, folder: Path) -> bool:
@@ -31,7 +36,7 @@ def _model(value: str, folder: Path) -> str:
 
 
 def _rows(value: str, folder: Path) -> str:
-    return _path(value, folder) if value.endswith(ROW_FILES) else _model(value, folder)
+    return _path(value, folder) if row_file_ending(value) else _model(value, folder)
 
 
 def _program(value: str, folder: Path) -> str:

@@ -23,7 +23,10 @@ _Pattern = Annotated[str, AfterValidator(compiled)]
 
 
 class _Answer(Section):
-    column: str = Field("answer", description="Dataset column with the right answer.")
+    column: str = Field(
+        "answer",
+        description="Column with the right answer, or a list of them: texts or numbers, else the reward is missing.",
+    )
     pattern: _Pattern | None = Field(
         None,
         description="Regular expression: only its last match (or the first group) is compared. No match: 0.",
@@ -48,7 +51,7 @@ class NumericMatch(_Answer):
 class MathVerify(Section):
     """1 if math-verify finds the text equivalent to the answer, else 0. Needs the extra `math`: `pip install '.[math]'`."""
 
-    column: str = Field("answer", description="Dataset column with the right answer, as LaTeX or a number.")
+    column: str = Field("answer", description="As above; LaTeX or numbers.")
     time_s: Annotated[int, Field(ge=1)] = Field(5, description="Limit per completion; above it the reward is missing.")
 
 
@@ -56,7 +59,7 @@ class ReasoningGym(Section):
     """Score by reasoning-gym of the last `<answer>` or `\\boxed{}` of the text, 0 without one or where it raises. Needs the extra
     `reasoning`."""
 
-    column: str = Field("entry", description="Dataset column with the item, as `dataset.reasoning_gym` writes it.")
+    column: str = Field("entry", description="Column with the item, as `dataset.reasoning_gym` writes it.")
     tag: Annotated[str, Field(pattern=r"^[\w-]+$")] = Field("answer", description="Name of the tag around an answer.")
     time_s: PositiveSeconds = Field(5.0, description="Limit per completion; above it the reward is 0.")
 
@@ -176,7 +179,7 @@ class FeatureMatching(_Model):
     """Nearness of features of a completion in a frozen model to the answer's, less that to the others' (EBFT)."""
 
     model: str | None = Field(None, description="Frozen model (folder or hub name). Default: the run's base.")
-    column: str = Field("answer", description="Dataset column with the text to match.")
+    column: str = Field("answer", description="Column with the text to match, or a list.")
     feature_layers: Annotated[list[Share], Field(min_length=1)] = Field(
         [0.25, 0.5, 0.75], description="Layers, as shares of its depth, rounded up."
     )

@@ -115,6 +115,14 @@ def decode(frame: bytes | memoryview, kinds: Any = Message) -> Any:
         raise CodecError(f"body refused: {error}") from error
 
 
+def carried(value: Any) -> Any:
+    """Return what the peer gets of a prompt or of a dataset column; raise `CodecError` if no message can carry it."""
+    try:
+        return _unpacked(msgspec.Raw(_encoder.encode(value)))
+    except (TypeError, OverflowError, ValueError, RecursionError) as error:
+        raise CodecError(str(error)) from error
+
+
 def _decoded(body: memoryview, kinds: Any) -> Any:
     message = _decoder(kinds).decode(body)
     if not isinstance(message, _PackedLease):

@@ -354,3 +354,6 @@ def test_the_reward_for_code() -> None:
     doubles = [{"input": "2\n", "output": "4"}, {"input": "3\n", "output": "6\n"}]
     assert asyncio.run(share(["print(4)", "print(2 * int(input()))"], tests=[doubles] * 2)) == [0.5, 1.0]
     assert "expected Python" in str(asyncio.run(share(["x"], tests=[3]))[0])
+    assert asyncio.run(share(["print(2 * int(input()))"], tests=[[{"input": 2, "output": 4.0}]])) == [1.0]
+    for bad in ({"input": None, "output": "4"}, {"input": "2", "output": True}):
+        assert "expected a text or a number" in str(asyncio.run(share(["x"], tests=[[bad]]))[0])

@@ -16,6 +16,7 @@ from typing import Any
 from producer.rewards.builtin import Results, column_of, text_of
 from producer.rewards.sandbox import Limits, Sandbox
 from protocol.config.reward_options import Code
+from protocol.wire.answers import text_of_value
 
 _SCRIPT = """\
 import sys, types
@@ -71,14 +72,18 @@ def _listed(tests: Any, column: str) -> list[Any]:
         raise ValueError(
             f"column {column!r} has {tests!r:.80}; expected Python, a list of such texts, or a list of {{input, output}}"
         )
-    return listed
+    ends = ("input", "output")
+    return [
+        test if isinstance(test, str) else {end: text_of_value(test[end], f"{column}.{end}") for end in ends}
+        for test in listed
+    ]
 
 
 async def _passes(sandbox: Sandbox, source: str, test: Any) -> bool:
     if isinstance(test, str):
         return await passes(sandbox, source, test)
-    outcome = await sandbox.run(source, str(test["input"]).encode())
-    return outcome.ended_well and _lines(outcome.output.decode(errors="replace")) == _lines(str(test["output"]))
+    outcome = await sandbox.run(source, test["input"].encode())
+    return outcome.ended_well and _lines(outcome.output.decode(errors="replace")) == _lines(test["output"])
 
 
 def _lines(text: str) -> list[str]:

@@ -80,6 +80,30 @@ def test_a_training_that_fails_leaves_nothing(
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["train.jsonl"]
 
 
+def test_messages_reach_the_trainer_as_they_are(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    parts = [{"type": "text", "text": "2031-01-05"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": content}], "answer": [answer]}
+        for content, answer in (("1", call(x=1)), (parts, call(y="007", z=0.5)))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained: list[dict[str, Any]] = []
+
+    def keep(model_folder: Path, arguments: Any, lora: Any, given: Any, trainable: Any) -> Any:
+        trained.extend(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sft, "train", keep)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", tiny_model, dataset={"path": str(tmp_path / "rows.jsonl")})
+    assert trained == [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+
+
 def test_several_gpus_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(DeviceError, match="--gpu 0,1: slipstream sft, a short warm start, trains on one GPU"):
         sft.run(run_config(tmp_path, tiny_model), [0, 1], to=tmp_path / "sft")

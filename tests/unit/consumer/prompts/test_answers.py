@@ -93,10 +93,15 @@ def test_an_answer_that_is_no_text_is_left_out_and_named_once(
     answers: Callable[..., Answers], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert found(answers([["1"], ["2"]]), 0, 1) == [None, None]
+        assert found(answers([True, {"1": 1}, [], ["1", None]]), 0, 1, 2, 3) == [None] * 4
     [record] = caplog.records
     assert "row 0 of" in record.getMessage()
     assert "'right'" in record.getMessage()
+
+
+def test_an_answer_is_what_the_row_says_and_of_several_the_first(answers: Callable[..., Answers]) -> None:
+    by_text = found(answers(["1", "12", "3"]), 0, 1, 2)
+    assert found(answers([1.0, 12, ["3", "4"]]), 0, 1, 2) == by_text
 
 
 TAGS = ThinkingSection()

@@ -14,7 +14,9 @@ import pytest
 from datasets import Dataset
 
 from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.rows import RowReader, Verdict, load_rows
+from consumer.prompts.opening import load_rows
+from consumer.prompts.rows import RowReader, Verdict
+from consumer.prompts.source_rows import Rows
 from consumer.prompts.transform import TransformProcess, packed, unpacked
 from protocol.config.data import DatasetSection, SourceSection
 from protocol.errors import DatasetError
@@ -74,8 +76,10 @@ def test_a_row_comes_out_of_its_packing_with_every_type() -> None:
             for number in (1, 2)
         ]
     )
-    rows = rows.select([1, 0])
-    assert [unpacked(packed(rows.with_format("arrow"), number)) for number in (0, 1)] == [rows[0], rows[1]]
+    kept = [Rows(rows.select([1, 0]))[number] for number in (0, 1)]
+    assert [unpacked(packed(row)) for row in kept] == kept
+    assert kept[0] == {"at": "2026-01-02T00:00:00", "nested": [{"text": "é", "none": None}], "raw": b"\0", "n": 2.5}
+    assert unpacked(packed({"n": 2**70})) == {"n": 2**70}
 
 
 @pytest.mark.long
@@ -104,7 +108,7 @@ def test_a_row_on_which_a_function_hangs_or_ends_its_process_is_refused_alone(
     kinds = ["fine", "hangs", "raises", "ends", "skips", "object", "ends in the filter", "fine"]
     rows = reader(folder, kinds)
     with closing(TransformProcess(rows, limit_s=2.0)) as process, caplog.at_level(logging.WARNING):
-        found = [process.judge({}, number) for number in range(len(kinds))]
+        found = [process.judge(number) for number in range(len(kinds))]
         assert process.num_ended == 3
     path, unusable = f"of {folder}/train.jsonl", Verdict.UNUSABLE
     assert [(one.verdict, one.problem) for one in found] == [
@@ -113,7 +117,11 @@ def test_a_row_on_which_a_function_hangs_or_ends_its_process_is_refused_alone(
         (unusable, f"dataset.transform raised on row 2 {path}: KeyError: 'answer'"),
         (unusable, f"dataset.transform gave nothing for row 3 {path}: its process ended (exit status 7)"),
         (Verdict.TRANSFORMED_AWAY, ""),
-        (unusable, f"dataset.transform: row 5 {path} cannot be sent: Encoding objects of type object is unsupported"),
+        (
+            unusable,
+            f"dataset.transform: row 5 {path}: the value of 'object' cannot be sent to a producer: Encoding objects of "
+            "type object is unsupported; make a text of it, or drop it (a `transform` can)",
+        ),
         (unusable, f"dataset.transform gave nothing for row 6 {path}: its process ended (exit status 7)"),
         (Verdict.KEPT, ""),
     ]

@@ -62,6 +62,28 @@ def test_numeric_match():
     assert "no number: 'one'" in str(bad)
 
 
+ANSWERS = [
+    ("42", 42.0, True), ("42", [41, 42.0], True), ("42", ["41", "43"], False), ("0.5", 0.5, True), ("-2", ["2", "-2"], True),
+    ("0.0000001", 1e-7, True), ("9007199254740993", 2**53 + 1, True), ("0", -0.0, True),
+]  # fmt: skip
+NO_ANSWERS = [None, True, {"a": 1}, [], [[1]], ["1", None], float("nan"), float("inf"), b"1", "", " "]
+
+
+@pytest.mark.parametrize("name", ["exact_match", "numeric_match", pytest.param("math_verify", marks=pytest.mark.long)])
+def test_answers_of_every_type(name):
+    score = make(name, {"column": "right"})
+    texts, answers, expected = zip(*ANSWERS, strict=True)
+    assert score(list(texts), right=list(answers)) == [float(right) for right in expected]
+    said = ["None", "True", "{'a': 1}", "[]", "[[1]]", "1", "nan", "inf", "1", "", ""]
+    for reward, answer in zip(score(said, right=NO_ANSWERS), NO_ANSWERS, strict=True):
+        assert isinstance(reward, ValueError), answer
+        assert "'right'" in str(reward)
+
+
+def test_a_date_is_a_text():
+    assert make("exact_match", {})(["2031-01-05"] * 2, answer=["2031-01-05", ["x", "2031-01-05"]]) == [1.0, 1.0]
+
+
 def test_format_regex_and_messages():
     whole = make("format_regex", {"pattern": r"<a>.*</a>"})
     assert whole(["<a>1\n2</a>", "x<a>1</a>"]) == [1.0, 0.0]

@@ -180,11 +180,19 @@ def test_a_completion_of_nothing(folder: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_nearest_of_several_answers_counts(folder: Path) -> None:
+    for score, best in (("alignment", max), ("distance", min)):
+        function = feature_matching(model=str(folder), whiten=False, score=score)
+        one, other, both = (function(["2+3="] * 2, ["5", "6"], answer=[a] * 2) for a in ("5", "6", ["5", 6]))
+        assert both == pytest.approx([best(pair) for pair in zip(one, other, strict=True)])
+
+
+@pytest.mark.long
 def test_what_cannot_be_matched(folder: Path, tmp_path: Path) -> None:
     function = feature_matching(model=str(folder))
     with pytest.raises(KeyError, match=r"no column 'answer'; set options.column to one of: solution"):
         function(["p"], ["x"], solution=["x"])
-    with pytest.raises(ValueError, match="no text to match: None"):
+    with pytest.raises(ValueError, match="column 'answer' has None"):
         function(["p"], ["x"], answer=[None])
     with pytest.raises(ValueError, match="several messages"):
         function(["p"], [[{"role": "assistant", "content": "x"}] * 2], answer=["x"])
