@@ -1,8 +1,8 @@
 """The common part of the command lines: flags, error reports, exit codes, the choice of GPUs.
 
 Guarantee: `--help` and `--check` import no heavy library. A `SlipstreamError` ends the process with its own exit code and a
-message on standard error without a traceback; every other exception ends it with a traceback and `ExitCode.BUG`. Where logs are
-JSON, the message is JSON too.
+message on standard error without a traceback; every other exception ends it with a traceback and `ExitCode.BUG`. Only one of
+Slipstream's own code is called a bug. Where logs are JSON, the message is JSON too.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from protocol import __version__
 from protocol.errors import ConfigError, ExitCode, SlipstreamError, is_out_of_memory
 from protocol.gpu.nvml import select_gpus
+from protocol.library_errors import library_of, reason_of
 from protocol.runtime import logs
 from protocol.runtime.files import out_of_space
 
@@ -126,7 +127,10 @@ def exit_code(program: str, work: Callable[[], int]) -> int:
         if is_out_of_memory(error):
             fix = "free the device of other processes (nvidia-smi shows them), or take one with more memory"
             return _report_end(program, f"error: {str(error).partition(chr(10))[0]}; {fix}", ExitCode.DEVICE)
-        return _report_end(program, "this is a bug; please report it with its traceback", ExitCode.BUG, bug=True)
+        why = "this is a bug; please report it with its traceback"
+        if (library := library_of(error)) is not None:
+            why = f"error: {library} failed where nothing of the kind was expected; its traceback is above: {reason_of(error)}"
+        return _report_end(program, why, ExitCode.BUG, bug=True)
 
 
 def written(work: Callable[[], int]) -> int:

@@ -100,6 +100,13 @@ class EndpointInUseError(SlipstreamError):
     exit_code = ExitCode.ENDPOINT_IN_USE
 
 
+def access_fix(error: OSError) -> str:
+    """Return what helps against an error of the system about a file."""
+    if isinstance(error, PermissionError):
+        return "the user that the daemon runs as must be able to"
+    return "look at the disk or the network share that it is on"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether torch raised this because its device has no memory, in the words of its allocator and of CUDA itself."""
     return isinstance(error, RuntimeError) and "out of memory" in str(error)

@@ -27,7 +27,7 @@ from consumer.report.steps import LearningMetrics, StepReport
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from protocol.wire.model_folder import cannot_load, vision_language
+from protocol.wire.model_folder import reading_model, vision_language
 from protocol.wire.model_source import resolve_model
 from replay.groups import GroupShape
 from replay.rewards import RewardRecipe
@@ -178,7 +178,5 @@ def model_config(model_folder: Path, *, trust_remote_code: bool) -> Any:
     Raises:
         ConfigError: transformers cannot read it.
     """
-    try:
+    with reading_model(f"{model_folder}/config.json"):
         return AutoConfig.from_pretrained(model_folder, trust_remote_code=trust_remote_code).get_text_config()
-    except (ValueError, OSError, ImportError) as error:
-        raise cannot_load(f"{model_folder}/config.json", error) from error

@@ -46,8 +46,9 @@ from consumer.ranks.presence import is_broken_connection
 from protocol.config.data import ModelSection
 from protocol.config.learning import GpuSharing, ShardBase
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, DeviceError, is_device_failure
+from protocol.errors import ConfigError, DeviceError, SlipstreamError, is_device_failure
 from protocol.gpu.memory import base_of, gib
+from protocol.library_errors import reading
 from protocol.wire.model_folder import ARCHITECTURES, OUTSIDE_TEXT_MODEL, vision_language
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,6 @@ MORE_ROOM = (
     "set model.quantization: nf4, let several GPUs share a base that is not quantized (--gpu 0,1 and pipeline.shard_base: auto), "
     "or take a GPU with more memory"
 )
-REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
-"""Errors with which transformers, PEFT and TRL refuse to load a model or weights."""
 
 _LARGEST_SHARE = 0.6  # of a device that a whole base may take: activations, gradients and optimizer want the rest
 
@@ -214,7 +213,9 @@ def loading(refused: str, fix: str = MORE_ROOM) -> Iterator[None]:
     before = num_refusals()
     try:
         yield
-    except REFUSALS as error:
+    except SlipstreamError:
+        raise
+    except Exception as error:
         if is_broken_connection(error):
             raise
         # transformers turns an error of a conversion, such as a quantization, into one without a kind.
@@ -224,7 +225,8 @@ def loading(refused: str, fix: str = MORE_ROOM) -> Iterator[None]:
             raise DeviceError(
                 f"the GPU failed while the model was loaded: {error}; nvidia-smi shows its state"
             ) from error
-        raise ConfigError(f"{refused}: {error}") from error
+        with reading(refused):
+            raise
 
 
 # The place.

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from protocol.wire.model_folder import cannot_load
+from protocol.wire.model_folder import reading_model
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, **options: Any) -> Any:
     """Load it with options of `AutoTokenizer.from_pretrained`. Raises ConfigError if transformers cannot."""
     from transformers import AutoTokenizer
 
-    try:
+    with reading_model(f"the tokenizer in {folder}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise cannot_load(f"the tokenizer in {folder}", error) from error

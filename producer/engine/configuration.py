@@ -20,7 +20,7 @@ from producer.engine_contract import most_groups
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.wire.model_folder import cannot_load, vision_language
+from protocol.wire.model_folder import needs_own_code, vision_language
 from protocol.wire.model_source import resolve_model
 
 
@@ -50,7 +50,7 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
         vllm_config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise cannot_load(f"{folder}/config.json", error) from error
+            raise needs_own_code(f"{folder}/config.json") from error
         reason = str(error).partition(" [type=")[0]  # pydantic appends a dump of all arguments
         raise ConfigError(f"engine: refused by vLLM: {reason}") from error
     if vllm_config.load_config.load_format == "dummy":

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 from producer.groups import LeaseFailure
 from protocol.runtime.processes import block_import
 from protocol.wire.messages import is_conversational, prompt_token_ids
-from protocol.wire.model_folder import cannot_load
+from protocol.wire.model_folder import reading_model
 
 Messages = list[dict[str, Any]]
 _Given = ParamSpec("_Given")
@@ -33,10 +33,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, without_torch: bool
             return load_tokenizer(folder, trust_remote_code=False)
     from transformers import AutoTokenizer
 
-    try:
+    with reading_model(f"the tokenizer in {folder}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise cannot_load(f"the tokenizer in {folder}", error) from error
 
 
 def malformed(prompt: Any, expected: str) -> LeaseFailure:

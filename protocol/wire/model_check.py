@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from protocol.errors import access_fix
 from protocol.wire.chat_template import template_problem
 
 Problems = Iterator[str]
@@ -278,13 +279,6 @@ def _ends(file: Path) -> tuple[bytes, bytes]:
 
 def _no_access(file: Path, error: OSError) -> str:
     return f"{file} cannot be read: {error.strerror}; {access_fix(error)}"
-
-
-def access_fix(error: OSError) -> str:
-    """Return what helps against an error of the system about a file."""
-    if isinstance(error, PermissionError):
-        return "the user that the daemon runs as must be able to"
-    return "look at the disk or the network share that it is on"
 
 
 def is_of_text_model(weight: str) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.errors import ConfigError
-from protocol.wire.model_check import access_fix
+from protocol.errors import ConfigError, access_fix
+from protocol.library_errors import reading
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 2**20
@@ -91,15 +91,23 @@ def tokenizer_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     return digest.hexdigest()
 
 
-def cannot_load(what: str, error: Exception) -> ConfigError:
-    """Return the error for a part of the model's folder that transformers does not read."""
-    text = str(error).strip()
-    reason = text.splitlines()[0] if text else type(error).__name__
-    if "trust_remote_code" in text:
-        reason = (
-            "it needs the Python files that come with it; read them, and set model.trust_remote_code=true to run them"
-        )
-    return ConfigError(f"model.path: transformers cannot read {what}: {reason}")
+@contextlib.contextmanager
+def reading_model(what: str) -> Iterator[None]:
+    """Surround the calls by which transformers reads a part of the model's folder. Raise ConfigError where it cannot."""
+    try:
+        with reading(f"model.path: transformers cannot read {what}"):
+            yield
+    except ConfigError as error:
+        if "trust_remote_code" in str(error.__cause__):
+            raise needs_own_code(what) from error
+        raise
+
+
+def needs_own_code(what: str) -> ConfigError:
+    return ConfigError(
+        f"model.path: transformers cannot read {what}: it needs the Python files that come with it; read them, and set "
+        "model.trust_remote_code=true to run them"
+    )
 
 
 def _add_code(digest: Any, folder: Path) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 import protocol
+from protocol import library_errors
 from protocol.command_line import exit_code, main, parser, print_progress
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
@@ -27,8 +28,8 @@ REPOSITORY = Path(__file__).parents[4]
 
 @pytest.fixture(autouse=True)
 def own_environment(own_logging: None) -> Iterator[None]:
-    """A command that is called in this process sets variables."""
-    with mock.patch.dict(os.environ):
+    """A command that is called in this process sets variables. What a stub here raises is raised by Slipstream."""
+    with mock.patch.dict(os.environ), mock.patch.object(library_errors, "_OURS", (*library_errors._OURS, "tests")):
         yield
 
 
@@ -228,6 +229,19 @@ def test_a_bug_ends_with_its_traceback_and_code(call: Callable[..., Ended]) -> N
     assert shown.returncode == ExitCode.BUG == 70
     assert "Traceback (most recent call last)" in shown.stderr
     assert shown.stderr.endswith("KeyError: 'a bug'\nrl-stub: this is a bug; please report it with its traceback\n")
+
+
+def test_what_a_library_raises_is_no_bug_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        from yaml import safe_load
+
+        return len(safe_load("a: ["))
+
+    assert exit_code("slipstream export", work) == ExitCode.BUG
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "error: yaml failed" in shown
+    assert "bug" not in shown
 
 
 def test_a_device_without_memory_is_no_bug_wherever_it_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,8 +128,8 @@ def test_a_refusal_names_all_sizes() -> None:
         (torch.AcceleratorError("CUDA error: out of memory"), DeviceError, "shard_base"),
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), DeviceError, "uncorrectable"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"), DeviceError, "12 bytes"),
-        (ValueError("target modules not found"), ConfigError, "refused: target modules"),
-        (RuntimeError("size mismatch for q_proj"), ConfigError, "refused: size mismatch"),
+        (ValueError("target modules not found"), ConfigError, "refused: tests: target modules"),
+        (RuntimeError("size mismatch for q_proj"), ConfigError, "refused: tests: size mismatch"),
     ],
 )
 def test_what_an_error_of_loading_means(error: Exception, expected: type[Exception], words: str) -> None:
