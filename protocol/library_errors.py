@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from protocol.errors import ConfigError, SlipstreamError, access_fix
+from protocol.errors import ConfigError, SlipstreamError, access_fix, is_device_failure
 
 _OURS = ("protocol", "replay", "producer", "consumer", "slipstream")
 _LONGEST_REASON = 600  # characters
@@ -46,7 +46,7 @@ def reading(what: str) -> Iterator[None]:
     """Surround the calls by which libraries read what a user gave. `what` says with its key and place what that is.
 
     Raises:
-        ConfigError: one of them refused, or the system did.
+        ConfigError: one of them refused, or the system did. A device that has no memory or fails is none of that.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def reading(what: str) -> Iterator[None]:
             raise ConfigError(f"{what}: {reason_of(error)}") from error
         raise ConfigError(f"{what}: {error.filename}: {error.strerror}; {access_fix(error)}") from error
     except Exception as error:
-        if (library := library_of(error)) is None:
+        if is_device_failure(error) or (library := library_of(error)) is None:
             raise
         raise ConfigError(f"{what}: {library}: {reason_of(error)}") from error
 

@@ -24,8 +24,11 @@ from protocol.command_line import print_progress
 from protocol.config.operation import TOLERANCES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
+from protocol.library_errors import reading
 from protocol.wire import weight_patch
 from protocol.wire.adapter_blob import BlobError
+from protocol.wire.model_check import checkpoint_problems
+from protocol.wire.model_source import checked
 from protocol.wire.patch_streams import composed
 from slipstream.adapters import choose_adapter
 from slipstream.model_card import Kind, model_card
@@ -109,7 +112,8 @@ def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to:
     base = inputs.dequantized_model(device) if dequantized else inputs.model(device)
     vocab_size, generator = base.config.get_text_config().vocab_size, torch.Generator().manual_seed(config.seed)
     ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
-    adapted = PeftModel.from_pretrained(base, adapter).eval()
+    with reading(f"--checkpoint: {adapter} does not fit model.path"):
+        adapted = PeftModel.from_pretrained(base, adapter).eval()
     wanted = logprobs(adapted, ids)
     with adapted.disable_adapter():
         moved = float((wanted - logprobs(adapted, ids)).abs().max())
@@ -133,7 +137,7 @@ def write_model(config: RunConfig, inputs: RunInputs, policy: Path, to: Path) ->
     elif (policy / CONFIG_FILE).is_file():
         model = merged(config, inputs, AdapterFolder.read(policy, "--checkpoint"))
     else:
-        model = inputs.model("cpu", policy)
+        model = inputs.model("cpu", checked(policy, checkpoint_problems(policy), "--checkpoint"))
         restore_config(model.config, inputs.model_folder)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.save_pretrained(to)

@@ -11,6 +11,7 @@ from consumer.prompts.generated import with_rows
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
+from protocol.library_errors import reading
 from protocol.wire.model_source import resolve_model
 
 
@@ -33,7 +34,8 @@ class RunInputs:
 
         dtype = getattr(torch, self._config.model.dtype)
         options = {"dtype": dtype, "trust_remote_code": self._trusted}
-        return load_model(folder or self.model_folder, **options).to(device).eval()
+        with reading(f"model.path: {folder or self.model_folder} cannot be loaded"):
+            return load_model(folder or self.model_folder, **options).to(device).eval()
 
     def dequantized_model(self, device: str) -> Any:
         """The base model as the trainer computes with it: quantized, in the dtype of the run."""
@@ -43,8 +45,9 @@ class RunInputs:
 
         dtype, quantization = getattr(torch, self._config.model.dtype), quantization_config(self._config.model)
         options = {"dtype": dtype, "trust_remote_code": self._trusted, "quantization_config": quantization}
-        model = load_model(self.model_folder, device_map=device, **options)
-        return model.dequantize().to(dtype).eval()
+        with reading(f"model.path: {self.model_folder} cannot be quantized"):
+            model = load_model(self.model_folder, device_map=device, **options)
+            return model.dequantize().to(dtype).eval()
 
     def prompts(self) -> PromptDataset:
         """The prompts of the run's dataset; `DatasetError` if it has none, or they cannot be read."""

@@ -15,12 +15,14 @@ from typing import Any, Self
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import load
 
 from consumer.learn.checkpoints import CONFIG_FILE
 from protocol.config.lora_section import LORA_REFUSED
 from protocol.errors import ConfigError
+from protocol.library_errors import reading
+from protocol.wire.model_check import adapter_problems
+from protocol.wire.model_source import checked
 
 TENSORS_FILE = "adapter_model.safetensors"
 _PART = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?$")
@@ -57,18 +59,12 @@ class AdapterFolder:
         Raises:
             ConfigError: there is no adapter that can be used.
         """
-        for name in (CONFIG_FILE, TENSORS_FILE):
-            if not (path / name).is_file():
-                has_old_form = (path / "adapter_model.bin").is_file()
-                old = " (adapter_model.bin is not read: save it as safetensors)" if has_old_form else ""
-                raise ConfigError(f"{key}: {path} has no {name}, so it is not an adapter of PEFT{old}")
-        try:
+        checked(path, adapter_problems(path), key)
+        with reading(f"{key}: {path}"):
             settings = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
             data = (path / TENSORS_FILE).read_bytes()
             tensors = load(data)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
-        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+        kind = settings.get("peft_type")
         if kind != "LORA":
             raise ConfigError(f"{key}: {path}/{CONFIG_FILE} is of an adapter of type {kind}, expected LORA")
         _refuse_unusable(tensors, f"{key}: {path}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
 from protocol.runtime.files import settle, sync
+from protocol.wire.model_check import checkpoint_problems
 
 CONFIG_FILE = "adapter_config.json"
 FINAL_FOLDERS = {"adapter": CONFIG_FILE, "model": "config.json"}
@@ -104,9 +105,16 @@ def committed(checkpoints_dir: Path) -> list[Checkpoint]:
     for folder in _folders(checkpoints_dir):
         if is_committed(folder):
             with contextlib.suppress(FileNotFoundError):
-                state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
-                found.append(Checkpoint(folder, state))
+                found.append(Checkpoint(folder, _state(folder)))
     return found
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+        return state
+    except ValueError as error:
+        raise _damaged(folder, f"{folder / _STATE_FILE} cannot be read as JSON") from error
 
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
@@ -114,7 +122,7 @@ def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, re
 
     Raises:
         ConfigError: there is a run, as a checkpoint or as groups in the journal, and no `--resume`; or there are checkpoints of
-            other programs or runs, whose names this run would need.
+            other programs or runs, whose names this run would need; or the newest one is not whole.
     """
     for folder in _folders(checkpoints_dir):
         if not is_committed(folder):
@@ -130,12 +138,18 @@ def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, re
         raise ConfigError(
             f"run_dir: {run_dir} already holds a run ({what}). Go on with it by --resume, or choose another run_dir"
         )
+    if found is not None and (problem := next(checkpoint_problems(found.folder), None)):
+        raise _damaged(found.folder, problem.rpartition("; ")[0])
     return found
 
 
 def _deleted(checkpoints_dir: Path) -> Path:
     """Return the folder where checkpoints go before they are deleted."""
     return checkpoints_dir / ".deleted"
+
+
+def _damaged(folder: Path, what: str) -> ConfigError:
+    return ConfigError(f"run_dir: {what}; move {folder} out of the run to go on from the checkpoint before it")
 
 
 def _foreign(folder: Path) -> ConfigError:

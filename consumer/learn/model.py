@@ -173,9 +173,19 @@ def restore_config(config: Any, folder: Path) -> None:
 
 
 def load_model(folder: Path, **options: Any) -> Any:
-    """Load the whole checkpoint, by `from_pretrained` with these options."""
+    """Load the whole checkpoint, by `from_pretrained` with these options.
+
+    Raises:
+        ConfigError: it lacks weights, which transformers would draw.
+    """
     automatic = AutoModelForCausalLM if vision_language(folder) is None else AutoModelForImageTextToText
-    return automatic.from_pretrained(folder, **options)
+    model, loaded = automatic.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigError(
+            f"model.path: {folder} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}; take all files "
+            "of a model that generates text"
+        )
+    return model
 
 
 def router_loss_coef(options: Any, base: Any) -> float:

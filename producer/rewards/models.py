@@ -6,12 +6,16 @@ DeviceError for a GPU without room. Texts are padded on the right and, where the
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from producer.rewards.spans import text_of
 from producer.rewards.steps import as_spans, split
 from protocol.config.reward_options import FeatureMatching, RewardModel, Steps
 from protocol.errors import ConfigError, DeviceError, is_device_failure
+from protocol.library_errors import reading
+from protocol.wire.model_check import model_problems
+from protocol.wire.model_source import checked
 
 
 def reward_model(path: str, options: RewardModel) -> Callable[..., list[Any]]:
@@ -103,20 +107,29 @@ def loaded(
 
     logging.disable_progress_bar()
     device = "cpu" if options.gpu is None else "cuda"  # the worker's environment shows one GPU
+    what = f"rewards.functions: model {path} cannot be loaded"
+    if (folder := Path(path)).is_dir():
+        checked(folder, model_problems(folder), what)
+    with reading(what):
+        config = transformers.AutoConfig.from_pretrained(path, revision=options.revision)
     try:
-        check(transformers.AutoConfig.from_pretrained(path, revision=options.revision))
+        check(config)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, revision=options.revision)
         model = getattr(transformers, head).from_pretrained(
             path, revision=options.revision, dtype=getattr(torch, options.dtype)
         )
         model.eval().to(device)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
         if is_device_failure(error):
             raise DeviceError(
                 f"rewards.functions: model {path} does not fit on GPU {options.gpu}, or that GPU fails: {error}; end other "
                 "processes on it, or set options.gpu to another one"
             ) from error
-        raise ConfigError(f"rewards.functions: model {path} cannot be loaded: {error}") from error
+        with reading(what):
+            raise
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -77,6 +77,17 @@ def adapter_problems(folder: Path) -> Problems:
         yield from _of_safetensors([folder / _ADAPTER_TENSORS])[0]
 
 
+def checkpoint_problems(folder: Path) -> Problems:
+    """Yield which files that transformers writes into a checkpoint are not whole."""
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".safetensors":
+            yield from _of_safetensors([file])[0]
+        elif file.suffix in (".pt", ".pth", ".bin"):
+            yield from _of_pickled([file])
+        elif file.suffix == ".json" and (problem := _json_object(file)[0]) is not None:
+            yield problem
+
+
 def read_header(file: Path) -> dict[str, Any]:
     """Return the tensors that the header of a safetensors file names, each with `dtype`, `shape` and `data_offsets`.
 

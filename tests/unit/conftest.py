@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol import library_errors
 from protocol.runtime import logs
 
 
@@ -57,3 +58,9 @@ def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root.setLevel(level)
     for one, before in zip(ours, levels, strict=True):
         one.setLevel(before)
+
+
+@pytest.fixture
+def stubs_are_slipstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stub of a test raises counts as raised by Slipstream, and not by a library."""
+    monkeypatch.setattr(library_errors, "_OURS", (*library_errors._OURS, "tests"))

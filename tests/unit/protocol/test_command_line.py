@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 import protocol
-from protocol import library_errors
 from protocol.command_line import exit_code, main, parser, print_progress
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
@@ -27,9 +26,9 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
-def own_environment(own_logging: None) -> Iterator[None]:
-    """A command that is called in this process sets variables. What a stub here raises is raised by Slipstream."""
-    with mock.patch.dict(os.environ), mock.patch.object(library_errors, "_OURS", (*library_errors._OURS, "tests")):
+def own_environment(own_logging: None, stubs_are_slipstream: None) -> Iterator[None]:
+    """A command that is called in this process sets variables."""
+    with mock.patch.dict(os.environ):
         yield
 
 

@@ -10,16 +10,12 @@ import yaml
 from jinja2 import Environment
 from safetensors import safe_open
 
-from protocol import library_errors
 from protocol.config.section import Section
 from protocol.errors import ConfigError, DeviceError
 from protocol.library_errors import library_of, reading, reason_of
 from protocol.wire.model_check import read_header
 
-
-@pytest.fixture(autouse=True)
-def these_tests_are_slipstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_errors, "_OURS", (*library_errors._OURS, "tests"))
+pytestmark = pytest.mark.usefixtures("stubs_are_slipstream")
 
 
 def raised(work: Callable[[], Any]) -> Exception:
@@ -63,7 +59,9 @@ def test_what_the_system_refuses_names_the_file(tmp_path: Path) -> None:
         raise OSError("no space")
 
 
-@pytest.mark.parametrize("error", [DeviceError("no memory"), KeyError("ours"), AssertionError()])
+@pytest.mark.parametrize(
+    "error", [DeviceError("no memory"), KeyError("ours"), AssertionError(), RuntimeError("CUDA out of memory")]
+)
 def test_our_own_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, reading("the model"):
         raise error

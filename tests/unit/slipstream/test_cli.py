@@ -154,7 +154,9 @@ def test_the_configuration_of_a_run_is_that_of_its_folder_wherever_that_is(
         assert (shown["run_dir"], shown["seed"], shown["lora"]["r"]) == (str(folder), 7, 12)
 
 
-def test_errors_end_with_their_own_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_end_with_their_own_codes(
+    stubs_are_slipstream: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def failing(error: BaseException) -> None:
         raise error
 

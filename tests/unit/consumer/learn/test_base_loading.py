@@ -1,10 +1,12 @@
 """Where the base is loaded, what is refused for its size, and what an error of loading it ends the trainer with."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from consumer.learn import model as base_loading
 from consumer.learn.model import MORE_ROOM, check_base_fits, loading
@@ -114,6 +116,19 @@ def test_an_adapter_of_the_lm_head_is_refused(
     options = build_arguments(config, on_gpu=False, num_prompts=8)
     with pytest.raises(ConfigError, match=r"lora.target_modules: .*leave it out"):
         base_loading.load_policy(config, options, build_lora(config), tiny_model, pad_token_id=0)
+
+
+@pytest.mark.long
+def test_weights_that_are_not_in_the_files_are_named_and_not_drawn(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^model.path: {folder} lacks 1 weights .* {name}; "):
+        base_loading.load_model(folder, dtype=torch.float32)
 
 
 def test_a_refusal_names_all_sizes() -> None:

@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from consumer.learn import checkpoints
 from consumer.learn.checkpoints import (
@@ -32,10 +34,13 @@ def tmp_path() -> Iterator[Path]:
         yield folder
 
 
-def staged(folder: Path, step: int, weights: str = "weights") -> Path:
+WEIGHTS = save({"weights": np.ones(9, np.float32)})
+
+
+def staged(folder: Path, step: int, weights: bytes = WEIGHTS) -> Path:
     place = staging(folder) / f"checkpoint-{step}"
     (place / "global_step").mkdir(parents=True)
-    (place / "adapter_model.safetensors").write_text(weights)
+    (place / "adapter_model.safetensors").write_bytes(weights)
     (place / "global_step" / "optimizer.pt").write_text("moments")
     return place
 
@@ -119,7 +124,7 @@ def test_a_crash_anywhere_in_a_commit_of_the_same_step_leaves_that_step(
 
     def again() -> None:
         clear_leftovers(tmp_path)
-        commit(staged(tmp_path, 2, "the same weights"), state(2, again=True))
+        commit(staged(tmp_path, 2, b"the same weights"), state(2, again=True))
 
     number = 0
     while dies(again, number, CHANGES, monkeypatch):
@@ -142,6 +147,26 @@ def test_a_run_with_a_checkpoint_is_only_continued_on_request(tmp_path: Path, ha
         starting_point(tmp_path, tmp_path / "checkpoints", has_groups=has_groups, resume=False)
     found = starting_point(tmp_path, tmp_path / "checkpoints", has_groups=has_groups, resume=True)
     assert found == (place, {"step": 7, "run_id": "run"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_model.safetensors", WEIGHTS[:-1]),
+        ("optimizer.pt", b"PK\3\4" + 100 * b"0"),
+        ("trainer_state.json", b"{"),
+        ("pipeline_state.json", b"{"),
+    ],
+)
+def test_a_checkpoint_that_was_damaged_is_named_with_the_way_back(tmp_path: Path, name: str, content: bytes) -> None:
+    checkpoint(tmp_path, 3)
+    (checkpoint(tmp_path, 4) / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        starting_point(tmp_path, tmp_path, has_groups=True, resume=True)
+    assert str(caught.value).startswith(f"run_dir: {tmp_path}/checkpoint-4/{name} ")
+    assert str(caught.value).endswith(
+        f"; move {tmp_path}/checkpoint-4 out of the run to go on from the checkpoint before it"
+    )
 
 
 def test_a_run_with_nothing_but_groups_in_its_journal_is_only_continued_on_request(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_command_knows_every_verdict() -> None:
 
 
 def test_a_bug_ends_with_its_traceback_and_code(
-    journal: Journal, command: Command, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, command: Command, monkeypatch: pytest.MonkeyPatch, stubs_are_slipstream: None
 ) -> None:
     monkeypatch.setattr("slipstream.journal.stats.collect", lambda reader: dict[str, int]()["a bug"])
     command("stats", code=ExitCode.BUG)
