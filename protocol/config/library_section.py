@@ -101,10 +101,19 @@ RESERVED: dict[str, dict[str, str | None]] = {
 
 def check(name: str, section: dict[str, Any]) -> dict[str, Any]:
     """The section `name` as it will be used, or `ValueError`."""
-    section = DEFAULTS.get(name, {}) | section
-    for problem in chain(_problems(name, section), _OF_ONE[name](section)):
+    section = with_defaults(name, section)
+    for problem in library_problems(name, section):
         raise ValueError(problem)
     return section
+
+
+def with_defaults(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    return DEFAULTS.get(name, {}) | section
+
+
+def library_problems(name: str, section: dict[str, Any]) -> Iterator[str]:
+    """Yield all that is wrong with the section `name`, without its library."""
+    return chain(_problems(name, section), _OF_ONE[name](section))
 
 
 def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def _problems(name: str, section: dict[str, Any]) -> Iterator[str]:
     for key in options if isinstance(options, dict) else ():
         if key in trainer_keys.MODEL_INIT_RESERVED:
             owner = trainer_keys.MODEL_INIT_RESERVED[key]
-            yield f"`model_init_kwargs`: `{key}` is set by Slipstream; set {owner} instead"
+            yield f"`model_init_kwargs.{key}` is set by Slipstream; set {owner} instead"
 
 
 def _of_engine(section: dict[str, Any]) -> Iterator[str]:

@@ -6,19 +6,18 @@ problems of a file are reported at once. Paths are absolute (`protocol.config.pl
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from protocol.config.library_section import PEFT_DEFAULTS
+from protocol.config.mistakes import collected
 from protocol.config.places import make_absolute
 from protocol.config.run import RunConfig
-from protocol.config.section import expected, is_compound, is_section, nearest
+from protocol.config.source import Source
 from protocol.config.trainer_keys import TRL_DEFAULTS
 from protocol.errors import ConfigError
 from protocol.runtime.files import ignore_disk_full, staged
@@ -30,6 +29,20 @@ RESOLVED_FILE = "resolved.yaml"
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     """Read `path`, applies overrides such as `pipeline.max_staleness=2`, and validates; raises `ConfigError`."""
+    return strict(*read(path, overrides))
+
+
+def load_values(values: Mapping[str, Any], overrides: list[str] | None = None) -> RunConfig:
+    """Validate the content of a file that is given as a dictionary; raise `ConfigError`."""
+    try:
+        plain = json.loads(json.dumps(values, default=os.fspath))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"config: a value that YAML has no form for: {error}") from error
+    return strict(*_sourced(plain, overrides, "config", None))
+
+
+def read(path: str, overrides: list[str] | None = None) -> tuple[dict[str, Any], Source]:
+    """Return the values of `path` under the overrides, and where they are from; raises `ConfigError` for a file that is none."""
     text = _read(path)
     try:
         loader = yaml.CSafeLoader(text)
@@ -42,28 +55,26 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
     pairs = node.value if node is not None else []
     empty = {key.value for key, value in pairs if value.value == ""}  # `lora:` with nothing below it is no `lora: null`
-    return _checked({key: value for key, value in values.items() if key not in empty}, overrides, path, node)
+    return _sourced({key: value for key, value in values.items() if key not in empty}, overrides, path, node)
 
 
-def load_values(values: Mapping[str, Any], overrides: list[str] | None = None) -> RunConfig:
-    """Validate the content of a file that is given as a dictionary; raise `ConfigError`."""
-    try:
-        plain = json.loads(json.dumps(values, default=os.fspath))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"config: a value that YAML has no form for: {error}") from error
-    return _checked(plain, overrides, "config", None)
-
-
-def _checked(values: dict[str, Any], overrides: list[str] | None, path: str, node: Any) -> RunConfig:
+def _sourced(
+    values: dict[str, Any], overrides: list[str] | None, path: str, node: Any
+) -> tuple[dict[str, Any], Source]:
     """`node` has the lines of the values; None if they are of no file."""
     values = {key: value for key, value in values.items() if value is not None or key == "lora"}
     overridden = apply_overrides(values, overrides or [])
-    make_absolute(values, path, overridden)
+    make_absolute(values, path, set(overridden))
+    return values, Source(path, node, overridden)
+
+
+def strict(values: dict[str, Any], source: Source) -> RunConfig:
+    """Validate, or raise `ConfigError` with all mistakes."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(problem, path, node, overridden) for problem in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+        source.refuse(collected(RunConfig, values).mistakes)
+        raise ConfigError(f"{source.path}: {error}") from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -121,10 +132,10 @@ def _refuse_duplicate_keys(path: str, node: Any) -> None:
             _refuse_duplicate_keys(path, item)
 
 
-def apply_overrides(values: dict[str, Any], overrides: list[str]) -> set[str]:
-    """Change `values` and returns the keys; raises `ConfigError` for an override that is none. In the key of a list's part its
+def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, str]:
+    """Change `values` and returns the overrides by their keys; raises `ConfigError` for an override that is none. In the key of a list's part its
     number stands, from 0."""
-    return {_apply(values, override) for override in overrides}
+    return {_apply(values, override): override for override in overrides}
 
 
 def _apply(values: dict[str, Any], override: str) -> str:
@@ -156,82 +167,3 @@ def _part(parts: list[Any], number: str, override: str) -> Any:
     if number.isdecimal() and int(number) < len(parts):
         return parts[int(number)]
     raise ConfigError(f"--set {override}: `{number}` is no part of the list, which has {len(parts)}, numbered from 0")
-
-
-def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
-    location = [part for part in problem["loc"] if part != "[key]"]
-    depth, field = _compound_field(location)
-    if field is not None:  # one line for all of its parts
-        del location[depth:]
-        if problem["type"] != "value_error":
-            message = expected(field.annotation, field.metadata)
-    if named := re.match(r"`(\w+)[`:]", message):  # a key inside a section that belongs to a library
-        location.append(named[1])
-    unknown = problem["type"] == "extra_forbidden"
-    where = _where(location, path, node, overridden, unknown)
-    if unknown:
-        valid = _valid_names(location[:-1])
-        return (
-            f"{where}: unknown key `{location[-1]}`; {nearest(str(location[-1]), valid, 'valid: ' + ', '.join(valid))}"
-        )
-    if problem["type"] == "missing" and field is None:
-        return f"{where}: required, but not given"
-    shown = problem["input"]
-    if isinstance(shown, (str, int, float, bool)) or shown is None or (field is not None and len(str(shown)) < 80):
-        return f"{where}: {message} (got {shown!r})"
-    return f"{where}: {message}"
-
-
-def _where(location: list[Any], path: str, node: Any, overridden: set[str], unknown: bool = False) -> str:
-    """The override that gave the value, or its line in the file. For an unknown section, an override of a key in it counts."""
-    key = ".".join(str(part) for part in location)
-    given_by_override = any(
-        key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
-    )
-    if given_by_override:
-        return f"--set {key}"
-    return (f"{path}: {key}" if node is None else f"{path}:{_line(node, location)}: {key}").rstrip(": ")
-
-
-def _line(node: Any, location: list[Any]) -> int:
-    """The line, from 1, of the deepest part of `location` that the file has."""
-    line = 1
-    for part in location:
-        places = []
-        if isinstance(node, yaml.MappingNode):
-            places = [place for place in node.value if place[0].value == str(part)]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            places = [(item, item) for item in node.value[part : part + 1]]
-        if not places:
-            break
-        line, node = places[0][0].start_mark.line + 1, places[0][1]
-    return line
-
-
-def _compound_field(location: list[Any]) -> tuple[int, FieldInfo | None]:
-    """The field on the way to `location` whose parts pydantic reports one by one, under names of its own below the
-    field's; and how deep it is."""
-    model: Any = RunConfig
-    for depth, part in enumerate(location, start=1):
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part) if model else None
-        if field is None:
-            break
-        if is_compound(field.annotation):
-            return depth, field
-        model = _section(field.annotation)
-    return len(location), None
-
-
-def _valid_names(location: list[Any]) -> list[str]:
-    model: Any = RunConfig
-    for part in location:
-        if not isinstance(part, int):
-            model = _section(model.model_fields[part].annotation)
-    return list(model.model_fields)
-
-
-def _section(annotation: Any) -> Any:
-    return next((part for part in (annotation, *get_args(annotation)) if is_section(part)), None)

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.config.environment_servers import FACTORIES, SERVERS, SimulatedUserOptions
 from protocol.config.functions import ENVIRONMENT_PLUGINS, check_plugin, is_plugin
+from protocol.config.mistakes import option_problems
 from protocol.config.reward_options import SHIPPED, FeatureMatching, ReasoningLength, RewardModel, RewardService, Steps
 from protocol.config.section import (
     Count,
@@ -19,7 +20,6 @@ from protocol.config.section import (
     PositiveSeconds,
     Problems,
     Section,
-    option_problems,
     place_or_plugin,
 )
 

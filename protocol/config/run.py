@@ -8,6 +8,7 @@ own are checked (protocol/config/library_section.py); the library judges the res
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from protocol.config.learning import (
     RerollSection,
     ShardBase,
 )
-from protocol.config.library_section import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
+from protocol.config.library_section import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check, library_problems, with_defaults
 from protocol.config.operation import (
     PROBE_EVERY,
     TOLERANCES,
@@ -40,7 +41,7 @@ from protocol.config.operation import (
     next_endpoint,
 )
 from protocol.config.rewards import REWARD_NAME, EnvironmentSection, RewardsSection, with_atropos
-from protocol.config.section import Count, Problems, Section
+from protocol.config.section import COLLECT, Count, Problems, Section
 
 
 class RunConfig(Section):
@@ -105,7 +106,9 @@ class RunConfig(Section):
     @classmethod
     def _check_library_section(cls, value: dict[str, Any] | None, info: Any) -> dict[str, Any] | None:
         ours = trainer_keys.defaults(info.data.get("lora", {})) if info.field_name == "trainer" else {}
-        return None if value is None else check(info.field_name, ours | value)
+        if value is None or info.context == COLLECT:
+            return None if value is None else with_defaults(info.field_name, ours | value)
+        return check(info.field_name, ours | value)
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -119,6 +122,12 @@ class RunConfig(Section):
 
     def problems(self) -> Problems:
         return _problems(self)
+
+    def all_problems(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        for name in RESERVED:
+            for problem in library_problems(name, getattr(self, name) or {}):
+                yield (name,), problem
+        yield from super().all_problems()
 
     # What follows from the above, and therefore cannot be set.
 
@@ -451,7 +460,7 @@ def _of_evaluation(config: RunConfig) -> Problems:
         yield "evaluation: nothing scores the answers; name reward functions, or remove the section"
     known = (WEIGHTED_SUM, *config.reward_names)
     if config.evaluation.metric not in known:
-        yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"
+        yield f"evaluation.metric: {config.evaluation.metric!r} is not one of the rewards (rewards.functions): {', '.join(known)}"
     if any(source.answer_column is not None for source in config.evaluation.dataset.all_sources.values()):
         yield "evaluation.dataset.answer_column: answers to held-out prompts are not trained; remove the key"
     if any(source.judge is not None for source in config.evaluation.dataset.sources):

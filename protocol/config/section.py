@@ -17,7 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -65,18 +65,6 @@ def place_or_plugin(group: str, shipped: Iterable[str]) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def option_problems(name: str, schema: "type[Section]", options: dict[str, Any]) -> Problems:
-    """Yield one text with all that is wrong with the options of a plugin."""
-    try:
-        schema.model_validate(options)
-    except ValidationError as error:
-        problems = "; ".join(
-            f"options.{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
-            for each in error.errors()
-        )
-        yield f"{problems}. {name} takes {', '.join(schema.model_fields) or 'no options'}"
-
-
 def _http(value: str) -> str:
     place = urlsplit(value)
     if place.scheme not in ("http", "https") or not place.hostname:
@@ -99,6 +87,10 @@ def problems_of_servers(urls: list[str]) -> Problems:
         yield "url: the same server is named twice"
 
 
+COLLECT = "collect"
+"""The context of a validation that leaves contradictions to `Section.all_problems`."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         defer_build=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
@@ -113,19 +105,30 @@ class Section(BaseModel):
         return result
 
     def problems(self) -> Problems:
-        """Yield contradictions between the values. The first one is reported."""
+        """Yield contradictions between the values."""
         yield from ()
 
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def all_problems(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield the contradictions in this section and those below it, each with the place of its section."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for number, part in enumerate(value if isinstance(value, list) else [value]):
+                place = (name, number) if isinstance(value, list) else (name,)
+                for below, problem in part.all_problems() if isinstance(part, Section) else ():
+                    yield (*place, *below), problem
         for problem in self.problems():
+            yield (), problem
+
+    @model_validator(mode="after")
+    def _is_consistent(self, info: ValidationInfo) -> Self:
+        for problem in self.problems() if info.context != COLLECT else ():
             raise ValueError(problem)
         return self
 
 
 _NO_BOUND = 1e9  # bounds from here on only keep values representable on the wire
 _WORDS = {str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
-_ARTICLES = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a "}
+_ARTICLES = {"whole": "a ", "number": "a ", "list": "a ", "mapping": "a "}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -150,8 +153,8 @@ def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
 
 
 def expected(annotation: Any, constraints: Iterable[Any] = ()) -> str:
-    """The type as a refusal says it: "expected an integer from 0 to 64, or `auto`"."""
-    words = type_in_words(annotation, constraints)
+    """The type as a refusal says it: "expected a whole number from 0 to 64, or `auto`"."""
+    words = type_in_words(annotation, constraints).replace("integer", "whole number")
     return f"expected {_ARTICLES.get(words.partition(' ')[0], '')}{words}"
 
 

@@ -120,7 +120,7 @@ def test_check_says_what_each_daemon_gets_of_a_gpu_that_they_share(folder: Path,
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--set", "sed=1"], 78, "--set sed: unknown key `sed`; did you mean `seed`?"),
+        (["--set", "sed=1"], 78, "--set sed=1: unknown key `sed`; did you mean `seed`?"),
         (["--check=full"], 78, "engine.max_model_len: refused by vllm"),
         (["--gpu", "x"], 71, "--gpu x: expected an index such as 0, a list such as 0,1, or cpu"),
         (["--gpu", ""], 71, "--gpu : expected an index such as 0, a list such as 0,1, or cpu"),
@@ -258,7 +258,7 @@ def test_a_device_without_memory_is_no_bug_wherever_it_shows(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        (["--set", "sed=1"], ExitCode.CONFIG, "error: --set sed: unknown key `sed`; did you mean `seed`?"),
+        (["--set", "sed=1"], ExitCode.CONFIG, "error: --set sed=1: unknown key `sed`; did you mean `seed`?"),
         (["--set", "seed=1"], ExitCode.BUG, "this is a bug; please report it with its traceback"),
     ],
 )

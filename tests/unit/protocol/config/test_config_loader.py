@@ -67,7 +67,7 @@ def test_merge_keys_and_anchors_work(run_yaml: Path) -> None:
 
 
 def test_a_key_that_is_no_string(run_yaml: Path) -> None:
-    assert refusal(run_yaml, MINIMAL + "1: 2\n") == f"run.yaml:{NEXT}: 1: Keys should be strings (got 1)"
+    assert refusal(run_yaml, MINIMAL + "1: 2\n") == f"run.yaml:{NEXT}: 1: the name of a key must be text; put it in quotes (got 1)"
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_an_override_of_another_form_is_refused(run_yaml: Path, override: str) -
         ),
         ("rewards.functions.0=1", "--set rewards.functions.0=1: a part of a list has no name to set; name a key of it"),
         ("rewards.functions.0.function.x=1", "--set rewards.functions.0.function.x=1: `function` is not a section"),
-        ("seed=x", "--set seed: Input should be a valid integer, unable to parse string as an integer (got 'x')"),
-        ("model.pth=x", "--set model.pth: unknown key `pth`; did you mean `path`?"),
-        ("model={pth: x, path: y}", "--set model.pth: unknown key `pth`; did you mean `path`?"),
-        ("trainr.beta=1", "--set trainr: unknown key `trainr`; did you mean `trainer`?"),
+        ("seed=x", "--set seed=x: expected a whole number >= 0 (got 'x')"),
+        ("model.pth=x", "--set model.pth=x: unknown key `pth`; did you mean `path`?"),
+        ("model={pth: x, path: y}", "--set model={pth: x, path: y}: model.pth: unknown key `pth`; did you mean `path`?"),
+        ("trainr.beta=1", "--set trainr.beta=1: unknown key `trainr`; did you mean `trainer`?"),
         (
             "pipeline.trainer_tokens_per_micro_batch=soon",
-            "--set pipeline.trainer_tokens_per_micro_batch: expected an integer >= 1, or `auto` (got 'soon')",
+            "--set pipeline.trainer_tokens_per_micro_batch=soon: expected a whole number >= 1, or `auto` (got 'soon')",
         ),
         (
             "pipeline.sync_interval=0",
-            "--set pipeline.sync_interval: Input should be greater than or equal to 1 (got 0)",
+            "--set pipeline.sync_interval=0: expected a whole number >= 1 (got 0)",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_bad_override_is_named(run_yaml: Path, override: str, message: str) ->
 def test_a_transform_names_a_place_and_a_function(run_yaml: Path) -> None:
     assert load(run_yaml, overrides=["dataset.transform=gsm8k:to_prompt"]).dataset.transform == "gsm8k:to_prompt"
     assert refusal(run_yaml, overrides=["dataset.transform=to_prompt"]) == (
-        "--set dataset.transform: expected `module:function` or `path/to/file.py:function` (got 'to_prompt')"
+        "--set dataset.transform=to_prompt: expected `module:function` or `path/to/file.py:function` (got 'to_prompt')"
     )
 
 

@@ -105,7 +105,7 @@ def test_where_teachers_alone_teach_no_reward_function_is_needed() -> None:
         ),
         ({"serve": {}}, "serve.enabled: environments of Atropos generate through the endpoint"),
         ({"environment": {"agent": "atropos", "factory": "shop:Shop"}}, "give one of factory and agent"),
-        ({"environment": {"agent": "atropos", "options": {"id": "a"}}}, "options.id: Extra inputs are not permitted"),
+        ({"environment": {"agent": "atropos", "options": {"id": "a"}}}, "options.id: unknown key `id`; valid: none"),
         ({"environment": {"agent": "unheard"}}, "no installed package has a plugin `unheard`"),
         (
             {"environment": {"agent": "unheard"}},
