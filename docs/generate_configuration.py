@@ -150,9 +150,9 @@ rl-trainer --config run.yaml --set 'rewards.functions=[{function: "rewards.py:ex
 
 ## Checking a file
 
-`--check` validates within half a second, prints the file with all of Slipstream's defaults, and exits. Derived values, and TRL's
-defaults of the table above, are comments. The output is a valid configuration of the same run. `--check full` also validates the
-sections of libraries: in the producer with vLLM, in the trainer with PEFT and TRL.
+`slipstream run --check`, and `--check` of both daemons, `sft` and `export`, report every mistake of every section with its
+line, within a second: keys and types, of libraries too, local files, columns, functions, sizes, a GPU that is named. Else it
+prints the file with all defaults, a valid configuration of the same run, and what it did not look at.
 """
 
 DERIVED = """\

@@ -177,11 +177,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EnginePlugin:
-    """An engine outside of this process, as an entry point of the group `slipstream.engines` offers it. `check` raises a
-    SlipstreamError with the reasons if it does not fit the run."""
+    """An engine outside of this process, as an entry point of the group `slipstream.engines` offers it."""
 
     open: Callable[[RunConfig], AbstractAsyncContextManager[Engine]]
-    check: Callable[[RunConfig], None]
 
 
 def engine_plugin(config: RunConfig) -> EnginePlugin | None:

@@ -13,45 +13,44 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
 from protocol import __version__
-from protocol.errors import ConfigError, ExitCode, SlipstreamError, is_out_of_memory
-from protocol.gpu.nvml import select_gpus
+from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError, is_out_of_memory
+from protocol.gpu.nvml import choose_gpus, select_gpus
 from protocol.library_errors import library_of, reason_of
 from protocol.runtime import logs
 from protocol.runtime.files import out_of_space
 
 if TYPE_CHECKING:
+    from protocol.check.whole import Checked
+    from protocol.config.mistakes import Mistake
     from protocol.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
 
-def parser(program: str, description: str, *, connects: bool = False) -> argparse.ArgumentParser:
+CHECK = "look at the file and all that it names here, print the resolved file or every mistake, and exit"
+"""The help of `--check`."""
+
+
+def parser(program: str, description: str, *, connects: bool = False, gpu: str = "0") -> argparse.ArgumentParser:
     """Return a parser with the flags that both daemons have.
 
     Args:
         connects: whether the configuration may also come from the trainer.
+        gpu: the default of `--gpu`, in words.
     """
     result = argparse.ArgumentParser(prog=program, description=description)
     add_config(result, connects=connects)
-    result.add_argument(
-        "--check",
-        nargs="?",
-        const="quick",
-        choices=("quick", "full"),
-        help="validate, print the resolved file and exit; `full` also asks vLLM, PEFT or TRL what only they can judge",
-    )
+    result.add_argument("--check", action="store_true", help=CHECK)
     result.add_argument(
         "--gpu",
         metavar="N[,N]|cpu",
-        default="0",
         help="GPU index as nvidia-smi counts, or among those of CUDA_VISIBLE_DEVICES where that is set; a UUID or the name of an "
-        "instance of MIG; or cpu (default: %(default)s)",
+        f"instance of MIG; or cpu (default: {gpu})",
     )
     result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return result
@@ -81,35 +80,76 @@ def add_config(parser: argparse.ArgumentParser, *, connects: bool = False) -> No
 def main(
     arguments: argparse.Namespace,
     program: str,
-    check_libraries: "Callable[[RunConfig], None]",
     run: "Callable[[RunConfig, list[int]], ExitCode]",
     load: "Callable[[argparse.Namespace], AbstractContextManager[RunConfig]] | None" = None,
+    prepare: "Callable[[RunConfig], None]" = lambda config: None,
     needs_gpu: "Callable[[RunConfig], bool]" = lambda config: True,
 ) -> int:
-    """Load the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
-    that own sections; `run` is the daemon and gets the GPU indexes, none for CPU. Both work in the configuration's
-    `folder`. What `load` gives is used in its context; without it the configuration is a file. Where it `needs_gpu` none, --gpu
-    is not looked at."""
-    from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
+    """Load the configuration, then check or run, and turn errors into exit codes. `run` is the daemon and gets the GPU indexes,
+    none for CPU. It works in the configuration's `folder`. What `load` gives is used in its context; without it the configuration
+    is a file. `prepare` completes the arguments, or raises `ConfigError`. Where it `needs_gpu` none, --gpu is not looked at."""
+    from protocol.check.whole import Checked, check_file, check_library_sections  # as long as all other imports
+    from protocol.config.mistakes import Mistake
     from protocol.config.places import working_in
-    from protocol.gpu.cards import memory_table
-    from protocol.gpu.memory import preview
+
+    asked = arguments.gpu
+
+    def more(config: "RunConfig") -> "Iterator[Mistake]":
+        try:
+            prepare(config)
+        except ConfigError as error:
+            yield Mistake((), str(error), names_key=True)
+        yield from gpu_mistakes(asked) if needs_gpu(config) else ()
 
     def work() -> int:
-        loaded = load(arguments) if load else nullcontext(load_config(arguments.config, arguments.overrides))
+        if arguments.check and load is None:
+            checked = check_file(arguments.config, arguments.overrides, more)
+            return show_checked(checked, arguments.gpu, getattr(arguments, "num_ranks", 1))
+        loaded = load(arguments) if load else nullcontext(check_library_sections(arguments.config, arguments.overrides))
         with loaded as config, working_in(config.folder):
+            prepare(config)
             if arguments.check:
-                if arguments.check == "full":
-                    check_libraries(config)
-                num_ranks = getattr(arguments, "num_ranks", 1)  # of a trainer
-                notes = chain(memory_table(config, arguments.gpu, num_ranks), preview(config, arguments.gpu))
-                shown = dump_config(config) + "".join(f"# {line}\n" for line in notes)
-                return written(lambda: _show(shown))
+                return show_checked(
+                    Checked(config, ["files: they are the trainer's, and its host has them"]), arguments.gpu
+                )
             logs.configure(program, config.observability.log_level, config.observability.log_format)
-            return run(config, select_gpus(arguments.gpu if needs_gpu(config) else "cpu"))
+            return run(config, select_gpus(_or_first(arguments.gpu) if needs_gpu(config) else "cpu"))
 
     logs.configure(program)
     return exit_code(program, work)
+
+
+def gpu_mistakes(asked: str | None, flag: str = "--gpu") -> "Iterator[Mistake]":
+    """Yield what is wrong with the GPUs that a command line names; nothing where it names none."""
+    from protocol.config.mistakes import Mistake
+
+    try:
+        if asked is not None and asked != "cpu":
+            choose_gpus(asked, flag)
+    except DeviceError as error:
+        yield Mistake((), str(error), DeviceError)
+
+
+def _or_first(gpu: str | None) -> str:
+    return "0" if gpu is None else gpu
+
+
+def show_checked(checked: "Checked", gpu: str | None, num_ranks: int = 1) -> int:
+    """Print a checked configuration with its estimates of memory, and what was not looked at."""
+    from protocol.config.loader import dump_config
+    from protocol.gpu.cards import memory_table
+    from protocol.gpu.memory import preview
+
+    config, gpu = checked.config, _or_first(gpu)
+    notes = [*memory_table(config, gpu, num_ranks), *preview(config, gpu)]
+    notes += ["not looked at:", *(f"  {line}" for line in checked.not_looked_at)]
+    text = dump_config(config) + "".join(f"# {line}\n" for line in notes)
+
+    def show() -> ExitCode:
+        print(text, end="")
+        return ExitCode.OK
+
+    return written(show)
 
 
 def exit_code(program: str, work: Callable[[], int]) -> int:
@@ -150,11 +190,6 @@ def written(work: Callable[[], int]) -> int:
             _write_no_more()
             raise ConfigError(f"standard output: {error.strerror}") from error
         raise
-
-
-def _show(text: str) -> ExitCode:
-    print(text, end="")
-    return ExitCode.OK
 
 
 def print_progress(line: str) -> None:

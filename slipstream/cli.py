@@ -22,7 +22,7 @@ from protocol.gpu.nvml import select_gpus
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from protocol.runtime.signals import end_on_signals
-from slipstream.options import Command, Function, Group, config_options, program, usage_error
+from slipstream.options import Command, Function, Group, check_option, config_options, program, usage_error
 from slipstream.tables import write_json
 
 _COMMANDS = {
@@ -81,20 +81,14 @@ def slipstream() -> None:
     """
 
 
-def _check_option(function: Function) -> Function:
-    text = "validate, print the resolved file and exit; `full` also asks TRL and PEFT what only they can judge"
-    choice = click.Choice(("quick", "full"))
-    return click.option("--check", is_flag=False, flag_value="quick", type=choice, help=text)(function)
-
-
 def _gpu_option(default: str) -> Callable[[Function], Function]:
     text = "index as nvidia-smi counts, a list, a UUID, or cpu"
-    return click.option("--gpu", metavar="N[,N]|cpu", default=default, show_default=True, help=text)
+    return click.option("--gpu", metavar="N[,N]|cpu", show_default=default, help=text)
 
 
 @click.command(cls=Command)
 @config_options
-@_check_option
+@check_option
 @_gpu_option("0")
 @click.option("--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/sft)")
 def sft(to: Path | None, **options: Any) -> int:
@@ -105,24 +99,18 @@ def sft(to: Path | None, **options: Any) -> int:
 
     given = to and to.absolute()  # what works below works in another folder
 
-    def check_libraries(config: Any) -> None:
-        with gc_disabled():
-            from slipstream.sft import check_libraries
-
-        check_libraries(config)
-
     def work(config: Any, gpus: list[int]) -> ExitCode:
         with gc_disabled():
             from slipstream.sft import run
 
         return run(config, gpus, to=given or Path(config.run_dir) / "sft")
 
-    return run_configured(argparse.Namespace(**options), program(), check_libraries, work)
+    return run_configured(argparse.Namespace(**options), program(), work)
 
 
 @click.command(cls=Command)
 @config_options
-@_check_option
+@check_option
 @_gpu_option("0")
 @click.option(
     "--checkpoint",
@@ -171,7 +159,7 @@ def export(
             is_adapter=is_adapter,
         )
 
-    return run_configured(argparse.Namespace(**options), program(), lambda config: None, work)
+    return run_configured(argparse.Namespace(**options), program(), work)
 
 
 @click.group(cls=Group)
@@ -195,7 +183,7 @@ def reward() -> None:
 @_gpu_option("cpu")
 @click.option("--json", "as_json", is_flag=True, help="for programs: one JSON object")
 def try_rewards(
-    config: str, overrides: list[str], n: int, prompts: int, completions: Path | None, gpu: str, as_json: bool
+    config: str, overrides: list[str], n: int, prompts: int, completions: Path | None, gpu: str | None, as_json: bool
 ) -> ExitCode:
     """Score completions of the base model, or given ones, and show the result of every reward.
 
@@ -205,7 +193,7 @@ def try_rewards(
     from protocol.config.places import working_in
 
     loaded = load_config(config, overrides)
-    gpus = select_gpus(gpu)
+    gpus = select_gpus(gpu or "cpu")
 
     from slipstream.reward import given, report, sampled, scored, show
     from slipstream.run_inputs import RunInputs

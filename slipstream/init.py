@@ -16,7 +16,7 @@ from slipstream.tables import write_line
 _CONFIG = """\
 # yaml-language-server: $schema={schema}
 # A run of Slipstream. Start it:        slipstream run --config run.yaml
-# All values, or every mistake:         rl-trainer --check --config run.yaml
+# All values, or every mistake:         slipstream run --check --config run.yaml
 # What the reward says before a run:    slipstream reward try --config run.yaml
 
 run_dir: runs/first # everything that the run writes; paths begin in this file's folder

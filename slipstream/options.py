@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from protocol.command_line import exit_code, written
+from protocol.command_line import CHECK, exit_code, written
 from protocol.errors import ConfigError, ExitCode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -136,6 +136,8 @@ def _resolved_file(run: str) -> str:
         )
     return str(file)
 
+
+check_option = click.option("--check", is_flag=True, help=CHECK)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="for programs: one JSON object per line")
 

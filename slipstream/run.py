@@ -7,12 +7,14 @@ goes; elsewhere, such a line comes twice a minute.
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import click
 
+from protocol.command_line import gpu_mistakes, show_checked
 from protocol.runtime.signals import call_on_signals
-from slipstream.options import Command, config_options, program
+from slipstream.options import Command, check_option, config_options, program
 
 if TYPE_CHECKING:
     from slipstream.launch import Launch
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--producer-gpus", metavar="N[,N]|cpu", help="as rl-producer --gpu takes them")
 @click.option("--trainer-gpus", metavar="N[,N]|cpu", help="as rl-trainer --gpu takes them")
+@check_option
 @click.option("--resume", is_flag=True, help="go on from what run_dir holds; start anew if there is nothing")
-def run(config: str, overrides: list[str], producer_gpus: str | None, trainer_gpus: str | None, resume: bool) -> int:
+def run(
+    config: str, overrides: list[str], producer_gpus: str | None, trainer_gpus: str | None, check: bool, resume: bool
+) -> int:
     """Start producer and trainer of a run here.
 
     With two GPUs, each has one; with one GPU, they share it; without any, both run on the CPU. Ctrl-C ends both after a last
@@ -32,10 +37,17 @@ def run(config: str, overrides: list[str], producer_gpus: str | None, trainer_gp
     """
     import asyncio
 
+    from protocol.check.whole import check_file
     from protocol.runtime import logs
     from slipstream.launch import Launch
 
     logs.configure(program())
+    gpus = {"--producer-gpus": producer_gpus, "--trainer-gpus": trainer_gpus}
+    checked = check_file(
+        config, overrides, lambda _: chain.from_iterable(gpu_mistakes(gpu, flag) for flag, gpu in gpus.items())
+    )
+    if check:
+        return show_checked(checked, trainer_gpus)
     launch = Launch.of(config, overrides, producer_gpus=producer_gpus, trainer_gpus=trainer_gpus, resume=resume)
     code = asyncio.run(_run(launch))
     return code if code >= 0 else 128 - code

@@ -41,12 +41,6 @@ logger = logging.getLogger(__name__)
 _LARGER = "take a GPU with more memory, or --gpu cpu"
 
 
-def check_libraries(config: RunConfig) -> None:
-    """Validate the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
-    _lora_of(config)
-    build_sft_arguments(config, Path(config.run_dir), on_gpu=False)
-
-
 def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     """Write the adapter, or the model, to the new folder `to`, or raises a `SlipstreamError`."""
     if len(gpus) > 1:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,31 +15,23 @@ from protocol.runtime.signals import end_on_signals
 _DEFAULT_GPU = "1, or 0 where there is no second one or pipeline.gpu shares it"
 
 
-def _load(arguments: argparse.Namespace) -> AbstractContextManager[RunConfig]:
-    """Load the configuration, choose a GPU if none is named (a producer's default is 0), and count the ranks."""
-    from protocol.config.loader import load_config  # its import takes as long as all others
+def _prepare(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Choose a GPU if none is named (a producer's default is 0), and count the ranks."""
     from protocol.config.trainer_keys import of_spread_weights
     from protocol.gpu.nvml import VISIBLE, visible_gpus
 
-    config = load_config(arguments.config, arguments.overrides)
-    if arguments.gpu == _DEFAULT_GPU:
+    if arguments.gpu is None:
         alone = config.pipeline.gpu != "own" or len(visible_gpus(os.environ.get(VISIBLE))) < 2
         arguments.gpu = "0" if alone else "1"
     arguments.num_ranks = arguments.nodes * (arguments.ranks or arguments.gpu.count(",") + 1)
     if arguments.num_ranks > 1 and config.spreads_weights and (problems := list(of_spread_weights(config.trainer))):
         raise ConfigError("; ".join(problems))
-    return nullcontext(config)
-
-
-def _check_libraries(config: RunConfig) -> None:
-    with gc_disabled():
-        from consumer.app.daemon import check_libraries
-
-    check_libraries(config)
 
 
 def main() -> NoReturn:
-    arguments_parser = parser("rl-trainer", "Trains a model with GRPO on groups that rl-producer generates.")
+    arguments_parser = parser(
+        "rl-trainer", "Trains a model with GRPO on groups that rl-producer generates.", gpu=_DEFAULT_GPU
+    )
     arguments_parser.add_argument(
         "--resume",
         action="store_true",
@@ -77,7 +68,6 @@ def main() -> NoReturn:
         metavar="HOST:PORT",
         help="where the others find host 0, on a network that only the hosts of this run reach",
     )
-    arguments_parser.set_defaults(gpu=_DEFAULT_GPU)
     arguments = arguments_parser.parse_args()
     end_on_signals(ExitCode.INTERRUPTED if arguments.check else ExitCode.OK)  # until there is work to end
 
@@ -97,7 +87,7 @@ def main() -> NoReturn:
 
         return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
 
-    leave(run_command(arguments, "rl-trainer", _check_libraries, run, _load))
+    leave(run_command(arguments, "rl-trainer", run, prepare=lambda config: _prepare(config, arguments)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from consumer.app.feed import RecordedRun
 from consumer.app.gpu_share import gpu_share
 from consumer.app.setup import Setup
 from consumer.app.wiring import live_run, recorded_run, watch_live
-from consumer.learn.options import build_arguments, build_lora
 from consumer.prompts.generated import copy_rows
 from consumer.ranks.placement import Placement
 from consumer.ranks.team import team
@@ -29,12 +28,6 @@ from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
 from protocol.exposition import Watch, watched
 from protocol.runtime import logs
 from protocol.runtime.signals import StopFlag, nothing_to_note
-
-
-def check_libraries(config: RunConfig) -> None:
-    """Validate the `trainer` and `lora` sections by TRL and PEFT, without loading a model."""
-    build_lora(config)
-    build_arguments(config, on_gpu=False, num_prompts=1)
 
 
 def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path | None = None) -> ExitCode:

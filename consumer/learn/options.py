@@ -31,13 +31,6 @@ _LIBRARIES = {
     "stable_adamw": ("optimi", "torch-optimi"),
 }
 """The module and the package that optimizers need, by the beginning of their names."""
-CHOICES = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-}
-"""Options that TRL only looks at in the middle of a step."""
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")  # vLLM's list
 
 
@@ -191,10 +184,6 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
     Raises:
         ConfigError: names the key and the fix.
     """
-    for key, choices in CHOICES.items():
-        value = getattr(arguments, key)
-        if value not in choices:
-            raise ConfigError(f"trainer.{key}: {value!r} is unknown to TRL, which knows {', '.join(choices)}")
     correction = resolve(config.correction)
     if not correction.ratio_min <= 1 <= correction.ratio_max:
         raise ConfigError(

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from producer.engine_contract import engine_plugin
 from protocol import command_line
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
-from protocol.runtime.processes import follow_parent_if_tied, gc_disabled
+from protocol.runtime.processes import follow_parent_if_tied
 from protocol.runtime.signals import end_on_signals
 
 follow_parent_if_tied()
@@ -51,16 +50,6 @@ class _Start:
             return ExitCode.OK
 
 
-def _check_libraries(config: RunConfig) -> None:
-    if (plugin := engine_plugin(config)) is not None:
-        plugin.check(config)
-    else:
-        with gc_disabled():
-            from producer.engine.configuration import check_engine_section
-
-        check_engine_section(config)
-
-
 def _needs_gpu(config: RunConfig) -> bool:
     return config.engine_server is None
 
@@ -76,7 +65,7 @@ def command() -> int:
     end_on_signals(ExitCode.INTERRUPTED if arguments.check else ExitCode.OK)  # until there is work to hand back
     start = _Start()
     load = start.load if arguments.connect else None
-    code = command_line.main(arguments, "rl-producer", _check_libraries, start.run, load, _needs_gpu)
+    code = command_line.main(arguments, "rl-producer", start.run, load, needs_gpu=_needs_gpu)
     if start.is_outdated:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
     return code

@@ -24,11 +24,6 @@ from protocol.wire.model_folder import needs_own_code, vision_language
 from protocol.wire.model_source import resolve_model
 
 
-def check_engine_section(config: RunConfig) -> None:
-    """Let vLLM validate `engine:` against the model's configuration, without loading weights. Raise ConfigError if it refuses."""
-    build_vllm_config(config, model_folder(config), num_gpus=num_parts(config))
-
-
 def model_folder(config: RunConfig) -> Path:
     model = config.model
     return resolve_model(model.path, model.revision, trust_remote_code=model.trust_remote_code)

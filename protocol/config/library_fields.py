@@ -10,6 +10,7 @@ import collections.abc
 import enum
 import functools
 import importlib.util
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +34,12 @@ class LibraryField(NamedTuple):
     default: Any
 
 
-class _Unreadable(Exception):
-    """The source alone does not tell it."""
+ANY = LibraryField(Any, UNKNOWN)
+"""A field of which nothing is known."""
+
+
+class _UnreadableError(Exception):
+    """Say that the source alone does not tell it."""
 
 
 def library_name(section: str) -> str:
@@ -43,17 +48,22 @@ def library_name(section: str) -> str:
     return f"{module.partition('.')[0]}.{name}"
 
 
-@functools.cache
 def fields_of(section: str) -> dict[str, LibraryField] | None:
     """Return the fields of the class that owns a section; None if it is not found here."""
+    return fields_of_class(*CLASSES[section])
+
+
+@functools.cache
+def fields_of_class(module: str, name: str) -> dict[str, LibraryField] | None:
+    """Return the fields of a class by the name of its module; None if it is not found here."""
     try:
-        return dict(_fields(*_found(*CLASSES[section])))
-    except (_Unreadable, OSError, SyntaxError, RecursionError):
+        return dict(_fields(*_found(module, name)))
+    except (_UnreadableError, OSError, SyntaxError, RecursionError):
         return None
 
 
 class _Module:
-    """One file of a library: what it defines and imports at its top level."""
+    """The top level of a library's file: what it defines and imports at its top level."""
 
     def __init__(self, name: str, file: Path) -> None:
         self.package = name if file.name == "__init__.py" else name.rpartition(".")[0]
@@ -88,11 +98,11 @@ def _module(name: str) -> _Module:
     top, *rest = name.split(".")
     spec = importlib.util.find_spec(top)  # of a top-level package, which is not imported for it
     if spec is None or not spec.submodule_search_locations:
-        raise _Unreadable
-    place = Path([*spec.submodule_search_locations][0], *rest)
+        raise _UnreadableError
+    place = Path(next(iter(spec.submodule_search_locations)), *rest)
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     if not file.is_file():
-        raise _Unreadable
+        raise _UnreadableError
     return _Module(name, file)
 
 
@@ -102,7 +112,7 @@ def _found(module_name: str, name: str) -> tuple[_Module, ast.stmt]:
     if name in module.nodes:
         return module, module.nodes[name]
     if name not in module.imports:
-        raise _Unreadable
+        raise _UnreadableError
     return _found(*module.imports[name])
 
 
@@ -110,22 +120,40 @@ def _of_name(module: _Module, name: str) -> tuple[_Module, ast.stmt]:
     if name in module.nodes:
         return module, module.nodes[name]
     if name not in module.imports:
-        raise _Unreadable
+        raise _UnreadableError
     return _found(*module.imports[name])
 
 
 def _fields(module: _Module, node: ast.stmt) -> Iterator[tuple[str, LibraryField]]:
     """Yield the fields of a dataclass, those of its bases first."""
     if not isinstance(node, ast.ClassDef):
-        raise _Unreadable
+        raise _UnreadableError
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id not in ("object", "PushToHubMixin"):
             yield from _fields(*_of_name(module, base.id))
+    documented = dict(
+        re.findall(r"^ *(\w+) \((`.*?)(?:, \*optional\*.*)?\):", ast.get_docstring(node) or "", re.MULTILINE)
+    )
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             if "ClassVar" in ast.unparse(statement.annotation) or _is_no_argument(statement.value):
                 continue
-            yield statement.target.id, LibraryField(_hint(statement, module), _default(statement.value, module))
+            name = statement.target.id
+            hint = _widened(_hint(statement, module), documented.get(name, ""))
+            if module.package.startswith("transformers"):  # it makes members of all texts
+                hint = _without_text(hint)
+            yield name, LibraryField(hint, _default(statement.value, module))
+
+
+def _widened(hint: Any, documented: str) -> Any:
+    """Add `bool` where the docstring has it and the annotation has not."""
+    return typing.Union[hint, bool] if "`bool`" in documented and hint is str else hint  # noqa: UP007 - of values
+
+
+def _without_text(hint: Any) -> Any:
+    parts = typing.get_args(hint)
+    members = [part for part in parts if isinstance(part, enum.EnumMeta)]
+    return typing.Union[tuple(part for part in parts if part is not str)] if members else hint  # noqa: UP007
 
 
 def _is_no_argument(value: ast.expr | None) -> bool:
@@ -136,7 +164,7 @@ def _is_no_argument(value: ast.expr | None) -> bool:
 def _hint(statement: ast.AnnAssign, module: _Module) -> Any:
     try:
         return _type(statement.annotation, module)
-    except (_Unreadable, OSError, SyntaxError, TypeError, ValueError):
+    except (_UnreadableError, OSError, SyntaxError, TypeError, ValueError):
         return Any
 
 
@@ -153,7 +181,7 @@ def _type(node: ast.expr, module: _Module) -> Any:
         types = [_type(part, module) for part in parts]
         return generic[types[0] if len(types) == 1 else tuple(types)]
     if not isinstance(node, ast.Name):
-        raise _Unreadable
+        raise _UnreadableError
     if node.id in _TYPES and node.id not in module.nodes:
         return _TYPES[node.id]
     place, name = module.imports.get(node.id, ("", ""))
@@ -164,13 +192,13 @@ def _type(node: ast.expr, module: _Module) -> Any:
         return _enum(definition)
     if isinstance(definition, ast.Assign | ast.AnnAssign) and definition.value is not None:
         return _type(definition.value, owner)
-    raise _Unreadable
+    raise _UnreadableError
 
 
 def _enum(node: ast.ClassDef) -> type[enum.Enum]:
     """Make an enum of the same members; its values are what a file may have."""
     if not any("Enum" in ast.unparse(base) for base in node.bases):
-        raise _Unreadable
+        raise _UnreadableError
     members = {
         one.targets[0].id: ast.literal_eval(one.value)
         for one in node.body
@@ -182,7 +210,7 @@ def _enum(node: ast.ClassDef) -> type[enum.Enum]:
 def _default(node: ast.expr | None, module: _Module) -> Any:
     try:
         return _value(node, module)
-    except (_Unreadable, OSError, SyntaxError, ValueError, RecursionError):
+    except (_UnreadableError, OSError, SyntaxError, ValueError, RecursionError):
         return UNKNOWN
 
 
@@ -196,7 +224,7 @@ def _value(node: ast.expr | None, module: _Module) -> Any:
         if node.func.id in ("field", "Field") and ("default" in given or node.args):
             return _value(given.get("default") or node.args[0], module)
     if node is None:
-        raise _Unreadable
+        raise _UnreadableError
     return ast.literal_eval(node)
 
 
@@ -204,4 +232,4 @@ def _value_in_class(module: _Module, node: ast.stmt, name: str) -> Any:
     for statement in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
             return _value(statement.value, module)
-    raise _Unreadable
+    raise _UnreadableError

@@ -5,7 +5,6 @@ instance of the library's own class, or raises `ConfigError` with the section, t
 nearest name that the installed release knows.
 """
 
-import contextlib
 import enum
 import inspect
 import typing
@@ -13,10 +12,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from protocol.config import lora_section, trainer_keys
-from protocol.config.section import nearest
+from protocol.config.library_fields import ANY, LibraryField, fields_of_class
+from protocol.config.library_values import by_type, check_choice, converted
+from protocol.config.other_names import OTHER_NAMES, instead_of
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -121,11 +120,23 @@ def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
 
 
+def placed_keys(name: str, section: dict[str, Any]) -> dict[str, str | None]:
+    """Return the keys that Slipstream sets or refuses in the section `name`, with what to give instead. The library is not asked
+    of them."""
+    refused: dict[str, dict[str, Any]] = {
+        "engine": ENGINE_UNREPRODUCIBLE,
+        "trainer": trainer_keys.REFUSED,
+        "lora": lora_section.LORA_REFUSED,
+    }
+    of_vllm = {key for key in section if name == "trainer" and key.startswith("vllm_")}
+    return dict.fromkeys({*refused.get(name, {}), *of_vllm}) | RESERVED[name]
+
+
 def _problems(name: str, section: dict[str, Any]) -> Iterator[str]:
     for key in section:
         if key in RESERVED[name] or (name == "trainer" and key.startswith("vllm_")):
-            owner = RESERVED[name].get(key)
-            instead = f"; set {owner} instead" if owner else ""
+            owner, others = RESERVED[name].get(key), OTHER_NAMES.get(name, {})
+            instead = f"; set {owner} instead" if owner else f"; {others[key]}" if key in others else ""
             yield f"`{key}` is set by Slipstream and cannot be given here{instead}"
     for key in OWN_KEYS.get(name, {}):
         value = section.get(key)
@@ -185,16 +196,19 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
     `ConfigError` where the library does not know a key or refuses a value, and `DeviceError` where it found a GPU that fails;
     `section` is its name in the configuration file."""
     library = f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
+    fields = fields_of_class(factory.__module__, getattr(factory, "__name__", "")) or {}
     names = list(inspect.signature(factory).parameters)
     checked = {}
     for key, value in values.items():
         if key not in names:
-            hint = nearest(key, names, f"see the documentation of {library}")
+            hint = instead_of(section, key, dict.fromkeys(names), {}, f"see the documentation of {library}")
             raise ConfigError(f"{section}.{key}: unknown to {library}; {hint}")
         try:
-            checked[key] = _converted(value, _type_hint(factory, key))
+            field = fields.get(key, ANY)
+            checked[key] = _of_class(factory, key, converted(value, field), field)
+            check_choice(section, key, value)
         except ValueError as error:
-            raise ConfigError(f"{section}.{key}: {error} (got {value!r}), says {library}") from error
+            raise ConfigError(f"{section}.{key}: {error} (got {value!r})") from error
     try:
         return factory(**checked, **ours)
     except Exception as error:
@@ -207,30 +221,11 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
         raise ConfigError(f"{section}: refused by {library}: {shown}") from error
 
 
-def _converted(value: Any, hint: Any) -> Any:
-    """Convert one value to the type `hint`, e.g. the YAML string `1e-5` as a float; `ValueError` if the type cannot hold it."""
-    adapter = _adapter(hint)
-    if adapter is None:
-        return value
-    try:
-        result = adapter.validate_python(value)
-    except ValidationError as error:
-        for kind in (hint, *typing.get_args(hint)):  # vLLM names its enum members in its own messages and flags
-            if isinstance(kind, enum.EnumMeta) and isinstance(value, str) and value in kind.__members__:
-                return kind[value]
-        # a union has one problem for each of its types
-        raise ValueError(", or: ".join(sorted({problem["msg"] for problem in error.errors()}))) from error
-    if isinstance(value, bool) and not isinstance(result, bool):
-        raise ValueError("expected a number, not a boolean")
-    return result
-
-
-def _adapter(hint: Any) -> TypeAdapter[Any] | None:
-    """Return the adapter of a type; None for a type without a pydantic schema, whose values only the library can check."""
-    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # some types refuse a configuration
-        with contextlib.suppress(Exception):
-            return TypeAdapter(hint, config=config)
-    return None
+def _of_class(factory: Callable[..., Any], key: str, value: Any, field: LibraryField) -> Any:
+    """Make of a value what only the library's own types tell: an instance of a class, or a member of an enum."""
+    hint = _type_hint(factory, key)
+    has_members = any(isinstance(kind, enum.EnumMeta) for kind in (hint, *typing.get_args(hint)))
+    return by_type(value, hint) if field.hint is Any or has_members else value
 
 
 def _type_hint(factory: Callable[..., Any], key: str) -> Any:

@@ -133,8 +133,8 @@ def _refuse_duplicate_keys(path: str, node: Any) -> None:
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, str]:
-    """Change `values` and returns the overrides by their keys; raises `ConfigError` for an override that is none. In the key of a list's part its
-    number stands, from 0."""
+    """Change `values` and return the overrides by their keys; raise `ConfigError` for an override that is none. In the key of a
+    list's part its number stands, from 0."""
     return {_apply(values, override): override for override in overrides}
 
 

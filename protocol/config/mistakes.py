@@ -1,10 +1,11 @@
-"""All mistakes of a configuration at once, each with its key and in our words.
+"""Collects all mistakes of a configuration at once, each with its key and in our words.
 
 Guarantee: `collected` goes on after a mistake with the value left out. A contradiction that may only follow from a value that was
 left out is not reported.
 """
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
@@ -12,6 +13,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from protocol.config import trainer_keys
+from protocol.config.other_names import instead_of, parts_of
 from protocol.config.section import COLLECT, Problems, Section, expected, is_compound, is_section, nearest
 from protocol.errors import ConfigError, SlipstreamError
 
@@ -27,11 +30,17 @@ _LENGTHS = {
 
 
 class Mistake(NamedTuple):
-    """What is wrong with one key. `kind` is the error that ends a command for it."""
+    """Say what is wrong with one key.
+
+    Attributes:
+        kind: the error that ends a command for it.
+        names_key: whether the text names the key, and `place` is of its section.
+    """
 
     place: Place
     text: str
     kind: type[SlipstreamError] = ConfigError
+    names_key: bool = False
 
     @property
     def key(self) -> str:
@@ -72,7 +81,9 @@ def collected(schema: type[BaseModel], values: dict[str, Any]) -> Collected:
             for problem in error.errors():
                 mistake = explained(problem, schema)
                 if not result.depends(mistake.key):
-                    result.mistakes.append(mistake)
+                    parts = parts_of(mistake.key, problem["input"]) if problem["type"] == "extra_forbidden" else ()
+                    others = [Mistake(tuple(name.split(".")), f"unknown key; {hint}") for name, hint in parts]
+                    result.mistakes.extend(others or [mistake])
                 _leave_out(values, mistake.place, problem["type"] == "missing", schema, result.left_out)
         else:
             result = result._replace(made=made)
@@ -98,34 +109,33 @@ def _contradictions(result: Collected) -> Iterator[Mistake]:
         beside = {one.rpartition(".")[2] for one in result.left_out if one.rpartition(".")[0] == dotted(place)}
         if not any(map(result.depends, keys)) and beside.isdisjoint(re.findall(r"\w+", text)):
             named = re.match(r"`([\w.]+)[`:]", text)  # a key inside a section that belongs to a library
-            yield Mistake((*place, *named[1].split(".")) if named else place, text)
+            yield Mistake((*place, *named[1].split(".")) if named else place, text, names_key=True)
 
 
-def _leave_out(
-    values: Any, place: Place, is_missing: bool, schema: type[BaseModel], left_out: list[str]
-) -> None:
-    """Take the value at `place` away; put an empty one where one is missing."""
-    holder, last_key, above = values, place[:1], values
-    for depth, part in enumerate(place):
-        above, name = holder, part
-        if isinstance(holder, dict) and part in holder:
-            holder = holder[part]
-        elif isinstance(holder, list) and isinstance(part, int) and part < len(holder):
-            holder = holder[part]
-        elif is_missing and isinstance(holder, dict) and depth == len(place) - 1:
-            holder[part] = {} if is_section(_annotation(schema, place)) else ""
-            left_out.append(dotted(place))
-            return
-        else:
+def _leave_out(values: Any, place: Place, is_missing: bool, schema: type[BaseModel], left_out: list[str]) -> None:
+    """Take the value at `place` away; put an empty one where one is missing. A part of a list takes its list with it, so that
+    the others keep their numbers."""
+    holder, holders = values, []
+    for part in place:
+        holders.append(holder)
+        holder = _part(holder, part)
+        if holder is None:
             break
-        if isinstance(name, str):
-            last_key = place[: depth + 1]
-    owner = values
-    for part in last_key[:-1]:
-        owner = owner[part]
-    if isinstance(owner, dict):
-        owner.pop(last_key[-1], None)
-    left_out.append(dotted(last_key))
+    depth = len(holders) - 1
+    if is_missing and depth == len(place) - 1 and isinstance(holders[-1], dict):
+        holders[-1][place[-1]] = {} if is_section(_annotation(schema, place)) else ""
+        left_out.append(dotted(place))
+        return
+    while depth > 0 and not (isinstance(holders[depth], dict) and place[depth] in holders[depth]):
+        depth -= 1
+    holders[depth].pop(place[depth], None)
+    left_out.append(dotted(place[: depth + 1]))
+
+
+def _part(holder: Any, part: str | int) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(part)
+    return holder[part] if isinstance(holder, list) and isinstance(part, int) and part < len(holder) else None
 
 
 def explained(problem: Any, schema: type[BaseModel]) -> Mistake:
@@ -136,7 +146,8 @@ def explained(problem: Any, schema: type[BaseModel]) -> Mistake:
     place = place[:depth] if field is not None else place
     if kind == "extra_forbidden":
         valid = _names(place[:-1], schema)
-        hint = nearest(str(place[-1]), valid, f"valid: {', '.join(valid) or 'none'}")
+        otherwise = f"valid: {', '.join(valid) or 'none'}"
+        hint = instead_of(dotted(place[:-1]), str(place[-1]), dict.fromkeys(valid), places_of_keys(schema), otherwise)
         return Mistake(place, f"unknown key `{place[-1]}`; {hint}")
     if kind == "missing" and field is None:
         return Mistake(place, "required, but not given")
@@ -163,6 +174,17 @@ def _text(problem: Any, place: Place, field: FieldInfo | None, schema: type[Base
     if kind == "literal_error" and isinstance(problem["input"], str):
         hint = nearest(problem["input"], re.findall(r"'([^']*)'", context["expected"]), "")
     return expected(annotation, constraints) + (f"; {hint}" if hint else "")
+
+
+@functools.cache
+def places_of_keys(schema: type[BaseModel]) -> dict[str, list[str]]:
+    """Return the places of all keys of the sections of a schema, and of TRL's that work, by their names."""
+    places: dict[str, list[str]] = {}
+    for name, field in schema.model_fields.items():
+        working = [key for keys in trainer_keys.WORKS.values() for key in keys] if name == "trainer" else []
+        for key in [*getattr(_section(field.annotation), "model_fields", ()), *working]:
+            places.setdefault(key, []).append(f"{name}.{key}")
+    return places
 
 
 def option_problems(name: str, schema: type[Section], options: dict[str, Any]) -> Problems:

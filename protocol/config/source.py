@@ -9,13 +9,13 @@ from typing import Any
 import yaml
 
 from protocol.config.mistakes import Mistake, Place, dotted, words_of
-from protocol.errors import ConfigError, DatasetError
+from protocol.errors import ConfigError, DatasetError, DeviceError
 
 _SECRETS = ("token", "key", "password", "secret")
 
 
 class Source:
-    """Where the values of a configuration come from.
+    """Tell where the values of a configuration come from.
 
     Attributes:
         path: of the file, or a name for values that are of none.
@@ -43,7 +43,7 @@ class Source:
 
     def _place(self, mistake: Mistake) -> Place:
         """The key that a text names, if it is given; else the place of the mistake."""
-        for word in words_of(mistake.text):
+        for word in words_of(mistake.text) if mistake.names_key else ():
             parts = tuple(word.split("."))
             for depth in range(len(mistake.place), -1, -1):
                 place = (*mistake.place[:depth], *parts)
@@ -55,9 +55,10 @@ class Source:
         return self._override(dotted(place)) is not None, _line(self.node, place)[0]
 
     def _where(self, mistake: Mistake) -> str:
+        if mistake.kind is DeviceError:  # of the command line
+            return ""
         place = self._place(mistake)
-        override = self._override(dotted(place))
-        if override is not None:
+        if (override := self._override(dotted(place))) is not None:
             below = f": {mistake.key}" if mistake.key.startswith(f"{override}.") else ""
             return _shown(override, self.overrides[override]) + below
         line = "" if self.node is None else f":{_line(self.node, place)[0]}"

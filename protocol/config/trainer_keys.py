@@ -84,8 +84,8 @@ RESERVED: dict[str, str | None] = {
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
     "reward_weights": "rewards.functions[].weight",
-    "per_device_train_batch_size": "pipeline.trainer_tokens_per_micro_batch",
-    "gradient_accumulation_steps": "pipeline.trainer_tokens_per_micro_batch",
+    "per_device_train_batch_size": "pipeline.groups_per_step and pipeline.trainer_tokens_per_micro_batch",
+    "gradient_accumulation_steps": "pipeline.groups_per_step and pipeline.trainer_tokens_per_micro_batch",
     "generation_batch_size": "pipeline.groups_per_step",
     "steps_per_generation": "pipeline.groups_per_step",
     "chat_template_kwargs": "dataset.chat_template_kwargs",
@@ -100,6 +100,15 @@ RESERVED: dict[str, str | None] = {
 """Keys that follow from others, whatever their value, and what to set instead. So does every key that begins with `vllm_`."""
 
 
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+"""Values of options that TRL only looks at in the middle of a step."""
+
+
 class Refusal(NamedTuple):
     default: Any
     reason: str
@@ -110,13 +119,15 @@ def _refused(reason: str, instead: str | None = None, **defaults: Any) -> dict[s
     return {key: Refusal(default, reason, instead) for key, default in defaults.items()}
 
 
+_RANKS = "Slipstream connects its ranks itself"
 REFUSED: dict[str, Refusal] = (
-    _refused("a run has one trainer process", fsdp=None, fsdp_config=None, deepspeed=None, parallelism_config=None)
-    | _refused("a run has one trainer process", ds3_gather_for_generation=True, average_tokens_across_devices=True)
-    | _refused("a run has one trainer process", ddp_backend=None, ddp_timeout=1800, ddp_bucket_cap_mb=None)
-    | _refused("a run has one trainer process", ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
-    | _refused("a run has one trainer process", ddp_static_graph=None, local_rank=-1, log_level_replica="warning")
-    | _refused("a run has one trainer process", log_on_each_node=True, save_on_each_node=False)
+    _refused("ranks share a step in Slipstream's own way", "--gpu 0,1", fsdp=None, fsdp_config=None, deepspeed=None)
+    | _refused("ranks share a step in Slipstream's own way", "--gpu 0,1", parallelism_config=None)
+    | _refused(_RANKS, ds3_gather_for_generation=True, average_tokens_across_devices=True)
+    | _refused(_RANKS, ddp_backend=None, ddp_timeout=1800, ddp_bucket_cap_mb=None)
+    | _refused(_RANKS, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
+    | _refused(_RANKS, ddp_static_graph=None, local_rank=-1, log_level_replica="warning")
+    | _refused(_RANKS, log_on_each_node=True, save_on_each_node=False)
     | _refused(
         "it configures data loaders and gradient accumulation, and this trainer cuts its steps itself",
         "pipeline.trainer_tokens_per_micro_batch",
@@ -129,7 +140,7 @@ REFUSED: dict[str, Refusal] = (
     | _refused("noise in the embeddings makes log-probs that are not the policy's", neftune_noise_alpha=None)
     | _refused("the loss of GRPO has no labels", label_smoothing_factor=0.0, label_names=None)
     | _refused(
-        "with LoRA there is no reference model that could be moved, and TRL refuses it",
+        "the reference policy is that with which the run began, and does not move",
         sync_ref_model=False,
         ref_model_mixup_alpha=0.6,
         ref_model_sync_steps=512,
@@ -262,7 +273,7 @@ def of_spread_weights(section: Mapping[str, Any]) -> Iterator[str]:
 
 def refusal(key: str, value: Any) -> str | None:
     """Return why a key that is not reserved cannot have this value, and what to do; None where it can."""
-    if key in REFUSED and value != REFUSED[key].default:
+    if key in REFUSED and value != REFUSED[key].default and (value, REFUSED[key].default) != (False, "no"):
         _, reason, instead = REFUSED[key]
         shown = "..." if key == "hub_token" else value  # a secret
         return f"`{key}: {shown}` is refused: {reason}; " + (f"use {instead} instead" if instead else "remove it")

@@ -189,36 +189,42 @@ def select_gpus(choice: str) -> list[int]:
     """Make exactly the chosen GPUs visible to this process, before any library looks at them, and returns their indexes as
     nvidia-smi counts, none for `cpu`. Where CUDA_VISIBLE_DEVICES is set, the choice is among those. What is no such GPU raises
     `DeviceError`."""
-    given = os.environ.get(VISIBLE)
     if choice == "cpu":
         os.environ[VISIBLE] = ""
         return []
-    there = visible_gpus(given)
-    chosen = [_chosen(choice, part, there, given) for part in choice.split(",")]
-    if len(set(chosen)) != len(chosen):
-        raise DeviceError(f"--gpu {choice}: the same GPU is named twice")
-    if len(chosen) > 1 and any(gpu.name.startswith("MIG-") for gpu in chosen):
-        raise DeviceError(f"--gpu {choice}: CUDA gives a process one instance of MIG; name one")
+    chosen = choose_gpus(choice)
     os.environ |= ORDER | {VISIBLE: ",".join(gpu.name for gpu in chosen)}
     return [gpu.index for gpu in chosen]
 
 
-def _chosen(choice: str, part: str, there: list[VisibleGpu], given: str | None) -> VisibleGpu:
+def choose_gpus(choice: str, flag: str = "--gpu") -> list[VisibleGpu]:
+    """Return the chosen GPUs, among those of CUDA_VISIBLE_DEVICES where that is set; `DeviceError` where one is no such GPU."""
+    given = os.environ.get(VISIBLE)
+    there = visible_gpus(given)
+    chosen = [_chosen(f"{flag} {choice}", part, there, given) for part in choice.split(",")]
+    if len(set(chosen)) != len(chosen):
+        raise DeviceError(f"{flag} {choice}: the same GPU is named twice")
+    if len(chosen) > 1 and any(gpu.name.startswith("MIG-") for gpu in chosen):
+        raise DeviceError(f"{flag} {choice}: CUDA gives a process one instance of MIG; name one")
+    return chosen
+
+
+def _chosen(what: str, part: str, there: list[VisibleGpu], given: str | None) -> VisibleGpu:
     if part.startswith(("GPU-", "MIG-")):
         named = visible_gpus(part)
         if named and named[0] in there + (named if given is None else []):
             return named[0]
-        raise DeviceError(f"--gpu {choice}: there is no {part} {_place(given)}; `nvidia-smi -L` lists what there is")
+        raise DeviceError(f"{what}: there is no {part} {_place(given)}; `nvidia-smi -L` lists what there is")
     try:
         index = int(part)
     except ValueError:
-        raise DeviceError(f"--gpu {choice}: expected an index such as 0, a list such as 0,1, or cpu") from None
+        raise DeviceError(f"{what}: expected an index such as 0, a list such as 0,1, or cpu") from None
     if 0 <= index < len(there):
         return there[index]
     count = len(there)
     existing = f"GPUs 0 to {count - 1}" if count > 1 else "only GPU 0" if count else "no NVIDIA GPU"
     raise DeviceError(
-        f"--gpu {choice}: GPU {index} does not exist; there {'are' if count > 1 else 'is'} {existing} {_place(given)}. Name one "
+        f"{what}: GPU {index} does not exist; there {'are' if count > 1 else 'is'} {existing} {_place(given)}. Name one "
         "that exists, or use --gpu cpu"
     )
 

@@ -41,6 +41,14 @@ def run_config(model: Path, run_dir: Path, dtype: str = "float32", **sections: A
     return RunConfig.model_validate(values | sections)
 
 
+def check_engine_section(config: RunConfig) -> None:
+    """Let vLLM validate `engine:` against the model's configuration, without loading weights."""
+    from producer.engine.configuration import build_vllm_config, model_folder
+    from producer.engine.own_arguments import num_parts
+
+    build_vllm_config(config, model_folder(config), num_gpus=num_parts(config))
+
+
 class LiveEngine:
     """A started engine of so many worker processes, and random policies for its model: adapters, or patches with `lora` None, and
     the folders that have the same for transformers. `run` executes coroutines on the engine's loop."""

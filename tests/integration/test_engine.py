@@ -507,7 +507,7 @@ def test_the_facts_for_the_handshake_and_what_the_engine_leaves_to_others(live):
     ],
 )
 def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said):
-    from producer.engine.configuration import check_engine_section
+    from .engines import check_engine_section
 
     with pytest.raises(ConfigError) as caught:
         check_engine_section(run_config(live.model, tmp_path, engine=engine, swap={"probe_tolerance": 1.0}))

@@ -80,7 +80,7 @@ def test_limits_of_a_batch_are_those_of_vllm_serve_on_the_gpu(tmp_path: Path, mo
 
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it where `model.trust_remote_code` says so, and the GPUs are shared by the parts of a pipeline."""
-    from producer.engine.configuration import check_engine_section
+    from .engines import check_engine_section
 
     modules = str(tmp_path / "modules")
     monkeypatch.setenv("HF_MODULES_CACHE", modules)  # for processes that vLLM starts

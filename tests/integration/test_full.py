@@ -177,7 +177,7 @@ def test_each_of_two_workers_patches_its_own_part(tmp_path, monkeypatch):
 
 
 def test_an_engine_that_compiles_on_a_cpu_is_refused(live, tmp_path):
-    from producer.engine.configuration import check_engine_section
+    from .engines import check_engine_section
 
     with pytest.raises(ConfigError, match=r"lora: null cannot be used here: .*engine.enforce_eager: true.*adapter"):
         check_engine_section(run_config(live.model, tmp_path, engine={"max_model_len": 256}, **FULL))

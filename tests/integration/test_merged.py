@@ -150,7 +150,7 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
 
 
 def test_a_module_that_the_engine_does_not_have_is_refused_and_so_is_an_engine_that_cannot_merge(live, tmp_path):
-    from producer.engine.configuration import check_engine_section
+    from .engines import check_engine_section
 
     adapter = live.adapter(1, 300)
     weights = adapter.path / "adapter_model.safetensors"

@@ -356,23 +356,4 @@ async def server_engine(config: RunConfig) -> AsyncIterator[ServerEngine]:
         yield engine
 
 
-def check_servers(config: RunConfig) -> None:
-    """Ask every server whether it fits. Raises ConfigError if the section is wrong, EngineError with every problem of the
-    servers."""
-
-    async def problem_of(inspection: Inspection, server: Server) -> str | None:
-        with server.losing():
-            await inspection.inspect(server.api)
-            return None
-        return f"the server at {server.url} {server.problem}"
-
-    async def check() -> None:
-        async with server_engine(config) as engine:
-            found = [await problem_of(engine.inspection, server) for server in engine.servers.all]
-            if problems := list(filter(None, found)):
-                raise EngineError("engine_server: " + "\n  ".join(problems))
-
-    asyncio.run(check())
-
-
-PLUGIN = EnginePlugin(server_engine, check_servers)
+PLUGIN = EnginePlugin(server_engine)

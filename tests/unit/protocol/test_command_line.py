@@ -14,7 +14,7 @@ import protocol
 from protocol.command_line import exit_code, main, parser, print_progress
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
+from protocol.errors import DeviceError, ExitCode, SlipstreamError
 from protocol.gpu import nvml as device
 from protocol.gpu.nvml import select_gpus
 from protocol.runtime import logs
@@ -47,10 +47,6 @@ Ended = subprocess.CompletedProcess[str]
 HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy", "uvicorn", "starlette")
 
 
-def check_libraries(config: RunConfig) -> None:
-    raise ConfigError("engine.max_model_len: refused by vllm")
-
-
 def run(config: RunConfig, gpus: list[int]) -> ExitCode:
     """Says what it was given, fails with seed 1 and is interrupted with seed 2."""
     if config.seed == 3:
@@ -71,7 +67,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
     def ended(*arguments: str) -> Ended:
         try:
-            code = main(parser("rl-stub", "A stub.").parse_args(arguments), "rl-stub", check_libraries, run)
+            code = main(parser("rl-stub", "A stub.").parse_args(arguments), "rl-stub", run)
         except SystemExit as end:
             code = end.code  # type: ignore[assignment]
         return Ended(arguments, code or 0, *capsys.readouterr())
@@ -121,7 +117,6 @@ def test_check_says_what_each_daemon_gets_of_a_gpu_that_they_share(folder: Path,
     ("arguments", "code", "message"),
     [
         (["--set", "sed=1"], 78, "--set sed=1: unknown key `sed`; did you mean `seed`?"),
-        (["--check=full"], 78, "engine.max_model_len: refused by vllm"),
         (["--gpu", "x"], 71, "--gpu x: expected an index such as 0, a list such as 0,1, or cpu"),
         (["--gpu", ""], 71, "--gpu : expected an index such as 0, a list such as 0,1, or cpu"),
         (

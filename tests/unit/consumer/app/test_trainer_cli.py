@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from consumer.app import cli, daemon
+from protocol.config.loader import load_config
 from protocol.errors import ConfigError
 from protocol.gpu import nvml as device
 from protocol.gpu.nvml import VisibleGpu
@@ -32,11 +33,9 @@ def test_a_trainer_leaves_the_first_gpu_to_its_producer(
     gpus = [VisibleGpu(index, f"GPU-{index}") for index in range(count)]
     monkeypatch.setattr(device, "visible_gpus", lambda given: gpus)
     overrides = [f"pipeline.gpu={sharing}"]
-    arguments = argparse.Namespace(
-        config=str(tmp_path / "run.yaml"), overrides=overrides, gpu=named or cli._DEFAULT_GPU, ranks=None, nodes=1
-    )
-    with cli._load(arguments):
-        assert arguments.gpu == taken
+    arguments = argparse.Namespace(gpu=named, ranks=None, nodes=1)
+    cli._prepare(load_config(str(tmp_path / "run.yaml"), overrides), arguments)
+    assert arguments.gpu == taken
 
 
 @pytest.mark.parametrize(
@@ -55,11 +54,10 @@ def test_ranks_that_cannot_share_the_weights_are_refused_before_anything_is_load
     gpu: str, ranks: int | None, nodes: int, overrides: list[str], problem: str, tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(MINIMAL)
-    arguments = argparse.Namespace(
-        config=str(tmp_path / "run.yaml"), overrides=["lora=null", *overrides], gpu=gpu, ranks=ranks, nodes=nodes
-    )
+    arguments = argparse.Namespace(gpu=gpu, ranks=ranks, nodes=nodes)
+    config = load_config(str(tmp_path / "run.yaml"), ["lora=null", *overrides])
     with pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext():
-        cli._load(arguments)
+        cli._prepare(config, arguments)
     assert arguments.num_ranks == nodes * (2 if "," in gpu else ranks or 1)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from consumer.learn.importance import PRESETS, Correction
 from consumer.learn.loss import _vespo_weights
-from consumer.learn.options import CHOICES
+from protocol.config.trainer_keys import CHOICES
 from tests.unit.consumer.trl_reference import GRPOTrainer, inputs_of_logprobs, loss_of_logprobs, loss_options
 
 NAN = math.nan

@@ -10,7 +10,7 @@ import torch
 
 from consumer.learn.importance import PRESETS, Correction
 from consumer.learn.loss import reference_kl
-from consumer.learn.options import CHOICES
+from protocol.config.trainer_keys import CHOICES
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.trl_reference import (
     GRPOTrainer,

@@ -67,7 +67,8 @@ def test_merge_keys_and_anchors_work(run_yaml: Path) -> None:
 
 
 def test_a_key_that_is_no_string(run_yaml: Path) -> None:
-    assert refusal(run_yaml, MINIMAL + "1: 2\n") == f"run.yaml:{NEXT}: 1: the name of a key must be text; put it in quotes (got 1)"
+    said = "1: the name of a key must be text; put it in quotes (got 1)"
+    assert refusal(run_yaml, MINIMAL + "1: 2\n") == f"run.yaml:{NEXT}: {said}"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,10 @@ def test_an_override_of_another_form_is_refused(run_yaml: Path, override: str) -
         ("rewards.functions.0.function.x=1", "--set rewards.functions.0.function.x=1: `function` is not a section"),
         ("seed=x", "--set seed=x: expected a whole number >= 0 (got 'x')"),
         ("model.pth=x", "--set model.pth=x: unknown key `pth`; did you mean `path`?"),
-        ("model={pth: x, path: y}", "--set model={pth: x, path: y}: model.pth: unknown key `pth`; did you mean `path`?"),
+        (
+            "model={pth: x, path: y}",
+            "--set model={pth: x, path: y}: model.pth: unknown key `pth`; did you mean `path`?",
+        ),
         ("trainr.beta=1", "--set trainr.beta=1: unknown key `trainr`; did you mean `trainer`?"),
         (
             "pipeline.trainer_tokens_per_micro_batch=soon",

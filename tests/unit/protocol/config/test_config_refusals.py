@@ -79,7 +79,10 @@ def test_a_place_is_a_plain_name_or_an_address(run_yaml: Path, key: str, name: s
 )
 def test_an_endpoint_of_another_form_is_refused(run_yaml: Path, endpoint: str) -> None:
     message = refusal(run_yaml, overrides=[f"transport.endpoint={endpoint!r}"])
-    assert message == f"--set transport.endpoint={endpoint!r}: expected `ipc:///path` or `tcp://HOST:PORT` (got {endpoint!r})"
+    assert (
+        message
+        == f"--set transport.endpoint={endpoint!r}: expected `ipc:///path` or `tcp://HOST:PORT` (got {endpoint!r})"
+    )
 
 
 @pytest.mark.parametrize("section", ["run_dir", "model", "dataset"])

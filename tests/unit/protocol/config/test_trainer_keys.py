@@ -36,9 +36,9 @@ def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Pa
         shown = "..." if key == "hub_token" else value
         fix = f"use {instead} instead" if instead else "remove it"
         assert trainer_keys.refusal(key, value) == f"`{key}: {shown}` is refused: {reason}; {fix}"
-    message = f"trainer.{key}: `{key}: {shown}` is refused: {reason}; {fix}"
-    assert refusal(run_yaml, trainer_section(**{key: value})) == f"run.yaml:{NEXT + 2}: {message}"
-    assert refusal(run_yaml, overrides=[f"trainer.{key}={value}"]) == f"--set {message}"
+    message = f"`{key}: {shown}` is refused: {reason}; {fix}"
+    assert refusal(run_yaml, trainer_section(**{key: value})) == f"run.yaml:{NEXT + 2}: trainer.{key}: {message}"
+    assert refusal(run_yaml, overrides=[f"trainer.{key}={value}"]) == f"--set trainer.{key}={value}: {message}"
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in REFUSED_VALUES.items() for value in values])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from producer.plugins.engine_server.engine import check_servers, server_engine
+from producer.plugins.engine_server.engine import server_engine
 from protocol.errors import ConfigError, EngineError, ExitCode
 from tests.scripted_vllm_server import ScriptedVllmServer, refusal
 from tests.unit.producer.loop import asynchronous, until
@@ -114,19 +114,6 @@ async def test_one_that_starts_later_is_waited_for(tmp_path: Path, caplog: pytes
             await warming_up
             assert engine.outage() is None
     assert f"the server at {server.url} cannot be reached" in caplog.text
-
-
-@pytest.mark.long
-def test_check_full_asks_every_server(tmp_path: Path) -> None:
-    async def started_and_checked(**flags: Any) -> None:
-        async with servers(2) as started:
-            for name, value in flags.items():
-                setattr(started[1].flags, name, value)
-            await asyncio.to_thread(check_servers, config_of(tmp_path, started))
-
-    asynchronous(started_and_checked)()
-    with pytest.raises(EngineError, match="--enable-lora"):
-        asynchronous(started_and_checked)(enable_lora=False)
 
 
 def test_a_model_without_a_fitting_layer_is_refused(tmp_path: Path) -> None:
