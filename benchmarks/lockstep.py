@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from peft import get_peft_model, set_peft_model_state_dict
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumer.app.setup import Setup
 from consumer.link.policy_store import Snapshot
-from protocol.wire.adapter_blob import AdapterBlob
+from protocol.wire.adapter_blob import parse
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.groups import RolloutGroup
 
@@ -51,8 +50,7 @@ class Sampler:
     def load(self, blob: bytes) -> None:
         """Uses the adapter that a trainer published as `blob` from now on."""
         if blob is not self._loaded:
-            adapter = msgspec.msgpack.decode(blob, type=AdapterBlob)
-            set_peft_model_state_dict(self.model, load(adapter.safetensors))
+            set_peft_model_state_dict(self.model, load(bytes(parse(blob).safetensors)))
             self._loaded = blob
 
     def tokenize(self, prompt: Any) -> list[int]:

@@ -156,5 +156,6 @@ REFUSED_FIX = "Repair what the reason names (docs/alerts.md, SwapRefused) and st
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# What it raises for values that it cannot write: text with half a character, integers of more than 64 bits, types of others.
-UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+# What it raises for values that it cannot write: text with half a character, integers of more than 64 bits, types of others,
+# bytes of 4 GiB.
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.EncodeError)

@@ -182,8 +182,8 @@ def load_model(folder: Path, **options: Any) -> Any:
     model, loaded = automatic.from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
-            f"model.path: {folder} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}; take all files "
-            "of a model that generates text"
+            f"model.path: {folder} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}; take all "
+            "files of a model that generates text"
         )
     return model
 

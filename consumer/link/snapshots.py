@@ -58,11 +58,9 @@ class AdapterSnapshots:
         settings = model.peft_config["default"].to_dict() | {"inference_mode": True}
         file = save(tensors)
         config_json = json.dumps(settings, default=_plain, sort_keys=True).encode()
-        blob, _ = pack(AdapterBlob(config_json, file))
-        assert blob.endswith(file), "the tensors are the last part of a blob"
         header_bytes = 8 + int.from_bytes(file[:8], "little")
-        self._head = blob[: len(blob) - len(file) + header_bytes]
-        self._num_bytes = len(blob)
+        self._head, _ = pack(AdapterBlob(config_json, file[:header_bytes]))  # the tensors are the last part of a blob
+        self._num_bytes = len(self._head) + len(file) - header_bytes
         self._places = {name: one["data_offsets"][0] for name, one in json.loads(file[8:header_bytes]).items()}
         self._is_pinned = torch.cuda.is_available()
         self._free: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()

@@ -219,7 +219,7 @@ class TransportSection(Section):
     )
     heartbeat_interval_s: PositiveSeconds = Field(1.0, description="How often a producer reports.")
     heartbeat_timeout_s: PositiveSeconds = Field(6.0, description="Silence after which the other side counts as gone.")
-    max_message_bytes: Annotated[int, Field(ge=65_536, le=2**31 - 1)] = Field(
+    max_message_bytes: Annotated[int, Field(ge=65_536, le=900_000_000)] = Field(  # SQLite has rows of a billion bytes
         64 * 2**20, description="Largest frame accepted or sent."
     )
     blob_chunk_bytes: Annotated[int, Field(ge=1024, le=2**26)] = Field(2**20, description="Adapter bytes per message.")

@@ -6,11 +6,11 @@ of the machine may damage it, but then the process that reads it is gone too.
 
 import hashlib
 import mmap
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from isal.isal_zlib import crc32
 
 from protocol.runtime.files import staged
@@ -26,21 +26,16 @@ class Anchor(NamedTuple):
 Unpack = Callable[[bytes | memoryview, str | None, Path, Anchor | None], int]
 """Writes the files of a policy: see `unpack`."""
 
+_LENGTH = struct.Struct("<Q")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class AdapterBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The two files of a PEFT adapter, `CONFIG` and `TENSORS`."""
+class AdapterBlob(NamedTuple):
+    """The two files of a PEFT adapter, `CONFIG` and `TENSORS`. In a blob they stand one behind the other, with the length of the
+    first one in front, so that they may be of any size."""
 
-    config_json: bytes
-    safetensors: bytes
-
-
-class _Views(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An `AdapterBlob` that is not copied out of the blob."""
-
-    config_json: memoryview
-    safetensors: memoryview
+    config_json: bytes | memoryview
+    safetensors: bytes | memoryview
 
 
 class BlobError(ValueError):
@@ -52,8 +47,18 @@ class DamagedBlobError(BlobError):
 
 
 def pack(blob: AdapterBlob) -> tuple[bytes, str]:
-    data = msgspec.msgpack.encode(blob)
+    """Return the bytes of a blob, and their sha256 in hex."""
+    data = b"".join((_LENGTH.pack(len(blob.config_json)), *blob))
     return data, hashlib.sha256(data).hexdigest()
+
+
+def parse(data: bytes | memoryview) -> AdapterBlob:
+    """Return the files in a blob, which are not copied out of it. Raises BlobError."""
+    view = memoryview(data)
+    end = _LENGTH.size + (_LENGTH.unpack_from(view)[0] if len(view) >= _LENGTH.size else len(view))
+    if end > len(view):
+        raise BlobError("not an adapter blob: it is shorter than its beginning says")
+    return AdapterBlob(view[_LENGTH.size : end], view[end:])
 
 
 def verify(data: bytes | memoryview, digest: str) -> None:
@@ -77,10 +82,7 @@ def unpack(data: bytes | memoryview, digest: str | None, folder: Path, anchor: A
         raise BlobError("an adapter builds on no other blob, and the trainer names one")
     if digest is not None:
         verify(data, digest)
-    try:
-        blob = msgspec.msgpack.decode(data, type=_Views)
-    except msgspec.DecodeError as error:
-        raise BlobError(f"not an adapter blob: {error}") from error
+    blob = parse(data)
     write_files(folder, {CONFIG: blob.config_json, TENSORS: blob.safetensors})
     return crc32(blob.safetensors, crc32(blob.config_json))
 

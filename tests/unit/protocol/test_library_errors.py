@@ -55,7 +55,7 @@ def test_what_a_library_refuses_is_said_whole_and_in_one_line() -> None:
 def test_what_the_system_refuses_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^the model: {tmp_path}: Is a directory; .*"), reading("the model"):
         tmp_path.read_text()
-    with pytest.raises(ConfigError, match="^the model: OSError: no space"), reading("the model"):
+    with pytest.raises(ConfigError, match=r"^the model: OSError: no space"), reading("the model"):
         raise OSError("no space")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from peft import PeftModel
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from consumer.link import snapshots as snapshots_module
 from consumer.link.snapshots import AdapterSnapshots
-from protocol.wire.adapter_blob import AdapterBlob, unpack
+from protocol.wire.adapter_blob import parse, unpack
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.trl_reference import lora_parameters, perturb, slipstream_trainer
 
@@ -95,7 +94,7 @@ def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, t
     perturb(trainer, seed=1)
     third = snapshots.take()
     assert third.blob.data_ptr() == addresses[1]
-    weights = load(msgspec.msgpack.decode(bytes(third.data), type=AdapterBlob).safetensors)
+    weights = load(bytes(parse(third.data).safetensors))
     for parameter in lora_parameters(trainer):
         assert any(torch.equal(parameter, weight) for weight in weights.values())
 
@@ -103,8 +102,8 @@ def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, t
 @pytest.mark.long
 def test_the_configuration_is_plain_json_for_inference(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
-    blob = msgspec.msgpack.decode(bytes(AdapterSnapshots(trainer.model).take().data), type=AdapterBlob)
-    settings = json.loads(blob.config_json)
+    blob = parse(AdapterSnapshots(trainer.model).take().data)
+    settings = json.loads(bytes(blob.config_json))
     assert settings["peft_type"] == "LORA"
     assert settings["task_type"] == "CAUSAL_LM"
     assert settings["inference_mode"] is True
