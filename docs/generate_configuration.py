@@ -76,10 +76,12 @@ token-classification model's label at the end of each; `feature_matching` too | 
 `{"rewards": [1.0, null, ...]}`; with `steps` the request has `"steps": [["A", "B"], ...]` too, answered with \
 `{"rewards": [[0.9, 0.1], ...]}` | the producer |
 
+`trainer_state` (`global_step`, `max_steps`, `epoch`, `num_train_epochs`) is that of the sampling policy. `log_metric` makes
+`logged/NAME` of `steps.jsonl`, and `log_extra` lines of `slipstream journal show`; 32 numbers and 8 columns of a group are kept.
+
 A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never
 zero. If a function failed for the whole group, the others count; if it failed for some completions, these are left out of the
 group. A group without any score is a failed lease. `None` from a function means *not applicable* and adds nothing to the sum.
-[`slipstream reward try`](operations.md#try-a-reward) scores real completions before a run.
 """
 
 AGENT_OPTIONS = """\

@@ -92,7 +92,8 @@ def trainer_registry() -> CollectorRegistry:
     environments = Parts(ENVIRONMENTS, ("ENVIRONMENT",), str)
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0, sources=["SOURCE"], environments=environments)
     parts: Any = Nought()
-    parts.fleet, parts.sources = Nought(), Nought()
+    parts.fleet, parts.sources, parts.rewards = Nought(), Nought(), Nought()
+    parts.rewards.dead = lambda totals: {"FUNCTION": 0}
     parts.sources.names, parts.sources.environments = ["SOURCE"], environments
     parts.environments = lambda: {"ENVIRONMENT": Nought()}
     parts.fleet.sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}

@@ -25,8 +25,8 @@ class ExitCode(IntEnum):
     OK = 0, "it ended as it should"
     USAGE = 2, "unknown flag"
     DATASET = 65, "dataset missing, empty, or without the named column"
-    DATA_FAILURES = 66, "too large a share of prompts failed: reward raises, prompts too long, ..."
-    NO_SIGNAL = 67, "no group had rewards that differ, or nothing was scored: there is nothing to learn from"
+    DATA_FAILURES = 66, "a reward scored nothing, or too large a share of prompts failed: prompts too long, ..."
+    NO_SIGNAL = 67, "no group had rewards that differ: there is nothing to learn from"
     NO_ANSWER = (
         68,
         "no daemon (slipstream status --once), trainer (rl-producer --connect) or Ray (slipstream cluster) answers",

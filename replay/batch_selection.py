@@ -49,6 +49,7 @@ class GroupStats:
     lease_id: str
     generation_s: float
     grade: Grade | None = None  # None: nothing judged it
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that reward functions logged
 
     @classmethod
     def of(cls, group: RolloutGroup, outcome: Outcome = "accepted", grade: Grade | None = None) -> "GroupStats":
@@ -60,6 +61,7 @@ class GroupStats:
             group.lease_id,
             group.generation_s,
             grade,
+            group.metrics,
         )
 
 

@@ -28,6 +28,7 @@ from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import Held, LeaseRecord, PromptTask, failure_class
 from replay.rerolls import RerollRules, attempt_counts
+from replay.reward_watch import RewardWatch
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
 from replay.signal_chances import GradedGroup
@@ -80,6 +81,7 @@ class RolloutBuffer:
     shares: EnvironmentShares | None = None  # of a run with several environments
     totals: Counter[str] = field(default_factory=Counter)  # of everything that happened
     sources: Sources = ONE  # for whose prompts there are totals of their own
+    rewards: RewardWatch = field(default_factory=RewardWatch)
     changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     newest_version: int = field(default=-1, init=False)
     _version: int = field(default=-1, init=False)  # -1 before the first policy is published
@@ -188,7 +190,10 @@ class RolloutBuffer:
         self._pending_dead_letters.pop(lease_id, None)
         self.totals[f"failed_{reason}"] += again is not None
         if again is not None:
-            self.sources.count(self.totals, "failed", [LeaseId.parse(lease_id).key.prompt_id])
+            prompt_id = LeaseId.parse(lease_id).key.prompt_id
+            self.sources.count(self.totals, "failed", [prompt_id])
+            if reason == "reward_failed":
+                self.rewards.note(self.totals, self.ledger.environment_of(prompt_id), None, b"", detail)
         if again is False:
             self._skip_failing()
         return again
@@ -240,6 +245,8 @@ class RolloutBuffer:
         if entries:
             self.journal.append([entry for _, entry in entries])
         for group, entry in entries:
+            environment = self.ledger.environment_of(entry.lease.key.prompt_id)
+            self.rewards.note(self.totals, environment, group.rewards, entry.missing)
             self._admit(group, entry)
         self.totals.update(answers)
         self.changed.notify_all()
@@ -296,7 +303,7 @@ class RolloutBuffer:
         room on the disk.
 
         Raises:
-            DataFailuresError: too many of the last prompts failed for good.
+            DataFailuresError: too many of the last prompts failed for good, a reward failed for all, or nothing was scored.
             NoSignalError: too many groups in a row had no signal.
         """
         return self._within(timeout_s, lambda: self._take_batch(partial=partial))
@@ -317,7 +324,7 @@ class RolloutBuffer:
 
     def _take_batch(self, *, partial: bool) -> TrainingBatch | None:
         """Take the next batch, without groups that have become too old; None if there is none, or no room to note it."""
-        self.failures.check()
+        self._check()
         totals = self.totals
         try:
             self._drop_stale()
@@ -338,8 +345,12 @@ class RolloutBuffer:
         self._stats.clear()
         return batch
 
-    def _has_batch(self, *, partial: bool) -> bool:
+    def _check(self) -> None:
         self.failures.check()
+        self.rewards.check(self.totals)
+
+    def _has_batch(self, *, partial: bool) -> bool:
+        self._check()
         try:
             self._drop_stale()
         except JournalFullError:

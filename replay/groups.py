@@ -4,7 +4,8 @@ Guarantee: a `RolloutGroup` that exists is self-consistent and in range, so noth
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from protocol.config.distillation import MOST_TOP
 from protocol.wire.codec import decode
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, Logged
 from replay.lease_ids import LeaseId
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
@@ -49,6 +50,7 @@ class RolloutGroup:
     teacher_top_ids: NDArray[np.int32] | None = None  # (T, k), the teacher's likeliest tokens; -1: none
     teacher_top_logprobs: NDArray[np.float32] | None = None  # (T, k), 0 beside -1; None, like the ids: k is 0
     generation_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that reward functions logged
 
     @cached_property
     def lease(self) -> LeaseId:
@@ -163,6 +165,10 @@ class GroupShape:
         rewards = _array(message.rewards, _FLOAT32, "rewards", self.num_generations * self.num_rewards)
         if math.inf in map(abs, rewards.tolist()):
             raise InvalidGroupError("rewards must be finite (NaN for missing)")
+        if not all(map(math.isfinite, message.logged.metrics.values())):
+            raise InvalidGroupError("logged metrics must be finite")
+        if any(len(texts) != self.num_generations for texts in message.logged.extra.values()):
+            raise InvalidGroupError("logged columns must have a text for each completion")
         token_versions = None
         if message.token_versions:
             token_versions = _array(message.token_versions, _INT32, "token_versions", num_tokens)
@@ -188,6 +194,7 @@ class GroupShape:
             span_ends=span_ends,
             teacher_logprobs=_teacher_logprobs(message.teacher_logprobs, num_tokens, sampled),
             generation_s=message.generation_s,
+            metrics=message.logged.metrics,
         )
         if not message.teacher_top_ids and not message.teacher_top_logprobs and not self.teacher_top_k:
             return group
@@ -321,4 +328,5 @@ def message_of(group: RolloutGroup) -> Group:
         teacher_top_logprobs=b""
         if group.teacher_top_logprobs is None
         else group.teacher_top_logprobs.astype("<f4").tobytes(),
+        logged=Logged(dict(group.metrics)),
     )

@@ -2,8 +2,8 @@
 
 Guarantee: `signal(group) > 0` exactly if the group gives some completion, span or token an advantage, whatever the baseline and
 the scaling; rewards that differ by float noise only do not count as different. A group of eight takes 20 to 30
-microseconds. A run whose last groups all had no signal ends with `NoSignalError`, which says what the rewards were and the
-likely causes; a run that merely waits does not.
+microseconds. A run whose last groups all had no signal ends with an error, which says what the rewards were and the likely
+causes; a run that merely waits does not.
 
 Conventions: n completions of a group, F reward functions, F' = F + 1 columns with an overlong punishment and F without;
 NaN means "this function gave none".
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from protocol.config.environments import outcome_weights
 from protocol.config.run import RunConfig
-from protocol.errors import NoSignalError
+from protocol.errors import DataFailuresError, NoSignalError, SlipstreamError
 from replay.credit import CreditRecipe
 from replay.deviations import EPSILON, RELATIVE, deviations
 from replay.distillation import DistillationRecipe
@@ -163,21 +163,20 @@ class SignalWatch:
             self._low, self._high = min(self._low, mean_reward), max(self._high, mean_reward)
 
     def check(self) -> None:
-        """Raise NoSignalError if the streak is hopeless."""
+        """Raise NoSignalError if the streak is hopeless, DataFailuresError if nothing of it was scored."""
         if self._max_groups is not None and self._num_groups >= self._max_groups:
-            raise NoSignalError(self._describe(" (guards.max_groups_without_signal)"))
+            raise self._error(" (guards.max_groups_without_signal)")
 
     def check_stalled(self, *, ever_had_signal: bool) -> None:
-        """Call it when no batch came for too long. Raises NoSignalError if that is because no group of the run ever had
-        signal."""
+        """Call it when no batch came for too long. Raises as `check` if that is because no group of the run ever had signal."""
         if self._num_groups and not ever_had_signal:
-            raise NoSignalError(self._describe(", all that came before pipeline.stall_timeout_s ended the wait"))
+            raise self._error(", all that came before pipeline.stall_timeout_s ended the wait")
 
-    def _describe(self, bound: str) -> str:
+    def _error(self, bound: str) -> SlipstreamError:
         truncated = self._num_truncated / max(1, self._num_completions)
         head = f"none of the last {self._num_groups} groups had rewards that differ{bound}, so there is nothing to learn from"
         if self._low > self._high:
-            return (
+            return DataFailuresError(
                 f"{head}: no completion was scored at all. The reward functions returned None or NaN for every one; see what "
                 "they were given with `slipstream journal show`, fix them, and go on with --resume"
             )
@@ -185,7 +184,7 @@ class SignalWatch:
             got = f"every completion was worth {self._low:g}"
         else:
             got = f"completions of a group were worth the same, from {self._low:g} in one group to {self._high:g} in another"
-        return (
+        return NoSignalError(
             f"{head}: {got}, and {truncated:.0%} of the completions were cut by sampling.max_completion_length. Likely causes: "
             "the reward function does not recognize answers in the form that the model gives (see `slipstream journal show`); "
             "the task is far too hard or too easy for this model; completions are cut before the answer; "

@@ -187,7 +187,7 @@ def try_rewards(
 ) -> ExitCode:
     """Score completions of the base model, or given ones, and show the result of every reward.
 
-    Exit code 67 means that no group had rewards that differ.
+    Exit code 66 means that a reward scored nothing, and 67 that no group had rewards that differ.
     """
     from protocol.config.loader import load_config
     from protocol.config.places import working_in
@@ -212,6 +212,8 @@ def try_rewards(
         from rich.console import Console
 
         show(found, Console())
+    if found["dead_rewards"]:
+        return ExitCode.DATA_FAILURES
     return ExitCode.OK if any(group["signal"] for group in found["groups"]) else ExitCode.NO_SIGNAL
 
 

@@ -13,21 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from consumer.prompts.written import as_leased, of_json
 from producer.groups import LeaseFailure
-from producer.rewards.pool import RewardPool
+from producer.rewards.pool import RewardPool, merged
 from producer.rewards.worker import Failure
 from producer.rollouts.prompts import PromptFormat
+from protocol.config.environments import environment_of
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import carried
-from protocol.wire.messages import is_conversational
+from protocol.wire.messages import Logged, RunPlan, is_conversational
+from replay.reward_watch import RewardWatch
 from replay.rewards import weighted_sums
 from slipstream.run_inputs import RunInputs
 from slipstream.tables import printable
@@ -38,8 +41,8 @@ _PROMPT_WIDTH, _COMPLETION_WIDTH = 40, 60
 @dataclass
 class Group:
     """A prompt with its completions, as reward functions get them. Scoring sets `rewards`, float32 (completions, functions)
-    with NaN for missing, `spans`, the ends in tokens and the rewards of each completion's spans, and `problem`, the reason why
-    nothing was scored."""
+    with NaN for missing, `spans`, the ends in tokens and the rewards of each completion's spans, `problem`, the reason why
+    nothing was scored, `missing`, and `logged`."""
 
     prompt: Any
     columns: dict[str, Any]
@@ -48,6 +51,8 @@ class Group:
     rewards: NDArray[np.float32] = field(init=False)
     spans: Sequence[list[tuple[int, float]]] = ()
     problem: str = ""
+    missing: bytes = b""  # why rewards are missing, encoded
+    logged: Logged = field(default_factory=Logged)
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Trial:
     names: tuple[str, ...]
     weights: list[float]
     groups: list[Group]
+    watch: RewardWatch = field(default_factory=RewardWatch)
     credit: str = "outcome"  # `rewards.credit`: with `per_step` spans that differ are a signal, with `given` any but 0
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -163,12 +169,16 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     rewards = config.computed_rewards
     if not rewards.functions:
         raise ConfigError("rewards.functions: none is computed here, so there is nothing to try")
-    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, rewards.credit)
+    watch = RewardWatch([(function.name, function.scores) for function in rewards.functions])
+    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, watch, rewards.credit)
+    columns = tuple(dict.fromkeys(name for group in groups for name in group.columns))
+    plan = RunPlan(max(1, int(config.trainer.get("max_steps", 1))), columns=columns)
 
     async def score(pool: RewardPool, group: Group) -> None:
         try:
             found = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
-            group.rewards, group.spans = found.rewards, found.spans
+            group.rewards, group.spans, group.logged = found.rewards, found.spans, found.logged
+            group.missing = msgspec.msgpack.encode(found.failures.entries())
         except LeaseFailure as failure:
             group.rewards = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
             group.problem = failure.detail
@@ -177,6 +187,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
         pool = RewardPool(rewards, trial)
         try:
             await pool.start()
+            pool.begin(plan)
             pool.read_with(tokenizer, config.dataset.chat_template_kwargs)
             await asyncio.gather(*(score(pool, group) for group in groups))
         finally:
@@ -188,7 +199,11 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
 
 def report(trial: Trial) -> dict[str, Any]:
     """The numbers of every completion, group and reward, with NaN for what is missing, and the warnings."""
-    groups, rewards = [], {}
+    groups, rewards, counts = [], {}, Counter[str]()
+    for group in trial.groups:
+        scored = None if group.problem else group.rewards
+        trial.watch.note(counts, environment_of(group.columns), scored, group.missing, group.problem)
+    dead = trial.watch.sentences(counts)
     warnings = [f"{name} failed to score {n} completions ({why})" for (name, why), n in sorted(trial.failures.items())]
     for number, group in enumerate(trial.groups, 1):
         totals = weighted_sums(group.rewards, np.array(trial.weights))
@@ -206,10 +221,15 @@ def report(trial: Trial) -> dict[str, Any]:
         ]
         for row, spans in zip(rows, group.spans, strict=False):
             row |= {"spans": sorted(spans)} if spans else {}
+        for column, texts in group.logged.extra.items():
+            for row, text in zip(rows, texts, strict=True):
+                row.setdefault("logged", {})[column] = text
         found = {"signal": has_signal, "problem": group.problem or None}
         groups.append({"prompt": group.prompt, "completions": rows} | found)
         if group.problem:
             warnings.append(f"group {number}: nothing was scored: {group.problem}")
+        elif not len(known):
+            warnings.append(f"group {number}: no reward: no function gave any completion a number")
         elif not has_signal:
             warnings.append(f"group {number}: all equal: no signal")
     of_all = np.concatenate([group.rewards for group in trial.groups]).astype(np.float64)
@@ -226,19 +246,26 @@ def report(trial: Trial) -> dict[str, Any]:
             warnings.append(f"{name} is {known[0]:g} for every completion")
     if not any(group["signal"] for group in groups):
         warnings.append("no group has a signal: nothing could be learned from these completions")
-    return {"groups": groups, "rewards": rewards, "warnings": warnings}
+    metrics = merged([group.logged for group in trial.groups]).metrics
+    return {"groups": groups, "rewards": rewards, "metrics": metrics, "dead_rewards": dead, "warnings": warnings}
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    has_spans = any("spans" in row for group in found["groups"] for row in group["completions"])
+    for sentence in found["dead_rewards"]:
+        console.print(Text(sentence, style="bold red"))
+    all_rows = [row for group in found["groups"] for row in group["completions"]]
+    has_spans = any("spans" in row for row in all_rows)
     more = ["spans, to token"] if has_spans else []
-    table = Table("prompt", "completion", *found["rewards"], "sum", *more, title="Completions")
+    logged = list(dict.fromkeys(column for row in all_rows for column in row.get("logged", ())))
+    headings = [Text(printable(name)) for name in (*found["rewards"], "sum", *more, *logged)]
+    table = Table("prompt", "completion", *map(Column, headings), title="Completions")
     for group in found["groups"]:
         prompt = _short(group["prompt"], _PROMPT_WIDTH)
         for row in group["completions"]:
             shown = [_number(value) for value in (*row["rewards"].values(), row["sum"])]
             spans = [", ".join(f"{end}: {reward:.4g}" for end, reward in row.get("spans", ()))] if has_spans else []
-            table.add_row(prompt, _short(row["completion"], _COMPLETION_WIDTH), *shown, *spans)
+            extra = [_short(row.get("logged", {}).get(column, ""), _COMPLETION_WIDTH) for column in logged]
+            table.add_row(prompt, _short(row["completion"], _COMPLETION_WIDTH), *shown, *spans, *extra)
             prompt = Text("")
         table.add_section()
     console.print(table)
@@ -246,6 +273,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     for name, numbers in found["rewards"].items():
         summary.add_row(Text(name), *map(_number, numbers.values()))
     console.print(summary)
+    for name, value in found["metrics"].items():
+        console.print(Text(f"logged {printable(name)}: {_number(value)}"))
     for warning in found["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"))
 

@@ -7,8 +7,9 @@ being written is left out, and so is a line that is no JSON object. A number tha
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -40,6 +41,7 @@ class Ended(NamedTuple):
     step: int  # the last one that was taken
     finished: bool  # otherwise it was stopped, and `--resume` goes on
     at: float  # Unix time
+    dead_rewards: Mapping[str, int] = MappingProxyType({})  # groups by reward, of rewards that scored none
 
     @property
     def text(self) -> str:
@@ -87,9 +89,10 @@ class RunReader:
         try:
             with (self.folder / _SUMMARY).open("rb") as file:
                 said, at = json.load(file), os.fstat(file.fileno()).st_mtime
-            found = Ended(int(said["steps"]), said["finished"] is True, at)
+            dead = {str(name): int(count) for name, count in said.get("dead_rewards", {}).items()}
+            found = Ended(int(said["steps"]), said["finished"] is True, at, dead)
             steps = self.newest_steps(_LAST_LINES_BYTES)
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         newest = max((line["step"] for line in steps if isinstance(line.get("step"), int)), default=0)
         return None if newest > found.step else found

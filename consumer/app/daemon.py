@@ -102,7 +102,11 @@ def _train_live(setup: Setup, watch: Watch, placement: Placement, stop: StopFlag
             health.end("intake")
             run.report.close()
         counts = dict(run.storage.buffer.totals)
-        numbers = {"tokens_generated": intake.fleet.tokens_generated, "counts": counts}
+        rewards = run.storage.buffer.rewards
+        dead = {name: count for name, count in rewards.dead(counts).items() if count}
+        numbers = {"tokens_generated": intake.fleet.tokens_generated, "counts": counts, "dead_rewards": dead}
+        for sentence in rewards.sentences(counts):
+            run.report.say(f"rl-trainer: {sentence}")
         if run.turns is not None:
             numbers["gpu_turn_s"] = run.turns.spent_s()
         run.write_results(finished, numbers)

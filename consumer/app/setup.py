@@ -27,6 +27,7 @@ from consumer.report.steps import LearningMetrics, StepReport
 from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
+from protocol.wire.messages import RunPlan
 from protocol.wire.model_folder import reading_model, vision_language
 from protocol.wire.model_source import resolve_model
 from replay.groups import GroupShape
@@ -139,6 +140,20 @@ class Setup:
                 "held_out_digest": self.held_out.digest if self.held_out else "",
                 "initial_adapter_digest": self.initial_adapter.digest if self.initial_adapter else "",
             }
+        )
+
+    @property
+    def plan(self) -> RunPlan:
+        """The course of the run, for reward functions."""
+        arguments, config = self.arguments, self.config
+        per_epoch = len(self.prompts) / config.pipeline.groups_per_step * arguments.num_iterations
+        opened = [prompts for prompts in (self.prompts, self.held_out) if isinstance(prompts, PromptDataset)]
+        columns = dict.fromkeys(name for prompts in opened for name in prompts.columns) if opened else None
+        return RunPlan(
+            arguments.max_steps,
+            arguments.max_steps / per_epoch,
+            config.pipeline.sync_interval,
+            None if columns is None else tuple(columns),
         )
 
     def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:

@@ -65,6 +65,7 @@ from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import FailureClass, RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import RerollRules
+from replay.reward_watch import RewardWatch
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
 from replay.signal_chances import SignalChances
@@ -228,6 +229,7 @@ def _terms(
         offered_bundle(config, Path.cwd()),
         turns,
         refusals,
+        setup.plan,
     )
 
 
@@ -277,6 +279,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         SignalWatch(config.guards.max_groups_without_signal),
         shares,
         sources=setup.prompts.sources,
+        rewards=RewardWatch.of(config),
     )
 
 

@@ -22,7 +22,7 @@ from protocol.channel.channel import ServerChannel
 from protocol.exposition import Target
 from protocol.runtime.logs import Throttle
 from protocol.wire.handshake import TrainerNeeds, problems, turn_problems
-from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, Reject, Welcome
+from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, Reject, RunPlan, Welcome
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
 from replay.lease_ids import Key
@@ -53,6 +53,7 @@ class SessionTerms:
     bundle: OfferedBundle = NO_BUNDLE
     turns: GpuTurns | None = None  # on the GPU; None: it is not shared
     refusals: RefusalWatch = field(default_factory=RefusalWatch)
+    plan: RunPlan = field(default_factory=RunPlan)
 
 
 @dataclass(eq=False)
@@ -122,7 +123,7 @@ class Fleet:
             "producer %s joined (release %s, up to %d groups at once)", hello.producer, hello.release, hello.capacity
         )
         newest = self.store.newest
-        self.channel.send(peer, Welcome(terms.run_id, terms.session, newest, terms.heartbeat_interval_s))
+        self.channel.send(peer, Welcome(terms.run_id, terms.session, newest, terms.heartbeat_interval_s, terms.plan))
         for lease_id, wanted in answers.items():
             if wanted is None:
                 self.channel.send(peer, Ack(lease_id, "duplicate", newest))

@@ -91,6 +91,12 @@ class PromptDataset:
                         f"{key}: {rows.reader.source.path} has no column {name!r}; it has {', '.join(map(repr, columns))}"
                     )
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that the first row of any source has."""
+        firsts = [self[prompt_id][1] for prompt_id in self.first_of_sources()]
+        return list(dict.fromkeys(name for columns in firsts for name in columns))
+
     def first_of_sources(self) -> list[int]:
         """Return the first prompt of each source."""
         return self._mixture.firsts()

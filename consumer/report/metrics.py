@@ -152,6 +152,12 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
         "attempt",
         lambda: by_attempt(buffer.totals, "successes"),
     )
+    readings.gauges(
+        "rl_trainer_reward_dead_groups",
+        "Groups of a reward that has scored none of any; else 0.",
+        "function",
+        lambda: buffer.rewards.dead(buffer.totals),
+    )
     readings.counters(
         "rl_trainer_source_groups_total",
         "Leases given and failed, prompts given up and groups, by source (dataset.sources).",

@@ -234,6 +234,7 @@ class LearningMetrics:
                 self._gauges[key].set(value)
 
 
+_MOST_LOGGED = 64  # names of numbers that reward functions log, in a step
 _MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
 
 
@@ -280,8 +281,18 @@ def batch_metrics(
         if len(values):
             metrics[f"rewards/{name}/mean"] = float(values.mean())
             metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-    metrics |= _source_metrics(batch, arrivals, recipe, sources)
+    metrics |= _source_metrics(batch, arrivals, recipe, sources) | _logged_metrics(arrivals)
     return metrics | (span_metrics(batch.groups, recipe.credit) if recipe.credit else {})
+
+
+def _logged_metrics(arrivals: Sequence[GroupStats]) -> dict[str, float]:
+    """Return the means of what reward functions logged, over the groups in which they did, of the first `_MOST_LOGGED` names."""
+    numbers: dict[str, list[float]] = {}
+    for arrival in arrivals:
+        for name, value in arrival.metrics.items():
+            if name in numbers or len(numbers) < _MOST_LOGGED:
+                numbers.setdefault(name, []).append(value)
+    return {f"logged/{name}": float(np.mean(values)) for name, values in numbers.items()}
 
 
 def _arrival_metrics(arrivals: Sequence[GroupStats], recipe: RewardRecipe) -> dict[str, float]:

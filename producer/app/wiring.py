@@ -302,10 +302,12 @@ class Producer:
 
     def _take(self, event: LinkEvent) -> None:
         match event:
-            case RunBegan(policy):
+            case RunBegan(policy, plan):
+                self.helpers.rewards.begin(plan)
                 self.generation.abandon_all()
                 self._start_session(policy)
-            case SessionBegan(policy):
+            case SessionBegan(policy, plan):
+                self.helpers.rewards.begin(plan)
                 self._start_session(policy)
             case Lease():
                 self.generation.start(event)

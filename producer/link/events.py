@@ -3,19 +3,21 @@
 from typing import NamedTuple
 
 from producer.policies.loader import DownloadedPolicy
-from protocol.wire.messages import GpuTurn, Lease, PolicyInfo
+from protocol.wire.messages import GpuTurn, Lease, PolicyInfo, RunPlan
 
 
 class RunBegan(NamedTuple):
     """Another run, which serves `policy`. Every lease of the one before is void."""
 
     policy: PolicyInfo
+    plan: RunPlan = RunPlan()
 
 
 class SessionBegan(NamedTuple):
     """Another process of the run. Its newest version may be an older one."""
 
     policy: PolicyInfo
+    plan: RunPlan = RunPlan()
 
 
 class LeaseAbandoned(NamedTuple):

@@ -390,10 +390,10 @@ class Link(threading.Thread):
             if count := self._outbox.void():
                 logger.warning("the trainer of another run: %d leases of run %s are void", count, self._run_id)
             self._counters.abandoned += count
-            self._emit(RunBegan(welcome.policy))
+            self._emit(RunBegan(welcome.policy, welcome.plan))
         elif welcome.session != self._session:
             logger.info("another process of the same run: %d leases go on", self._outbox.num_held)
-            self._emit(SessionBegan(welcome.policy))
+            self._emit(SessionBegan(welcome.policy, welcome.plan))
         logs.bind(run=welcome.run_id)
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
         self._run_id, self._session = welcome.run_id, welcome.session

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.groups import LeaseFailure
+from producer.rewards.contract import GIVEN, TrainerState
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
 from producer.rewards.spans import Spans
 from producer.rewards.steps import reduced
@@ -28,8 +29,9 @@ from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
 from protocol.config.environments import environment_of
 from protocol.config.rewards import RewardFunction, RewardsSection
+from protocol.errors import ConfigError
 from protocol.runtime.logs import Throttle
-from protocol.wire.messages import MissingReward
+from protocol.wire.messages import MOST_COLUMNS, MOST_METRICS, Logged, MissingReward, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Scored(NamedTuple):
     seconds: float  # that it took
     failures: RewardFailures
     spans: Sequence[list[tuple[int, float]]] = ()  # of each completion: ends in tokens, and rewards times their weights
+    logged: Logged = Logged()
 
 
 class RewardObserver(Protocol):
@@ -79,6 +82,7 @@ class RewardPool:
         self._warn = Throttle(logger)
         self._thinking: Thinking | None = None
         self._tokenizer: Any = None
+        self._plan = RunPlan()
         self._sources = sources_of(section)
         self._pools = {source.workers for source in self._sources if isinstance(source, WorkerReward)}
         self._limiters = {
@@ -106,13 +110,33 @@ class RewardPool:
         if self._section.reads_thinking:
             self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
+    def begin(self, plan: RunPlan) -> None:
+        """Score groups of this run from now on. Raise ConfigError if a function needs a column that no row has."""
+        self._plan = plan
+        known = plan.columns
+        for function, source in zip(self._section.functions, self._sources, strict=True):
+            needed = source.columns if known is not None and isinstance(source, WorkerReward) else []
+            lacking = [name for name in needed if name not in (known or ())]
+            if lacking:
+                raise ConfigError(
+                    f"rewards.functions: {function.name} ({function.place}) needs `{'`, `'.join(lacking)}`, which nothing "
+                    f"passes. The dataset has beside the prompt: {', '.join(known or ()) or 'no column'}. Every function may "
+                    f"take {', '.join(GIVEN)}. Rename the argument, give it a default, or add the column"
+                )
+
     async def score(
-        self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
+        self,
+        prompt: Any,
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: dict[str, Any],
+        *,
+        version: int = 0,
     ) -> "Scored":
-        """Score a group with the functions for its environment. Its completions are texts, or lists of messages if the prompt is
-        one. Raise LeaseFailure, with the functions that failed, if nothing was scored."""
+        """Score a group of this policy version with the functions for its environment. Its completions are texts, or lists of
+        messages if the prompt is one. Raise LeaseFailure, with the functions that failed, if nothing was scored."""
         started, functions, environment = time.monotonic(), self._section.functions, environment_of(columns)
-        job = Job(prompt, completions, completion_ids, columns)
+        job = Job(prompt, completions, completion_ids, columns, state=TrainerState.of(self._plan, version))
         reasoning = None
         if self._section.reads_thinking:
             assert self._thinking is not None, "call read_with first"
@@ -127,11 +151,13 @@ class RewardPool:
         rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
         excluded, problems, failed = set[int](), list[str](), RewardFailures()
         spans: list[list[tuple[int, float]]] = [[] for _ in completions]
+        logged = list[Logged]()
         for column, (function, (seen, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
             if not function.scores(environment):
                 continue
             answer = await asyncio.to_thread(self._in_tokens, answer, seen) if answer.spans else answer
             scores = with_hidden_rows(answer, hidden)
+            logged.append(scores.logged)
             unseen = {row for row, reward in hidden.items() if math.isnan(reward)}
             if unseen:
                 failed.add(function.name, "unclosed", _UNCLOSED, unseen)
@@ -151,7 +177,7 @@ class RewardPool:
         spans = [[] if row in excluded else each for row, each in enumerate(spans)]
         if problems and np.isnan(rewards).all():
             raise LeaseFailure("reward_failed", "\n".join(problems))
-        return Scored(rewards, time.monotonic() - started, failed, spans)
+        return Scored(rewards, time.monotonic() - started, failed, spans, merged(logged))
 
     def _in_tokens(self, scores: Scores, job: Job) -> Scores:
         """Return the scores with the ends of all spans in tokens; where that cannot be, the completion failed."""
@@ -220,6 +246,18 @@ class RewardPool:
         subject = f"{count} completion{'s' if count > 1 else ''} of prompt {str(prompt)[:_MAX_PROMPT_CHARS]!r}"
         self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {subject} ({reason}): {detail}")
         return detail
+
+
+def merged(logged: Sequence[Logged]) -> Logged:
+    """Return what all functions logged: of a number the mean, of a column the last."""
+    numbers: dict[str, list[float]] = {}
+    extra: dict[str, tuple[str, ...]] = {}
+    for one in logged:
+        extra |= one.extra
+        for name, value in one.metrics.items():
+            numbers.setdefault(name, []).append(value)
+    metrics = {name: math.fsum(values) / len(values) for name, values in list(numbers.items())[:MOST_METRICS]}
+    return Logged(metrics, dict(list(extra.items())[:MOST_COLUMNS]))
 
 
 def pause_s(attempt: int) -> float:

@@ -51,6 +51,11 @@ class WorkerReward:
     def is_asynchronous(self) -> bool:
         return self.number in self.workers.asynchronous
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it needs."""
+        return self.workers.columns[self.number]
+
     async def ask(self, job: Job, limit_s: float) -> Scores:
         try:
             (scores,) = await self.workers.call([self.number], [job], [limit_s])

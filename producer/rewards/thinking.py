@@ -131,8 +131,13 @@ def with_hidden_rows(scores: Scores, hidden: dict[int, float]) -> Scores:
     num_rows = len(scores.rewards) + len(hidden)
     rows = [row for row in range(num_rows) if row not in hidden]
     found = hidden | dict(zip(rows, scores.rewards, strict=True))
+    extra = {
+        name: tuple(dict(zip(rows, texts, strict=True)).get(row, "") for row in range(num_rows))
+        for name, texts in scores.logged.extra.items()
+    }
     return replace(
         scores,
+        logged=replace(scores.logged, extra=extra),
         rewards=[found[row] for row in range(num_rows)],
         failed={rows[i]: why for i, why in scores.failed.items()},
         spans={rows[i]: spans for i, spans in scores.spans.items()},

@@ -10,18 +10,20 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from producer.rewards.contract import NOT_COLUMNS, Logbook, Taken, TrainerState
 from producer.rewards.spans import FLOAT32_MAX, Spans
 from protocol.config.functions import load_function, make_plugin
 from protocol.errors import ConfigError, DeviceError
 from protocol.runtime.worker_channel import WorkerChannel, end_before_daemon, raised
+from protocol.wire.messages import Logged
 
 Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
 _MAX_PROBLEM_CHARS = 500
-_NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -41,6 +43,7 @@ class Job(msgspec.Struct, frozen=True):
     completion_ids: list[list[int]]
     columns: dict[str, Any]
     reasoning_tokens: list[int] = []  # of each completion, for the function that asks for them
+    state: TrainerState = TrainerState()
 
     def in_pieces(self, codec: Any) -> "Job":
         """Return the job with its token ids encoded one by one, so that other threads run in between: msgspec holds the GIL while
@@ -69,6 +72,7 @@ class Scores(msgspec.Struct, frozen=True):
     seconds: float = 0.0  # that the function took, if the worker knows
     is_final: bool = False  # whether another attempt would give the same
     spans: dict[int, Spans] = {}  # by completion
+    logged: Logged = Logged()
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -78,29 +82,43 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The first frame of a worker: why functions could not be made, and the indexes of the asynchronous ones."""
+    """The first frame of a worker: why functions could not be made, the indexes of the asynchronous ones, and the columns that
+    each function needs."""
 
     problems: list[str]
     asynchronous: list[int] = []
+    columns: list[list[str]] = []
     of_device: bool = False  # whether a GPU caused one of the problems
+
+
+class Made(NamedTuple):
+    """A reward function that was made, and what it takes."""
+
+    call: Callable[..., Any]
+    taken: Taken
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], place: str) -> "Made":
+        """Raise ConfigError if no argument can be passed to it."""
+        return cls(function, Taken.by(function, place))
 
 
 def main(descriptor: int, sources: bytes) -> None:
     end_before_daemon()
     channel = WorkerChannel(descriptor)
-    functions, problems, of_device = [], list[str](), False
+    functions, problems, of_device = list[Made](), list[str](), False
     for source in msgspec.json.decode(sources, type=list[Source]):
         try:
-            functions.append(_function(source))
+            functions.append(Made.of(_function(source), source.place))
         except (ConfigError, DeviceError) as error:
             problems.append(str(error))
             of_device = of_device or isinstance(error, DeviceError)
-    awaited = [index for index, made in enumerate(functions) if _is_asynchronous(made)]
-    channel.send(Ready(problems, awaited, of_device))
+    awaited = [index for index, made in enumerate(functions) if _is_asynchronous(made.call)]
+    channel.send(Ready(problems, awaited, [made.taken.columns for made in functions], of_device))
     while not problems and (frame := channel.receive()) is not None:
         call = msgspec.msgpack.decode(frame, type=Call)
         called = [functions[index] for index in call.functions]
-        asynchronous = _is_asynchronous(called[0])
+        asynchronous = _is_asynchronous(called[0].call)
         channel.send(
             Answer(asyncio.run(_together(called, call)) if asynchronous else [_score(called[0], call.jobs[0])])
         )
@@ -126,25 +144,25 @@ def _is_asynchronous(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-async def _together(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
+async def _together(functions: list[Made], call: Call) -> list[Scores]:
     return await asyncio.gather(*map(_await_one, functions, call.jobs, call.limits_s))
 
 
-async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
-    started = time.monotonic()
+async def _await_one(function: Made, job: Job, limit_s: float) -> Scores:
+    started, book = time.monotonic(), Logbook(len(job.completions))
     try:
         async with asyncio.timeout(limit_s) as limit:
-            scores = checked(await function(**_arguments(job)), job)
+            scores = checked(await function.call(**function.taken.of(_arguments(job, book))), job)
     except Exception:
         late = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
         scores = late if limit.expired() else Scores(None, raised())
-    return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
+    return msgspec.structs.replace(scores, seconds=time.monotonic() - started, logged=book.logged)
 
 
-def _score(function: Callable[..., Any], job: Job) -> Scores:
-    started = time.monotonic()
+def _score(function: Made, job: Job) -> Scores:
+    started, book = time.monotonic(), Logbook(len(job.completions))
     try:
-        returned = function(**_arguments(job))
+        returned = function.call(**function.taken.of(_arguments(job, book)))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
         scores = checked(returned, job)
@@ -152,26 +170,36 @@ def _score(function: Callable[..., Any], job: Job) -> Scores:
         scores = Scores(None, "ran out of memory", "memory")
     except Exception:
         scores = Scores(None, raised())
-    return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
+    return msgspec.structs.replace(scores, seconds=time.monotonic() - started, logged=book.logged)
 
 
-def _arguments(job: Job) -> dict[str, Any]:
+def _arguments(job: Job, book: Logbook) -> dict[str, Any]:
+    """Return what TRL passes, but `environments`, which live in other processes."""
     count = len(job.completions)
-    repeated = {key: [value] * count for key, value in job.columns.items() if key not in _NOT_COLUMNS}
+    arguments = {key: [value] * count for key, value in job.columns.items() if key not in NOT_COLUMNS}
     if job.reasoning_tokens:
-        repeated["reasoning_tokens"] = job.reasoning_tokens
-    ours = {"prompts": [job.prompt] * count, "completions": job.completions, "completion_ids": job.completion_ids}
-    return ours | repeated
+        arguments["reasoning_tokens"] = job.reasoning_tokens
+    return arguments | {
+        "prompts": [job.prompt] * count,
+        "completions": job.completions,
+        "completion_ids": job.completion_ids,
+        "trainer_state": job.state,
+        "log_extra": book.log_extra,
+        "log_metric": book.log_metric,
+    }
 
 
 def checked(returned: Any, job: Job) -> Scores:
-    """Return the scores in the value that a function returned: a number, spans, None or an exception for each completion."""
-    problem, count = "", len(job.completions)
-    if not isinstance(returned, list | tuple):
+    """Return the scores in the value that a function returned: a number, spans, None or an exception for each completion, in
+    anything that gives one after the other, such as a list, an array, a tensor or a generator."""
+    count = len(job.completions)
+    if isinstance(returned, str | bytes | dict | set | frozenset) or not _has_items(returned):
         problem = f"returned a {type(returned).__name__}; return a list with one number or None per completion"
-    elif len(returned) != count:
+        return Scores(None, problem, "invalid")
+    if not isinstance(returned, list | tuple):
+        returned = list(islice(returned, count + 1))  # a generator may have no end
+    if len(returned) != count:
         problem = f"returned {len(returned)} rewards for {count} completions; return one per completion"
-    if problem:
         return Scores(None, problem, "invalid")
     rewards = [math.nan] * count
     failed: dict[int, tuple[Failure, str]] = {}
@@ -194,7 +222,20 @@ def checked(returned: Any, job: Job) -> Scores:
     return Scores(rewards, failed=failed, spans={row: each for row, each in spans.items() if row not in failed})
 
 
+def _has_items(returned: Any) -> bool:
+    try:
+        iter(returned)
+    except TypeError:  # also of a tensor without dimensions
+        return False
+    return True
+
+
 def _number(reward: Any) -> float:
+    if hasattr(reward, "item"):  # of an array or a tensor, of whatever type and also with a gradient
+        try:
+            reward = reward.item()
+        except Exception as error:
+            raise ValueError(f"of type {type(reward).__name__} is no number: {error!s:.{_MAX_PROBLEM_CHARS}}") from None
     if not hasattr(type(reward), "__float__"):
         raise ValueError(f"is {reward!r:.80}; return a number, or None for missing")
     try:

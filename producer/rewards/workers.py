@@ -48,6 +48,7 @@ class WorkerPool:
     ) -> None:
         self.num_workers = num_workers
         self.asynchronous: list[int] = []
+        self.columns: list[list[str]] = []  # that each function needs
         self._sources = msgspec.json.encode(list(sources.values())).decode()
         self._names = list(sources)
         self._shown = ", ".join(f"{name} ({source.place})" for name, source in sources.items())
@@ -133,7 +134,8 @@ class WorkerPool:
                 "producer.rewards.worker", self._sources, source=source, environment=self._environment
             )
             ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
-            self.asynchronous, of_device, problem = ready.asynchronous, ready.of_device, "\n".join(ready.problems)
+            self.asynchronous, self.columns = ready.asynchronous, ready.columns
+            of_device, problem = ready.of_device, "\n".join(ready.problems)
         except TimeoutError:
             problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
         except ChildEndedError as error:

@@ -19,7 +19,7 @@ from producer.metrics import Counters, ProducerMetrics
 from producer.rewards.pool import RewardFailures, RewardPool
 from producer.rollouts.admission import Progress
 from protocol.runtime.logs import Throttle
-from protocol.wire.messages import Group, Lease
+from protocol.wire.messages import Group, Lease, Logged
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +56,16 @@ class GroupBuilder:
         self._check_scored(rollouts, all(has_failed))
         progress.enter("scoring", "reward_failed")
         is_included, reward_s = np.array([name in self.included_rewards for name in self.reward_names], bool), 0.0
-        failures = RewardFailures()
+        failures, logged = RewardFailures(), Logged()
         rewards = np.empty((len(rollouts.episodes), len(is_included)), np.float32)
         rewards[:, is_included] = rollouts.own_rewards
         if not is_included.all():
-            rewards[:, ~is_included], reward_s, failures, spans = await self.rewards.score(
+            rewards[:, ~is_included], reward_s, failures, spans, logged = await self.rewards.score(
                 lease.prompt,
                 rollouts.completions,
                 [episode.token_ids for episode in rollouts.episodes],
                 lease.columns,
+                version=min(rollouts.versions, default=0),
             )
             for episode, found in zip(rollouts.episodes, spans, strict=False):  # empty if no function gave any
                 episode.reward_spans(found)
@@ -85,6 +86,7 @@ class GroupBuilder:
             reward_s,
             failures.entries(),
         )
+        message = msgspec.structs.replace(message, logged=logged)
         if self.teachers is not None and lease.evaluates is None:
             progress.enter("scoring", "generation_failed")
             message = msgspec.structs.replace(message, **await self.teachers.scores(lease, message))

@@ -219,3 +219,7 @@ class GuardsSection(Section):
         description="The run ends (exit 67) after N groups in a row without signal while the trainer waits. null: "
         "only the stall timeout ends it.",
     )
+    max_groups_without_reward: Positive | None = Field(
+        64,
+        description="The run ends (exit 66) if a reward failed for all of its first N groups. null: only a warning.",
+    )

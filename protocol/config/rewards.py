@@ -33,7 +33,7 @@ class RewardFunction(Section):
     function: _Function | None = Field(
         None,
         description="`module:function` or `file.py:function` with TRL's signature: `def reward(prompts, completions, "
-        "completion_ids, **columns) -> list[float | None]`, also `async`; or the name of a plugin.",
+        "completion_ids, trainer_state, log_extra, log_metric, **columns) -> list[float | None]`, also `async`; or a plugin.",
     )
     model: str | None = Field(
         None,

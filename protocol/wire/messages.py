@@ -21,6 +21,12 @@ MAX_RELAYS = 8  # that are named for one policy
 RelayEndpoint = Annotated[str, Meta(max_length=256, pattern=r"^(tcp://[A-Za-z0-9.:_\[\]-]+:[0-9]{1,5})?\Z")]
 CurveKey = Annotated[str, Meta(pattern=r"^[!-~]{40}\Z")]  # public, in Z85
 
+LOGGED_CHARS, MOST_METRICS, MOST_COLUMNS = 200, 32, 8
+"""Bounds of what reward functions log of a group: of a text, and of the names of numbers and of columns."""
+NAME_CHARS = 64
+_LoggedName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
+_LoggedTexts = Annotated[tuple[Annotated[str, Meta(max_length=LOGGED_CHARS)], ...], Meta(max_length=4096)]
+
 LARGEST_POLICY_BYTES = 2**40
 """No adapter is nearly as large. A producer that takes one also looks at its memory."""
 
@@ -196,11 +202,22 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     takes_turns: bool = False
 
 
+class RunPlan(Struct, frozen=True, forbid_unknown_fields=True):
+    """The course of a run, for reward functions. `max_steps` and `num_epochs` are its length, each version is that of
+    `steps_per_version` steps, and `columns` are those that any row has beside its prompt (None: unknown)."""
+
+    max_steps: Count = 0
+    num_epochs: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    steps_per_version: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    columns: Annotated[tuple[Text, ...], Meta(max_length=65_536)] | None = None
+
+
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     run_id: Name
     session: Name
     policy: PolicyInfo
     heartbeat_interval_s: Seconds
+    plan: RunPlan = RunPlan()
 
 
 class Reject(Struct, frozen=True, forbid_unknown_fields=True, tag="reject"):
@@ -248,6 +265,13 @@ class MissingReward(Struct, frozen=True, forbid_unknown_fields=True):
     completions: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
 
 
+class Logged(Struct, frozen=True, forbid_unknown_fields=True):
+    """The numbers that reward functions logged of a group, and a text of each completion by column."""
+
+    metrics: Annotated[dict[_LoggedName, float], Meta(max_length=MOST_METRICS)] = {}
+    extra: Annotated[dict[_LoggedName, _LoggedTexts], Meta(max_length=MOST_COLUMNS)] = {}
+
+
 class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     """Completions of one prompt (a rollout group), scored.  With n completions, T sampled tokens in all and F reward functions:
     `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,)
@@ -263,7 +287,7 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     `teacher_logprobs` float32 (T,) is a teacher's log-prob of each sampled token, and 0 of the others (empty: none was asked).
     `teacher_top_ids` int32 (T, k) has the k tokens that the teacher found likeliest in the place of each sampled token, and -1
     for those that the policy does not have and in rows of other tokens; `teacher_top_logprobs` float32 (T, k) has their
-    log-probs, and 0 beside -1 (both empty: k is 0)."""
+    log-probs, and 0 beside -1 (both empty: k is 0).  `logged` has n texts in each column."""
 
     lease_id: Name
     policy_version: Version
@@ -284,6 +308,7 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     teacher_logprobs: bytes = b""
     teacher_top_ids: bytes = b""
     teacher_top_logprobs: bytes = b""
+    logged: Logged = Logged()
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):

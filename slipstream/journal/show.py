@@ -81,6 +81,8 @@ def _record(
     for name, why in content.why_missing(missing, index).items():
         if why:
             write_line(f"{printable(name)} is missing: {printable(why)}")
+    for name, texts in content.message.logged.extra.items():
+        write_line(f"logged {printable(name)}: {printable(texts[index])}")
     write_line(f"log-probs: {_summary(group.logprobs[tokens][sampled])}")
     if group.token_versions is not None:
         shares = group.tokens_by_version(tokens).items()

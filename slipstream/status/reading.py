@@ -46,6 +46,7 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     reward: float | None = None
     reward_std: float | None = None
     rewards_by_function: dict[str, float] = field(name="reward_by_function", default_factory=dict)
+    dead_rewards: dict[str, float] = field(name="reward_dead_groups", default_factory=dict)  # 0: it works
     teacher_logprob_gain: float | None = field(name="teacher_logprob_gain_nats", default=None)
     zero_signal_share: float | None = field(name="zero_signal_ratio", default=None)
     truncated_share: float | None = field(name="completions_truncated_ratio", default=None)

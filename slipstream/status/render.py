@@ -43,6 +43,8 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
     parts: list[RenderableType] = [section for section in sections if section.row_count]
     if view.ended:
         parts.insert(0, Text(f"{view.ended.text}, {clock(view.ended.at)}", "bold"))
+    if dead := [printable(one.text) for one in warned if one.name == "dead_reward"]:
+        parts.insert(0, Text("\n".join(dead), "bold red"))
     parts.append(_warnings(warned))
     if trainer.source_groups:
         parts.append(_sources(trainer))

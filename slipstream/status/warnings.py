@@ -42,6 +42,7 @@ class Warned(NamedTuple):
 
 
 RULES = (
+    "dead_reward",
     "nothing_answers", "daemon_gone", "not_ready", "nonfinite_steps", "no_progress", "disk_nearly_full", "swaps_refused",
     "prompts_differ", "teacher_failing", "heartbeat_stale", "trainer_starved", "producer_idle", "staleness_at_bound",
     "effective_sample_low", "completions_truncated", "zero_signal", "environment_skipped", "dead_letters",
@@ -62,6 +63,7 @@ def warnings(view: View) -> list[Warned]:
     """Return the warnings that apply, the worst first."""
     trainer = view.trainer or TrainerView()
     found = [
+        *_of_rewards(view, trainer),
         *_of_daemons(view, trainer),
         *_of_producers(view),
         *_of_the_pipeline(view, trainer),
@@ -74,6 +76,13 @@ def warnings(view: View) -> list[Warned]:
 def as_dict(view: View) -> dict[str, Any]:
     """Return the view with its warnings, for programs."""
     return view.as_dict() | {"warnings": [warning._asdict() for warning in warnings(view)]}
+
+
+def _of_rewards(view: View, trainer: TrainerView) -> Iterator[Warned]:
+    for name, groups in (view.ended.dead_rewards if view.ended else trainer.dead_rewards).items():
+        if groups:
+            text = f"the reward {name} gave no number to any completion of {_number_of(int(groups), 'group')}"
+            yield Warned("dead_reward", text, "`slipstream reward try` shows why; trained was what the others said")
 
 
 def _of_daemons(view: View, trainer: TrainerView) -> Iterator[Warned]:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers.training_args import OptimizerNames
 from consumer.learn.forward import ChunkedLogProbFunction
 from consumer.learn.options import GRPOConfig, build_arguments, build_lora, former_names
 from consumer.learn.trainer import SlipstreamTrainer, add_fused_lm_head
+from producer.rewards.contract import GIVEN, TrainerState
 from protocol.config import trainer_keys
 from protocol.config.library_section import PEFT_DEFAULTS
 from replay.batch_selection import TrainingBatch
@@ -313,3 +315,19 @@ def test_values_that_are_refused_are_values_of_transformers() -> None:
     assert {name for name, reason in values["optim"].items() if reason == values["optim"]["lomo"]} == in_backward
     assert set(values["save_strategy"]) == {member.value for member in SaveStrategy} - {"no", "steps"}
     assert set(values["logging_strategy"]) == {member.value for member in IntervalStrategy} - {"no", "steps"}
+
+
+def test_reward_functions_are_passed_what_the_contract_has() -> None:
+    source = inspect.getsource(inspect.unwrap(GRPOTrainer._calculate_rewards))
+    passed = set(re.findall(r'(?<!row_)reward_kwargs\["(\w+)"\]', source)) | {
+        "prompts",
+        "completions",
+        "completion_ids",
+    }
+    assert passed == {*GIVEN, "environments"}, (
+        "an argument that reward functions of TRL get is passed or named in the docs"
+    )
+    assert 'key not in ["prompt", "completion", "completion_ids"]' in source
+    assert set(TrainerState.__struct_fields__) <= {
+        field.name for field in dataclasses.fields(transformers.TrainerState)
+    }

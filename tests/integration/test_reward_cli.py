@@ -52,7 +52,7 @@ rewards:
 
 def test_real_completions_of_the_model(run_folder: Path) -> None:
     code, output = tried(run_folder, "--n", "4", "--json")
-    assert code == ExitCode.OK, output
+    assert code == ExitCode.DATA_FAILURES, output
     said = json.loads(output.splitlines()[-1])
     assert [group["prompt"] for group in said["groups"]] == ["1+1=", "2+2="]
     for group in said["groups"]:
@@ -63,13 +63,15 @@ def test_real_completions_of_the_model(run_folder: Path) -> None:
             assert row["sum"] == digits + 2 * row["rewards"]["exact_match"]
             assert row["rewards"]["broken"] is None
     assert said["rewards"]["broken"]["failed"] == 8
+    assert "no judge" in said["dead_rewards"][0]
     assert "broken failed to score 8 completions (raised)" in said["warnings"]
 
 
 def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
     given = run_folder / "given.jsonl"
     given.write_text('{"prompt": "1+1=", "completions": ["2", "2"], "answer": "2"}\n')
-    code, output = tried(run_folder, "--completions", str(given))
+    functions = f"rewards.functions=[{{function: {run_folder}/more.py:digits}}, {{function: exact_match}}]"
+    code, output = tried(run_folder, "--completions", str(given), "--set", functions)
     assert code == ExitCode.NO_SIGNAL, output
     assert "warning: group 1: all equal: no signal" in output
     assert "exact_match" in output

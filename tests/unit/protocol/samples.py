@@ -40,7 +40,13 @@ SAMPLES = [
         gpus=("GPU-1",),
         takes_turns=True,
     ),
-    m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
+    m.Welcome(
+        run_id="run",
+        session="s1",
+        policy=POLICY,
+        heartbeat_interval_s=1.0,
+        plan=m.RunPlan(max_steps=60, num_epochs=1.5, steps_per_version=2, columns=("answer",)),
+    ),
     m.Reject(problems=["another base model: give both the same model.path"]),
     m.Lease(
         lease_id="7.0",
@@ -80,6 +86,7 @@ SAMPLES = [
         teacher_logprobs=b"\x00\x00\x00\xbf" + b"\x00" * 4,
         teacher_top_ids=b"\x07\x00\x00\x00" + b"\xff" * 4,
         teacher_top_logprobs=b"\x00\x00\x80\xbf" + b"\x00" * 4,
+        logged=m.Logged(metrics={"accuracy": 0.5}, extra={"wanted": ("2", "2")}),
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),

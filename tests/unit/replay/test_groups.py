@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, Logged
 from replay.groups import GroupShape, InvalidGroupError, message_of
 from tests.unit.replay.builders import SHAPE, group_message
 
@@ -143,6 +143,8 @@ REFUSED_TOPS: list[tuple[dict[str, Any], str]] = [
         ({"teacher_top_ids": ints(1, 2, 3, 4)}, "teacher_logprobs is empty, and teacher_top_ids is not"),
         ({"teacher_top_logprobs": floats(-1, -1, -1, -1)}, "teacher_top_ids has 0 bytes, expected 4 x 4 x (1 to 32)"),
         *((top(**changes), reason) for changes, reason in REFUSED_TOPS),
+        ({"logged": Logged({"accuracy": math.nan})}, "logged metrics must be finite"),
+        ({"logged": Logged(extra={"wanted": ("7",)})}, "logged columns must have a text for each completion"),
         ({"episodes": ints(0, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(1, 0)}, "episodes must name each of 0..1, in order"),
         ({"episodes": ints(0, 1, 2)}, "episodes must name each of 0..1, in order"),
@@ -152,7 +154,7 @@ REFUSED_TOPS: list[tuple[dict[str, Any], str]] = [
         ({"episodes": ints(0, 0, 1), "completion_lengths": ints(2, 1, 1)}, "truncated has 2 bytes, expected 3 x 1"),
     ],
 )
-def test_every_contradiction_is_refused_by_name(changes: dict[str, bytes], reason: str) -> None:
+def test_every_contradiction_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidGroupError) as caught:
         SHAPE.parse(group_message(**changes))
     assert reason in str(caught.value)

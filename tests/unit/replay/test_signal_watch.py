@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.errors import ExitCode, NoSignalError
+from protocol.errors import DataFailuresError, ExitCode, NoSignalError
 from replay.journal.writer import Journal
 from replay.rewards import SignalWatch
 from tests.unit.replay.builders import buffer, group, lease, offer
@@ -36,11 +36,15 @@ def test_one_group_with_signal_begins_a_new_streak() -> None:
     [
         ((0.0, 0.0, 0.0), "every completion was worth 0, and 50% of the completions were cut"),
         ((0.0, 1.0, None), "completions of a group were worth the same, from 0 in one group to 1 in another"),
-        ((None, None, None), "no completion was scored at all"),
     ],
 )
 def test_the_message_says_what_the_rewards_were(rewards: tuple[float | None, ...], words: str) -> None:
     assert words in told(watch_of(*rewards))
+
+
+def test_rewards_that_are_all_missing_are_no_lack_of_signal() -> None:
+    with pytest.raises(DataFailuresError, match="no completion was scored at all"):
+        watch_of(None, None, None).check()
 
 
 def test_without_a_bound_only_a_stall_asks_and_only_if_there_was_never_signal() -> None:

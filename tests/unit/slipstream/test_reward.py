@@ -13,7 +13,9 @@ from rich.console import Console
 from consumer.prompts.dataset import PromptDataset
 from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
-from slipstream.reward import Trial, given, report, show, until_stop
+from protocol.wire.messages import Logged
+from replay.reward_watch import RewardWatch
+from slipstream.reward import Group, Trial, given, report, show, until_stop
 
 LETTERS: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 
@@ -83,10 +85,10 @@ def test_spans_are_reported_and_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert first["spans"] == [(3, 0.25), (7, 1.0)]
     assert "spans" not in second
     assert not found["groups"][0]["signal"]
-    assert report(Trial(("right",), [1.0], groups, "per_step"))["groups"][0]["signal"]
+    assert report(Trial(("right",), [1.0], groups, credit="per_step"))["groups"][0]["signal"]
     for spans, signal in (([[(3, 0.5)], [(4, 0.5)]], True), ([[(3, 0.0)], []], False)):
         groups[0].spans = spans
-        assert report(Trial(("right",), [1.0], groups, "given"))["groups"][0]["signal"] == signal
+        assert report(Trial(("right",), [1.0], groups, credit="given"))["groups"][0]["signal"] == signal
     show(found, Console(width=120))
     assert "3: 0.25, 7: 1" in capsys.readouterr().out
 
@@ -100,3 +102,24 @@ def test_a_completion_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert r"\x1b[2Jgone\r\n" in out
+
+
+def test_a_reward_without_any_number_is_said_first_and_is_no_lack_of_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = [Group("p", {}, ["a", "b"], [[1], [2]]) for _ in range(2)]
+    groups[0].rewards, groups[1].rewards = (np.full((2, 2), np.nan, np.float32) for _ in range(2))
+    groups[0].logged = Logged({"accuracy": 0.5}, {"wanted": ("7", "8")})
+    for group in groups:
+        group.rewards[:, 0] = [0, 1]
+    watch = RewardWatch([("good", lambda name: True), ("dead", lambda name: True)])
+    found = report(Trial(("good", "dead"), [1.0, 1.0], groups, watch))
+    assert [group["signal"] for group in found["groups"]] == [True, True]
+    assert len(found["dead_rewards"]) == 1
+    show(found, Console(width=120))
+    out = capsys.readouterr().out
+    assert "reward dead gave no number to any completion of all 2 groups" in out.splitlines()[0]
+    assert "wanted" in out
+    assert "accuracy: 0.5" in out
+    groups[1].rewards[:, 0] = np.nan
+    warnings = report(Trial(("good", "dead"), [1.0, 1.0], groups, watch))["warnings"]
+    assert any("group 2: no reward" in warning for warning in warnings)
+    assert not any("all equal" in warning for warning in warnings)

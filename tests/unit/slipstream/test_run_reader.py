@@ -54,7 +54,11 @@ def test_how_a_run_ended_is_known_until_it_takes_another_step(run: RunReader) ->
     (run.folder / "trainer.json").write_text('{"finished": false, "steps": 4}')
     assert (found := run.ended()) is not None
     assert found.text == "stopped at step 4"
-    for damaged in ("", "[]", '{"finished": true}', '{"finished": true, "steps": "many"}'):
+    (run.folder / "trainer.json").write_text('{"finished": true, "steps": 4, "dead_rewards": {"f": 8}}')
+    assert (found := run.ended()) is not None
+    assert found.dead_rewards == {"f": 8}
+    strange = '{"finished": true, "steps": 4, "dead_rewards": [1]}'
+    for damaged in ("", "[]", strange, '{"finished": true}', '{"finished": true, "steps": "many"}'):
         (run.folder / "trainer.json").write_text(damaged)
         assert run.ended() is None
 

@@ -73,6 +73,18 @@ def test_metrics_by_hand() -> None:
     )
 
 
+def test_what_reward_functions_logged_is_averaged_over_the_groups_in_which_they_did() -> None:
+    groups = [rollout_group([[3], [4]], rewards=[0.0, 1.0]) for _ in range(3)]
+    for group, metrics in zip(groups, ({"accuracy": 0.25, "reward": 9.0}, {}, {"accuracy": 0.75}), strict=True):
+        object.__setattr__(group, "metrics", metrics)
+    batch = TrainingBatch(1, 1, 1, groups[:1], 1, [GroupStats.of(group) for group in groups])
+    metrics = batch_metrics(batch, 0, recipe(1.0), ["first"])
+    assert (metrics["logged/accuracy"], metrics["logged/reward"], metrics["reward"]) == (0.5, 9.0, 0.5)
+    object.__setattr__(groups[1], "metrics", {f"n{number}": 1.0 for number in range(1000)})
+    batch = batch._replace(arrivals=[GroupStats.of(group) for group in groups])
+    assert sum(name.startswith("logged/") for name in batch_metrics(batch, 0, recipe(1.0), ["first"])) == 64
+
+
 def test_metrics_by_source_by_hand() -> None:
     sources = Sources(("easy", "hard", "none"), (0, 2, 9))
     easy = rollout_group([[3], [4, 5]], rewards=[0.0, 1.0], lease_id="0-1-0-1-s", generation_s=2.0)

@@ -10,7 +10,7 @@ from producer.link.events import LeaseAbandoned, LinkEnded, OutboxFull, RunBegan
 from producer.link.outbox import num_bytes
 from protocol.errors import BundleChangedError, ExitCode, IncompatiblePeerError
 from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Lease, Nack, Reject
+from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Lease, Nack, Reject, RunPlan
 from tests.scripted import made_up_group
 from tests.scripted_trainer import lease
 from tests.unit.producer.link.linked import TRANSPORT, Setup, policy
@@ -77,7 +77,7 @@ def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(
     sent = len(setup.groups())
     setup.trainer.wants = lambda lease_id: lease_id not in ("lease-3", "lease-4")
     setup.restart_trainer(setup.trainer.policy, setup.blob)
-    setup.wait_for(lambda: setup.events.of(SessionBegan) == [setup.trainer.policy])
+    setup.wait_for(lambda: setup.events.of(SessionBegan) == [(setup.trainer.policy, RunPlan())])
     setup.wait_for(lambda: setup.events.blobs[1:] == [(0, setup.blob)])  # its version 0 might be another one
     assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-3", "lease-1", "lease-4"]
     setup.wait_for(lambda: setup.events.of(LeaseAbandoned) == ["lease-3"])
@@ -102,7 +102,7 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     sent = len(setup.groups())
     setup.trainer.run_id = "run-2"
     setup.restart_trainer(policy(7, b"other"), b"other")
-    setup.wait_for(lambda: setup.events.of(RunBegan)[1:] == [setup.trainer.policy])
+    setup.wait_for(lambda: setup.events.of(RunBegan)[1:] == [(setup.trainer.policy, RunPlan())])
     setup.wait_for(lambda: setup.events.blobs and setup.events.blobs[-1] == (7, b"other"))
     greeting = setup.trainer.all(Hello)[-1]
     assert (greeting.run_id, greeting.held) == ("run", ["lease-2", "lease-1"]), "the run whose leases they are"

@@ -13,7 +13,7 @@ import pytest
 
 from producer.groups import LeaseFailure
 from producer.rewards.pool import MAX_FAILURES, RewardFailures, RewardPool
-from producer.rewards.worker import Job, _score
+from producer.rewards.worker import Job, Made, _score
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError
 from protocol.wire.messages import MissingReward
@@ -30,7 +30,8 @@ def length(prompts, completions, completion_ids, **columns):
     return [float(len(c)) for c in completions]
 
 def sees_columns(prompts, completions, completion_ids, answer, **rest):
-    assert prompts == ["1+1="] * len(completions) and answer == ["2"] * len(completions) and rest == {}
+    assert prompts == ["1+1="] * len(completions) and answer == ["2"] * len(completions)
+    assert rest.keys() == {"trainer_state", "log_extra", "log_metric"}
     assert [len(ids) for ids in completion_ids] == [1, 2, 3]
     return [c == a for c, a in zip(completions, answer)]
 
@@ -143,7 +144,7 @@ def with_pool(
 
 def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
     async def use(pool: RewardPool) -> np.ndarray:
-        rewards, _, failures, _ = await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"})
+        rewards, _, failures, *_ = await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"})
         seen.missing = failures.entries()
         return rewards
 
@@ -177,14 +178,14 @@ def test_what_a_function_returns_or_raises_is_checked(returned: Any, reason: str
             raise returned
         return returned
 
-    found = _score(function, Job("p", COMPLETIONS, IDS, {}))
+    found = _score(Made.of(function, "f"), Job("p", COMPLETIONS, IDS, {}))
     assert (found.rewards, found.reason) == (None, reason)
     assert said in found.problem
 
 
 def test_completions_that_fail_alone_are_named_and_a_coroutine_is_awaited():
     job = Job("p", COMPLETIONS, IDS, {})
-    found = _score(lambda **_: asyncio.sleep(0, (True, TimeoutError("slow"), np.float32(2))), job)
+    found = _score(Made.of(lambda **_: asyncio.sleep(0, (True, TimeoutError("slow"), np.float32(2))), "f"), job)
     assert found.rewards == pytest.approx([1.0, math.nan, 2.0], nan_ok=True)
     assert found.failed == {1: ("timeout", "reward 1: slow")}
 

@@ -13,7 +13,7 @@ from producer.rewards.pool import RewardPool, Scored
 from producer.rewards.services import _Answer
 from producer.rewards.spans import Spans
 from producer.rewards.thinking import with_hidden_rows
-from producer.rewards.worker import Job, Scores, _score, checked
+from producer.rewards.worker import Job, Made, Scores, _score, checked
 from replay.groups import GroupShape, RolloutGroup
 from tests.unit.producer.rewards.test_rewards import Seen, section, with_pool
 
@@ -70,7 +70,7 @@ def test_what_is_no_span_is_refused_with_its_place_and_costs_its_completion_alon
 def test_a_completion_with_spans_is_worth_their_sum() -> None:
     job = Job("p", [TEXT, "x", "y"], [IDS, [1], [2]], {})
     returned = [{"tokens": ((1, 0.5), [np.int64(4), np.float32(2)])}, None, 3.0]
-    found = _score(lambda **_: returned, job)
+    found = _score(Made.of(lambda **_: returned, "f"), job)
     assert found.rewards == pytest.approx([2.5, math.nan, 3.0], nan_ok=True)
     assert found.spans == {0: Spans("tokens", [1, 4], [0.5, 2.0])}
     hidden = with_hidden_rows(found, {0: 7.0})

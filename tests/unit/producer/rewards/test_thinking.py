@@ -116,7 +116,7 @@ def test_the_pool_strips_counts_and_scores_what_never_ends(unclosed, last):
 
     async def score(pool: RewardPool) -> np.ndarray:
         pool.read_with(made, {})
-        rewards, _, failures, _ = await pool.score(
+        rewards, _, failures, *_ = await pool.score(
             "p", texts, [made(text)["input_ids"] for text in texts], {"answer": "42"}
         )
         expected = [("exact_match", "unclosed", (2,))] if unclosed == "missing" else []

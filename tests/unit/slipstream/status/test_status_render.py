@@ -155,3 +155,11 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
 def test_a_long_name_keeps_its_ends() -> None:
     assert shortened("host-gpu7-1234-abcd", 10) == "hos…4-abcd"
     assert shortened("short", 10) == "short"
+
+
+def test_a_dead_reward_is_the_first_line_of_a_run_and_of_one_that_ended() -> None:
+    running = seen({"dead_rewards": {"ramp": 12, "exact": 0}, "step": 3, "max_steps": 9})
+    ended = replace(seen(), ended=Ended(3, True, 1e9, {"ramp": 12}))
+    for view in (running, ended):
+        first = next(line for line in lines(view, 80)[1:] if line.strip())
+        assert "the reward ramp gave no number to any completion of 12 groups" in first

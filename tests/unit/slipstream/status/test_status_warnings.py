@@ -7,6 +7,10 @@ from slipstream.status.warnings import RULES, warnings
 from tests.unit.slipstream.status.builders import producer, seen
 
 CASES: dict[str, tuple[View, str, View]] = {  # one that it speaks of, what it says, and one at its threshold
+    "dead_reward": (
+        seen({"dead_rewards": {"ramp": 12, "exact": 0}}), "the reward ramp gave no number to any completion of 12 groups",
+        seen({"dead_rewards": {"ramp": 0}}),
+    ),
     "nothing_answers": (seen(), "no daemon of this run answers", seen({})),
     "daemon_gone": (seen({}, producer(error="gone")), "producer p1: gone", seen({}, producer())),
     "not_ready": (
