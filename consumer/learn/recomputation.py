@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ class RecomputedLayers:
             room = self._room_now()
             with _counted(self._layers[-1]) as counted:
                 yield
-            self._take_over(room, *(each / places for each in counted))
+            growing, of_input, of_weights = counted
+            self._take_over(
+                room - (len(self._layers) + _LAYERS_BESIDE) * of_weights, growing / places, of_input / places
+            )
             return
         if self._together:
             places = int(self._ranks.gather({"places": torch.tensor([places])})["places"].max())
@@ -148,17 +152,18 @@ class RecomputedLayers:
 
 @contextmanager
 def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
-    """Count the bytes that autograd keeps of the passes inside through a layer, without its weights: [all, of its input]."""
-    kept, found = dict[int, int](), list[int]()
+    """Count the bytes that autograd keeps of the passes inside through a layer, without its weights: [what grows with tokens, of
+    its input, of copies and products of weights, which have a weight's shape]."""
+    kept, found = dict[int, torch.Tensor](), list[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         here = (
-            each for each in layer.parameters() if not isinstance(each, DTensor)
+            each for each in chain(layer.parameters(), layer.buffers()) if not isinstance(each, DTensor)
         )  # where ranks share it, for a while
         weights = {each.untyped_storage().data_ptr() for each in here}
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = tensor
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -167,7 +172,13 @@ def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
         hooks.__exit__(None, None, None)
         if output is not None:  # the layer raised nothing
             hidden = output if isinstance(output, torch.Tensor) else output[0]
-            found[:] = [sum(kept.values()), hidden.nbytes]
+            of_tokens = {hidden.numel() // hidden.size(-1), hidden.size(-2)}
+            matrices = [each.detach() for each in layer.parameters() if each.dim() > 1]
+            num_bytes = {True: 0, False: 0}
+            for tensor in kept.values():
+                num_bytes[_is_of_weights(tensor.detach(), matrices, of_tokens)] += tensor.untyped_storage().nbytes()
+            found[:] = [num_bytes[False], hidden.nbytes, num_bytes[True]]
+            kept.clear()
 
     begun = layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
     ended = layer.register_forward_hook(end, always_call=True)
@@ -176,6 +187,17 @@ def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
     finally:
         begun.remove()
         ended.remove()
+
+
+def _is_of_weights(tensor: torch.Tensor, matrices: list[torch.Tensor], of_tokens: set[int]) -> bool:
+    """Tell whether a tensor does not grow with tokens: it has the shape of a weight, or where tokens are as many as a side, its
+    numbers."""
+    alike = [each for each in matrices if sorted(each.shape) == sorted(tensor.shape)]
+    if of_tokens.isdisjoint(tensor.shape):
+        return bool(alike)
+    here = (each for each in alike if not isinstance(each, DTensor))
+    sides = (one for each in here for one in (each, each.mT) if one.shape == tensor.shape)
+    return any(torch.equal(one.to(tensor.dtype), tensor) for one in sides)
 
 
 def _room_of_host() -> int:

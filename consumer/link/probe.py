@@ -65,8 +65,16 @@ class Measurement(NamedTuple):
     known: Probe
     logprobs: torch.Tensor | None
 
+    def on_way_to_host(self) -> "Measurement":
+        """Copy the numbers to host memory. On a GPU nobody waits for it, and an event that is recorded now comes after it."""
+        if self.logprobs is None:
+            return self
+        on_gpu = self.logprobs.is_cuda
+        there = torch.empty(self.logprobs.shape, dtype=torch.float32, pin_memory=on_gpu)
+        return self._replace(logprobs=there.copy_(self.logprobs, non_blocking=on_gpu))
+
     def probe(self) -> Probe:
-        """Return the probe as it travels. Waits until the numbers are there."""
+        """Return the probe as it travels, once the numbers are there."""
         known = self.known
         if self.logprobs is None:
             return known

@@ -74,10 +74,7 @@ class AdapterSnapshots:
         on_gpu = lies_on_gpu(self._parameters.values())
         with torch.no_grad():
             torch._foreach_copy_(places, list(self._parameters.values()), non_blocking=on_gpu)
-        copied = None
-        if probe is not None and probe.logprobs is not None:
-            logprobs = torch.empty(probe.logprobs.shape, dtype=torch.float32, pin_memory=self._is_pinned)
-            probe = probe._replace(logprobs=logprobs.copy_(probe.logprobs, non_blocking=on_gpu))
+        probe, copied = probe and probe.on_way_to_host(), None
         if on_gpu:
             copied = torch.cuda.Event()
             copied.record()

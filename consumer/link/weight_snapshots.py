@@ -100,13 +100,12 @@ class WeightSnapshots:
         except IndexError:
             buffer = self._new_buffer()
         survival = self._copy_to(buffer)
-        copied = None
+        probe, copied = probe and probe.on_way_to_host(), None
         if self._on_gpu:
             copied = torch.cuda.Event()
             copied.record()
         snapshot = WeightSnapshot(self, buffer, copied, probe, survival)
-        with self._making:
-            self._unmade.append(snapshot)
+        self._unmade.append(snapshot)  # without the lock, which the publisher holds while it makes a patch
         return snapshot
 
     def make(self, snapshot: WeightSnapshot) -> Blob:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from consumer.app.run import Run
 from consumer.app.setup import RunStart
 from consumer.learn import micro_batches as step_cuts
+from consumer.learn import recomputation
 from consumer.learn.memory import OutOfMemory, PassMemory, allocatable_bytes, oom_on_all_ranks, tokens_within
 from consumer.learn.micro_batches import StepSplitter
 from consumer.learn.trainer import SlipstreamTrainer
@@ -322,3 +325,24 @@ def test_the_rank_that_refused_is_named_on_the_others() -> None:
 )
 def test_how_many_tokens_there_is_room_for(free: int, taken_bytes: int, fitting: int) -> None:
     assert tokens_within(free, taken_bytes, 16_384) == fitting
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_copies_of_weights_are_no_bytes_of_tokens(has_adapter: bool) -> None:
+    """The 16-bit copies of autocast, also where a pass has as many tokens as a side of a weight. The first layer of an adapted
+    model needs no gradient for its input, so those of keys and values are not kept."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **shape)).float().train()
+    if has_adapter:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])).base_model.model
+    of_weights = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64)
+    if has_adapter:
+        of_weights += 2 * 4 * (32 + 32 + 64 + 32) - 2 * 32 * (32 + 16 + 16) - 2 * 4 * 32
+    found = []
+    for num_tokens in (16, 32, 64, 100):
+        with torch.autocast("cpu", torch.bfloat16), recomputation._counted(model.model.layers[0]) as counted:
+            loss = model(input_ids=torch.ones(1, num_tokens, dtype=torch.int64), use_cache=False).logits.sum()
+        found.append((counted[0] / num_tokens, counted[2]))
+        del loss
+    assert set(found) == {found[0]}
+    assert found[0][1] == of_weights
