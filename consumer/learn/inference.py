@@ -53,4 +53,4 @@ def _keep_evaluating(module: nn.Module) -> None:
         return module
 
     module.training = False
-    module.train = train  # type: ignore[method-assign]
+    module.train = train

@@ -10,7 +10,7 @@ Symbols as in `consumer.learn.importance`; log-probs are (B, T). Options and met
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from consumer.learn.importance import Factors
-from consumer.learn.micro_batches import MicroBatch, Places, loss_mask
+from consumer.learn.micro_batches import MicroBatch, Places, loss_mask, on_device
 from consumer.learn.shards import spreads_weights
 from consumer.learn.statistics import Numbers, Values
+from consumer.ranks.exchange import Ranks
 from replay.batch_selection import LOSS_PARTS
 
 ACTING_ENTROPY = "entropy of the tokens that the loss acts on"
@@ -57,6 +58,16 @@ class EntropyThreshold(NamedTuple):
 
     entropy: torch.Tensor | float
     num_tokens: torch.Tensor
+
+    @classmethod
+    def of_passes(cls, passes: Sequence[tuple[MicroBatch, Pass]], top: float, ranks: Ranks) -> "EntropyThreshold":
+        """Make it from the passes of all ranks over a step, of which the share `top` stays in the loss. All ranks call it."""
+        entropies = []
+        for batch, found in passes:
+            places = on_device(Places.of(loss_mask(batch))._asdict(), found.entropies.device)
+            entropies.append(found.entropies.detach().flatten()[places["tokens"]])
+        of_step = ranks.gather({"entropies": torch.cat(entropies)})["entropies"]
+        return cls.at(of_step.to(entropies[0]), 1 - top)
 
     @classmethod
     def at(cls, entropies: torch.Tensor, quantile: float) -> "EntropyThreshold":

@@ -27,6 +27,7 @@ from trl.trainer.utils import add_fused_lm_head
 from consumer.learn import checkpoints
 from consumer.learn.adapters import AdapterFolder
 from consumer.learn.completions import log_completions
+from consumer.learn.cut_batch import CutBatch
 from consumer.learn.forward import (
     Head,
     Tokens,
@@ -169,6 +170,7 @@ class SlipstreamTrainer(Trainer):
         self._passes: list[PassSize] = []  # of the step in progress, by which its gradient is made
         self._unlogged: dict[str, tuple[float, int]] = {}  # sum and number of values of each metric
         self._newest_groups: list[RolloutGroup] = []
+        self._cut_batch, self._is_cut = CutBatch(ranks), False  # by `max_steps`
 
     def _recipe(self, config: RunConfig) -> BatchRecipe:
         options, bonus = self.args, self._entropy_bonus
@@ -254,7 +256,7 @@ class SlipstreamTrainer(Trainer):
         for batch in self._batches:
             if self._ranks.world > 1 and self._ranks.rank == 0:
                 self._ranks.share(Train.of(batch))  # before this rank trains it
-            self._newest_groups = batch.groups
+            self._newest_groups, self._is_cut = batch.groups, batch.last_step > self.args.max_steps
             self._choose_kernel()  # in turns the model comes with the batch, whose rows are split by the choice
             self._splitter.begin(self.recipe, batch.groups, batch.answers, batch.weights)
             for step in steps_of(batch, self._ranks, self):
@@ -311,6 +313,7 @@ class SlipstreamTrainer(Trainer):
     def _prepare_inputs(self, inputs: list[MicroBatch]) -> list[MicroBatch]:
         """Add the log-probs of fixed policies, computed once per batch and kept on the device for its iterations. The rest stays
         on the CPU until its pass."""
+        self._cut_batch.give_to(inputs)
         for batch in inputs:
             with torch.no_grad():
                 if self.args.num_iterations > 1 and "old_per_token_logps" not in batch:
@@ -318,6 +321,8 @@ class SlipstreamTrainer(Trainer):
                 if self.args.beta != 0.0 and "ref_per_token_logps" not in batch:
                     with self._reference:
                         batch["ref_per_token_logps"] = self.forward_pass(batch).logprobs
+        if self._is_cut:
+            self._cut_batch.keep(inputs)
         return inputs
 
     def compute_loss(
@@ -329,7 +334,7 @@ class SlipstreamTrainer(Trainer):
         if self.args.top_entropy_quantile < 1.0 and (len(inputs) > 1 or self._ranks.world > 1):
             with torch.no_grad(), self._oom_on_all_ranks():
                 passes = [(batch, self.forward_pass(batch)) for batch in inputs]
-            threshold = self._entropy_threshold(passes)
+            threshold = EntropyThreshold.of_passes(passes, self.args.top_entropy_quantile, self._ranks)
         total = torch.zeros((), device=self.accelerator.device)
         self._summaries, self._passes = [], []
         for number, batch in enumerate(inputs, start=1):
@@ -345,7 +350,7 @@ class SlipstreamTrainer(Trainer):
     def _part_of_loss(self, batch: MicroBatch, threshold: EntropyThreshold | None) -> torch.Tensor:
         found = self.forward_pass(batch, teaches=True)
         if self.args.top_entropy_quantile < 1.0 and threshold is None:  # this is all of the step
-            threshold = self._entropy_threshold([(batch, found)])
+            threshold = EntropyThreshold.of_passes([(batch, found)], self.args.top_entropy_quantile, self._ranks)
         num_tokens, places = int(batch["num_items_in_batch"]), Places.of(loss_mask(batch))
         tensors = {name: batch[name] for name in _OF_LOSS if name in batch} | places._asdict()
         batch = on_device(tensors, self.accelerator.device)
@@ -371,15 +376,6 @@ class SlipstreamTrainer(Trainer):
         values |= values_of(seen, places, current.shape)
         self._summaries.append(Summary.of(values, samples))
         return loss
-
-    def _entropy_threshold(self, passes: list[tuple[MicroBatch, Pass]]) -> EntropyThreshold:
-        device = self.accelerator.device
-        entropies = [
-            found.entropies.detach().flatten()[on_device(Places.of(loss_mask(batch))._asdict(), device)["tokens"]]
-            for batch, found in passes
-        ]
-        of_step = self._ranks.gather({"entropies": torch.cat(entropies)})["entropies"]
-        return EntropyThreshold.at(of_step.to(entropies[0]), 1 - self.args.top_entropy_quantile)
 
     def _oom_on_all_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Handle a device without memory in the passes inside. With a sharded base one rank cannot abandon a pass alone."""
@@ -472,6 +468,7 @@ class SlipstreamTrainer(Trainer):
         def whole() -> None:
             write(model, trial)
             self._entropy_bonus.save(staged)
+            self._cut_batch.save(staged)
 
         self._commit_checkpoint(step, staged, whole)
 
@@ -498,3 +495,4 @@ class SlipstreamTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._entropy_bonus.load(Path(checkpoint))
+            self._cut_batch.load(Path(checkpoint))

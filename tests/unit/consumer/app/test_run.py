@@ -301,6 +301,19 @@ def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: P
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1, "top_entropy_quantile": 0.5}])
+def test_a_batch_that_the_end_of_a_run_cut_goes_on_as_in_a_longer_run(
+    tmp_path: Path, one_layer_model: Path, options: dict[str, Any]
+) -> None:
+    trainer = {"num_iterations": 3, "lr_scheduler_type": "constant", "learning_rate": 0.05, **options}
+    whole = Run(tmp_path / "whole", one_layer_model, trainer=trainer | {"max_steps": 9})
+    first = Run(tmp_path / "cut", one_layer_model, trainer=trainer | {"max_steps": 4})
+    second = Run(tmp_path / "cut", one_layer_model, resume=True, trainer=trainer | {"max_steps": 9})
+    assert second.published[0] == first.published[-1] == whole.published[4]
+    assert second.published[1:] == whole.published[5:]
+
+
+@pytest.mark.long
 def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_them(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
