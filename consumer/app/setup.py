@@ -178,10 +178,11 @@ class Setup:
 def _held_out(config: RunConfig, model_folder: Path, check: Callable[[], None]) -> PromptDataset | None:
     if config.evaluation is None:
         return None
+    template = {"chat_template_kwargs": config.dataset.chat_template_kwargs}  # with which they are rendered, too
     try:
         trusted = config.model.trust_remote_code
         return PromptDataset(
-            config.evaluation.dataset, model_folder, trust_remote_code=trusted, check=check,
+            config.evaluation.dataset.model_copy(update=template), model_folder, trust_remote_code=trusted, check=check,
             environments=[name for name in config.routes if not config.posted_by(name)],
         )  # fmt: skip
     except DatasetError as error:

@@ -19,6 +19,7 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
+from datasets.packaged_modules.cache.cache import Cache
 from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 
@@ -83,6 +84,11 @@ def _splits(source: SourceSection, key: str) -> Any:
         builder = load_dataset_builder(source.path, source.subset, revision=source.revision)
     if isinstance(builder, Json | Csv):
         builder = Written.of(builder, must_travel=source.transform is None)
+    elif isinstance(builder, Cache) and builder.info.builder_name in ("json", "csv"):
+        raise DatasetError(
+            f"{key}.path: {source.path} is not reached, and {builder.cache_dir} was read by another program, which may have "
+            "changed values; let it be reached once"
+        )
     if source.streaming:
         return builder.as_streaming_dataset()
     builder.download_and_prepare()

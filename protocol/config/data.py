@@ -120,7 +120,9 @@ class _RowsSection(Section):
     template: str = Field("{question}", description="Text of prompts: `{question}`, or entries of metadata.")
     subset: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
     revision: str | None = Field(None, description="Hub revision. A commit keeps the rows the same.")
-    split: str = Field("train", description="Split to train on, or a part of one: `train[:1000]`, `train[10%:]`.")
+    split: str = Field(
+        "train", description="Split, or parts: `train[:1000]`, `train[10%:]+test`. A file or saved Dataset is `train`."
+    )
     streaming: bool = Field(
         False,
         description="Read the first `max_rows` rows at every start, without downloading the rest.",

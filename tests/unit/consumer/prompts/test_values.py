@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.packaged_modules.cache.cache import Cache
 
+from consumer.prompts import opening
 from consumer.prompts.dataset import PromptDataset
 from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
@@ -271,3 +273,21 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert answers_of(path) == ["1"]
     lines(path, '{"prompt": "p", "answer": "007"}')
     assert answers_of(path) == ["007"]
+
+
+def test_what_another_program_kept_of_a_hub_dataset_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is not reached, so `datasets` takes what it has in its cache."""
+    of_folder(tmp_path / "rows")
+    real = opening.load_dataset_builder
+    monkeypatch.setattr(
+        opening, "load_dataset_builder", lambda *_, **__: Cache(dataset_name="rows", version="auto", hash="auto")
+    )
+    datasets.load_dataset(str(tmp_path / "rows"))
+    with pytest.raises(DatasetError, match=r"another program, .* let it be reached once"):
+        opened("someone/rows")
+    with monkeypatch.context() as once:
+        once.setattr(opening, "load_dataset_builder", lambda *_, **__: real(str(tmp_path / "rows")))
+        assert answers_of("someone/rows") == TEXTS
+    assert answers_of("someone/rows") == TEXTS
