@@ -17,7 +17,15 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from consumer.learn.adapters import AdapterFolder
-from consumer.learn.model import check_base_fits, choose_trainable, device_map, loading, save_weights, within_text_model
+from consumer.learn.model import (
+    check_base_fits,
+    choose_trainable,
+    device_map,
+    loading,
+    outline,
+    save_weights,
+    within_text_model,
+)
 from consumer.learn.options import build_lora, casts, former_names
 from consumer.link.merging import widen_saved_modules
 from consumer.prompts.answer_text import answer_text
@@ -110,13 +118,16 @@ def train(
 ) -> Any:
     """Return the model with the trained adapter, or without `lora` the model, whose parameters `trainable` names were trained;
     `ConfigError` if TRL or PEFT refused. The rows have `prompt` and `completion`, and perhaps `chat_template_kwargs`."""
+    trusted = arguments.trust_remote_code
     with loading("TRL or PEFT refused to build the trainer", _LARGER):
+        if lora is not None:
+            lora = within_text_model(lora, outline(model_folder, trust_remote_code=trusted))
         trainer = SFTTrainer(
             model=str(model_folder),
             args=arguments,
             train_dataset=rows,
-            processing_class=load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code),
-            peft_config=within_text_model(lora, model_folder) if lora is not None else None,
+            processing_class=load_tokenizer(model_folder, trust_remote_code=trusted),
+            peft_config=lora,
             callbacks=[_Lines()],
         )
     if lora is None:

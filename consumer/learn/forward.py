@@ -235,22 +235,38 @@ def token_logprobs(model: Any, layout: Layout, head: ApplyHead) -> tuple[torch.T
     return tuple(spread(values, layout) for values in found)
 
 
-def logprobs_by_trl(model: Any, layout: Layout, *, has_experts: bool) -> tuple[torch.Tensor, torch.Tensor, None, Any]:
-    """Return (B, T) log-probs and entropies by the LM head that TRL gave the model, and the load-balancing loss of experts or
-    None, behind None for divergences. This is for models whose logits `Head` cannot make.
+def logprobs_by_trl(model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, None, Any]:
+    """Return (B, T) log-probs and entropies by the LM head that TRL gave the model, None for divergences, and the load-balancing
+    loss of experts.
 
     Args:
         layout: of whole rows, on the device of the model.
     """
     labels = torch.full_like(layout.ids, -100).flatten()
     labels = labels.index_put((layout.before + 1,), layout.targets).view(layout.ids.shape)
-    options = {"attention_mask": layout.mask, "output_router_logits": True} if has_experts else {}
-    found = model(input_ids=layout.ids, labels=labels, fused_lm_head=True, **options)
+    found = whole_output(model, layout, has_experts=True, labels=labels, fused_lm_head=True)
     logprobs, entropies = (
         spread(torch.nn.functional.pad(values, (0, 1)).flatten()[layout.before], layout)
         for values in (found.log_probs, found.entropy)
     )
-    return logprobs, entropies, None, found.aux_loss if has_experts else None
+    return logprobs, entropies, None, found.aux_loss
+
+
+def logprobs_of_whole_logits(
+    model: Any, layout: Layout, temperature: float, *, has_experts: bool
+) -> tuple[torch.Tensor, torch.Tensor, None, Any]:
+    """Return the same from the logits of the model's own forward pass, whatever it makes them of; None without experts."""
+    found = whole_output(model, layout, has_experts=has_experts)
+    z = (found.logits.flatten(0, 1)[layout.before].float() / temperature).log_softmax(-1)
+    logprobs, entropies = z.gather(1, layout.targets[:, None])[:, 0], -(z.exp() * z).sum(-1)
+    return spread(logprobs, layout), spread(entropies, layout), None, found.aux_loss if has_experts else None
+
+
+def whole_output(model: Any, layout: Layout, *, has_experts: bool = False, **options: Any) -> Any:
+    """Return what the model's own forward pass returns for whole rows."""
+    if has_experts:
+        options |= {"attention_mask": layout.mask, "output_router_logits": True}
+    return model(input_ids=layout.ids, use_cache=False, **options)
 
 
 def spread(values: torch.Tensor, layout: Layout) -> torch.Tensor:

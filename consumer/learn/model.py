@@ -29,7 +29,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    set_seed,
+)
 from trl.trainer.utils import disable_dropout_in_model
 
 from consumer.learn.adapted_linear import use_adapted_products
@@ -49,7 +56,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, SlipstreamError, is_device_failure
 from protocol.gpu.memory import base_of, gib
 from protocol.library_errors import reading
-from protocol.wire.model_folder import ARCHITECTURES, OUTSIDE_TEXT_MODEL, vision_language
+from protocol.wire.model_folder import vision_language
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +102,7 @@ def load_policy(
         choose_trainable(base, config.trainable)
         check_names(base, folder)
     else:
-        model = _adapted(config, base, within_text_model(lora, folder), folder, ranks)
+        model = _adapted(config, base, within_text_model(lora, base), folder, ranks)
         if isinstance(base.get_output_embeddings(), BaseTunerLayer):
             raise ConfigError(
                 "lora.target_modules: log-probs are made with the weights of lm_head alone, so leave it out"
@@ -178,14 +185,17 @@ def load_model(folder: Path, **options: Any) -> Any:
     Raises:
         ConfigError: it lacks weights, which transformers would draw.
     """
-    automatic = AutoModelForCausalLM if vision_language(folder) is None else AutoModelForImageTextToText
-    model, loaded = automatic.from_pretrained(folder, output_loading_info=True, **options)
+    model, loaded = _automatic(folder).from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
             f"model.path: {folder} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}; take all "
             "files of a model that generates text"
         )
     return model
+
+
+def _automatic(folder: Path) -> Any:
+    return AutoModelForCausalLM if vision_language(folder) is None else AutoModelForImageTextToText
 
 
 def router_loss_coef(options: Any, base: Any) -> float:
@@ -354,27 +364,54 @@ def _not_shardable(why: str) -> ConfigError:
 
 def text_model(model: Any) -> Any:
     """Return the part of a causal language model, or of a vision-language model, that makes the hidden states of text."""
-    return model.get_decoder() if type(model).__name__ in ARCHITECTURES else model.base_model
+    return model.get_submodule(text_model_name(model))
 
 
-def within_text_model(lora: LoraConfig, folder: Path) -> LoraConfig:
-    """Restrict the adapter to the text model of the checkpoint in this folder. PEFT takes modules by parts of their names, and
-    towers have `q_proj` too."""
-    if vision_language(folder) is None:
+def text_model_name(model: Any) -> str:
+    """Return the name of the text model in the whole model: the innermost model of transformers with the embeddings of tokens."""
+    embeddings = model.get_input_embeddings()
+    parts = next(name for name, module in model.named_modules() if module is embeddings).split(".")
+    names = [".".join(parts[:length]) for length in range(1, len(parts))]
+    inner = [name for name in names if isinstance(model.get_submodule(name), PreTrainedModel)]
+    return inner[-1] if inner else str(model.base_model_prefix)
+
+
+def outline(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Return the model in this folder as its configuration describes it, without memory for weights."""
+    automatic, config = _automatic(folder), AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return automatic.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def within_text_model(lora: LoraConfig, model: Any) -> LoraConfig:
+    """Restrict the adapter to the text model of a vision-language model. PEFT takes modules by parts of their names, and towers
+    have `q_proj` too."""
+    if not _sees(model):
         return lora
+    names = dict(model.named_modules(remove_duplicate=False))
+    head = next(name for name, module in names.items() if module is model.get_output_embeddings())
+    outside = rf"(?!{re.escape(text_model_name(model))}\.|{re.escape(head)}$).*"
     excluded = lora.exclude_modules or ()
     if not isinstance(excluded, str):
         excluded = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in sorted(excluded))
-    outside = f"{OUTSIDE_TEXT_MODEL}|{excluded}" if excluded else OUTSIDE_TEXT_MODEL
-    return replace(lora, exclude_modules=outside)
+    return replace(lora, exclude_modules=f"{outside}|{excluded}" if excluded else outside)
 
 
 def drop_towers(model: Any) -> None:
     """Free the parts of a vision-language model beside its text model, once it has its adapter."""
-    whole, text = model.base_model, text_model(model)
-    for name, module in list(whole.named_children()):
-        if whole is not text and module is not text:
-            setattr(whole, name, None)
+    if not _sees(model):
+        return
+    kept = {model.get_output_embeddings(), text_model(model)}
+    within, parts = model, text_model_name(model).split(".")
+    for part in parts:
+        for name, child in list(within.named_children()):
+            if name != part and kept.isdisjoint(child.modules()):
+                setattr(within, name, None)
+        within = getattr(within, part)
+
+
+def _sees(model: Any) -> bool:
+    return model.config.get_text_config() is not model.config
 
 
 # A base of 4 or 8 bits per weight.
@@ -426,6 +463,6 @@ def unquantized_probe(
     dtype = getattr(torch, config.model.dtype)
     base = load_model(folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
     follow_engine(base, config)
-    like_trained = get_peft_model(base, within_text_model(lora, folder))
+    like_trained = get_peft_model(base, within_text_model(lora, base))
     drop_towers(base)
     return UnquantizedProbe(rows, every, like_trained, contextlib.nullcontext, trained=trained)

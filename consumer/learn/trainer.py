@@ -10,7 +10,6 @@ and used here has a test in tests/contract.
 """
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,22 +21,12 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from peft import LoraConfig, get_peft_model_state_dict
 from transformers import PrinterCallback, Trainer
-from trl.trainer.utils import add_fused_lm_head
 
 from consumer.learn import checkpoints
 from consumer.learn.adapters import AdapterFolder
 from consumer.learn.completions import log_completions
 from consumer.learn.cut_batch import CutBatch
-from consumer.learn.forward import (
-    Head,
-    Tokens,
-    check_teachable,
-    logits_of,
-    logprobs_by_trl,
-    rows_layout,
-    token_logprobs,
-    tree_layout,
-)
+from consumer.learn.forward import Tokens
 from consumer.learn.importance import importance_factors, resolve
 from consumer.learn.loss import (
     ACTING_ENTROPY,
@@ -65,7 +54,8 @@ from consumer.learn.micro_batches import (
 from consumer.learn.model import base_model, is_sharded, load_policy, router_loss_coef, save_weights
 from consumer.learn.options import checkpoints_by_memory
 from consumer.learn.recomputation import RecomputedLayers
-from consumer.learn.shards import gathered, load_weights, share_state, spreads_weights
+from consumer.learn.row_passes import RowPasses
+from consumer.learn.shards import load_weights, share_state, spreads_weights
 from consumer.learn.statistics import (
     Summary,
     TrainedStep,
@@ -76,7 +66,6 @@ from consumer.learn.statistics import (
     sampled,
     samples_of,
 )
-from consumer.learn.tree_attention import ChosenKernel, choose_kernel
 from consumer.link.merging import load_beginning
 from consumer.link.weight_snapshots import whole
 from consumer.prompts.tokenizer import load_tokenizer
@@ -146,13 +135,9 @@ class SlipstreamTrainer(Trainer):
         self._teacher_coef = 0.0 if config.distillation is None else config.distillation.coef
         self._answer_coef = config.loss.ce_coef
         self._router_loss_coef = router_loss_coef(options, self.base)
-        self._logits = None if self._router_loss_coef else logits_of(self.base)
-        if self._logits is None:
-            outputs = ("log_probs", "entropy")
-            add_fused_lm_head(self.base, options.temperature, options.cast_lm_head_to_fp32, outputs)
-        check_teachable(config.distillation, self._logits)
-        self._kernel: ChosenKernel | None = None
-        self._is_chosen = self._logits is None
+        self.row_passes = RowPasses(
+            self.base, config, options, self._router_loss_coef, ranks, self.accelerator.autocast
+        )
         self._recomputed = RecomputedLayers(model, options, ranks, by_memory=checkpoints_by_memory(config))
         has_kl = options.beta != 0.0
         tensors = get_peft_model_state_dict(model) if has_kl and config.changes_base else None
@@ -162,7 +147,7 @@ class SlipstreamTrainer(Trainer):
         self.recipe = self._recipe(config)
         is_here = self.base.get_input_embeddings().weight.device.type == self.accelerator.device.type
         if is_here and not self.is_sharded:
-            self._choose_kernel()
+            self._choose_passes()
         self.last: TrainedStep | None = None
         self.works: list[RankWork] = []
         self._step_loss = torch.zeros(())
@@ -257,7 +242,7 @@ class SlipstreamTrainer(Trainer):
             if self._ranks.world > 1 and self._ranks.rank == 0:
                 self._ranks.share(Train.of(batch))  # before this rank trains it
             self._newest_groups, self._is_cut = batch.groups, batch.last_step > self.args.max_steps
-            self._choose_kernel()  # in turns the model comes with the batch, whose rows are split by the choice
+            self._choose_passes()  # in turns the model comes with the batch, whose rows are split by the choice
             self._splitter.begin(self.recipe, batch.groups, batch.answers, batch.weights)
             for step in steps_of(batch, self._ranks, self):
                 yield self._splitter.split(step)
@@ -410,32 +395,23 @@ class SlipstreamTrainer(Trainer):
 
     # Passes.
 
-    def _choose_kernel(self) -> None:
-        """Choose how rows go through the model, once, where it computes. All ranks call it, and all take trees or none does."""
-        if self._is_chosen:
-            return
-        self._is_chosen = True
-        level = logging.INFO if self._ranks.rank == 0 else logging.DEBUG
-        with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
-            kernel = choose_kernel(self.base, level, attention=self.args.model_init_kwargs.get("attn_implementation"))
-        tree = bool(self._ranks.gather({"tree": torch.tensor([kernel is not None])})["tree"].all())
-        self._kernel, self.recipe = kernel if tree else None, replace(self.recipe, tree=tree)
+    def _choose_passes(self) -> None:
+        """Choose how rows go through the model, once, where it computes. All ranks call it."""
+        self.row_passes.choose()
+        self.recipe = replace(self.recipe, tree=self.row_passes.kernel is not None)
 
     def forward_pass(self, batch: MicroBatch, *, teaches: bool = False) -> Pass:
         """Return log-probs and entropies (if it `teaches` also divergences) of the policy; 0 outside the loss (`scored_mask`)."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         tokens = Tokens(ids, mask, scored_mask(batch))
-        layout = rows_layout(tokens) if self._kernel is None else tree_layout(tokens, self._kernel.make)
+        layout = self.row_passes.layout(tokens)
         self._passes.append(PassSize(layout.ids.numel(), layout.num_tokens))
         if teaches:
             layout = layout.with_teacher(batch, self.recipe.rewards.distillation)
         layout = layout.on(self.accelerator.device)
         with self._recomputed.of_pass(layout.ids.numel()), self.accelerator.autocast():
-            if self._logits is not None:
-                head = Head(self._logits, self.args, entropy_trains=self._entropy_bonus.is_on)
-                return Pass(*gathered(self.base, lambda: token_logprobs(self.base, layout, head)))
-            return Pass(*logprobs_by_trl(self.model, layout, has_experts=self._router_loss_coef != 0.0))
+            return self.row_passes(layout, entropy_trains=self._entropy_bonus.is_on)
 
     # Logs and checkpoints.
 

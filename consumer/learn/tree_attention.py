@@ -14,10 +14,8 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,6 +25,16 @@ from consumer.learn.model import text_model
 from consumer.learn.shards import gathered
 from consumer.learn.tree import Row, Tree, tree_of
 from consumer.learn.tree_kernels import FlashKernel, FlexKernel, Options, SegmentKernel, TreeKernel
+from consumer.learn.trial_rows import (
+    SHORT,
+    alone,
+    difference,
+    evaluating,
+    largest_difference,
+    long_length,
+    rows_to_try,
+    windows_within,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +42,7 @@ IMPLEMENTATION = "slipstream_tree"
 """The name of `tree_attention` among transformers' implementations."""
 
 _OLDEST_CARD = (8, 0)  # compute capability, of FlashAttention 2 and of Triton's kernels
-_LARGEST_DIFFERENCE = 0.1  # of hidden states, as a share of their norm; half of the tokens may differ more
 _LAYERS = {"full_attention", "sliding_attention"}
-_TRIED = (12, 8)  # tokens of prompts and completions
 
 MakeKernel = Callable[[Tree], TreeKernel]
 
@@ -100,7 +106,9 @@ def tree_pass(backbone: Any, ids: torch.Tensor, positions: torch.Tensor, kernel:
     return found
 
 
-def choose_kernel(model: Any, level: int = logging.INFO, *, attention: Any = None) -> ChosenKernel | None:
+def choose_kernel(
+    model: Any, level: int = logging.INFO, *, attention: Any = None, longest: int | None = None
+) -> ChosenKernel | None:
     """Choose the attention of trees for a causal language model where it lies, prepare the model for it, and log the choice.
 
     Call it in the context of the passes to come. With a sharded base all ranks call it.
@@ -108,6 +116,7 @@ def choose_kernel(model: Any, level: int = logging.INFO, *, attention: Any = Non
     Args:
         level: of the log; one of several ranks is enough for people.
         attention: `trainer.model_init_kwargs.attn_implementation`; None: the file leaves it to transformers.
+        longest: row of the run; None: the longest that the model takes.
 
     Returns:
         None: the rows of this model are padded.
@@ -115,7 +124,7 @@ def choose_kernel(model: Any, level: int = logging.INFO, *, attention: Any = Non
     problem = _obstacle(model, attention)
     if problem is None:
         for chosen in _candidates(model):
-            problem = _tried(model, chosen)
+            problem = _tried(model, chosen, longest)
             if problem is None:
                 logger.log(level, "common beginnings of rows are computed once: attention by %s", chosen.name)
                 return chosen
@@ -150,87 +159,67 @@ def _candidates(model: Any) -> Iterator[ChosenKernel]:
         return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _OLDEST_CARD:
         return
-    window = getattr(config, "sliding_window", None)
-    windows = frozenset[int]() if window is None else frozenset({window})
+
+    def flex(tree: Tree) -> FlexKernel:
+        window = getattr(config, "sliding_window", None)
+        return FlexKernel(tree, frozenset() if window is None else frozenset({window}))
+
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.dtype
     if dtype in (torch.float16, torch.bfloat16) and importlib.util.find_spec("flash_attn") is not None:
         function = importlib.import_module("flash_attn").flash_attn_varlen_func
         yield ChosenKernel("FlashAttention (flash-attn)", lambda tree: FlashKernel(tree, function))
-    yield ChosenKernel("torch's flex_attention", lambda tree: FlexKernel(tree, windows))
+    yield ChosenKernel("torch's flex_attention", flex)
 
 
-def _tried(model: Any, chosen: ChosenKernel) -> str | None:
-    """Send a small tree through the model, and leave the model prepared for trees if that went well.
+def _tried(model: Any, chosen: ChosenKernel, longest: int | None) -> str | None:
+    """Send small trees through the model, and leave the model prepared for trees if that went well.
 
     Returns:
         None, or why not.
     """
     backbone, before = text_model(model), text_model(model).config._attn_implementation
-    rows = _rows_to_try(model.get_input_embeddings().num_embeddings)
-    with _evaluating(backbone):
+    with evaluating(backbone):
         try:
-            expected = [_alone(model, row) for row in rows]
-            backbone.config._attn_implementation = IMPLEMENTATION
-            problem = _differs(model, chosen, rows, expected)
+            with windows_within(model):
+                problem = _differs(model, chosen, rows_to_try(model, SHORT), is_short=True)
+            if problem is None and (length := long_length(model, longest)) is not None:
+                problem = _differs(model, chosen, rows_to_try(model, length), is_short=False)
         except Exception as error:  # of a kernel, a compiler or the model: all mean that this does not work
             problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if problem is not None:
-        backbone.config._attn_implementation = before
+    backbone.config._attn_implementation = before if problem is not None else IMPLEMENTATION
     return problem
 
 
-def _rows_to_try(num_embeddings: int) -> list[Row]:
-    """Return two rows of one prompt, and one of another."""
-    lengths = [_TRIED[0], _TRIED[1], _TRIED[1], *_TRIED]
-    ids = np.linspace(1, num_embeddings - 1, sum(lengths)).astype(np.int64)
-    prompt, one, two, other, last = np.split(ids, np.cumsum(lengths)[:-1])
-    return [Row(prompt, one), Row(prompt, two), Row(other, last)]
-
-
-def _alone(model: Any, row: Row) -> torch.Tensor:
-    ids = torch.from_numpy(np.concatenate(row))[None].to(model.get_input_embeddings().weight.device)
-    with torch.no_grad():
-        return gathered(model, lambda: text_model(model)(input_ids=ids, use_cache=False).last_hidden_state)[0]
-
-
-def _differs(model: Any, chosen: ChosenKernel, rows: list[Row], expected: list[torch.Tensor]) -> str | None:
-    """Return how a pass over the tree of these rows is unlike the rows alone. Whatever a token depends on has a gradient, and
-    where it depends on nothing that is exactly zero."""
-    tree, embeddings = tree_of(rows), model.get_input_embeddings()
-    device, seen = embeddings.weight.device, list[torch.Tensor]()
+def _differs(model: Any, chosen: ChosenKernel, rows: list[Row], *, is_short: bool) -> str | None:
+    """Return how a pass over the tree of these rows is unlike the rows alone. Short rows are also asked what they depend on, of
+    which all layers keep activations: whatever a token depends on has a gradient, and where it depends on nothing that is
+    exactly zero."""
+    backbone, embeddings = text_model(model), model.get_input_embeddings()
+    expected = [alone(model, row) for row in rows]
+    tree, device, seen = tree_of(rows), embeddings.weight.device, list[torch.Tensor]()
 
     def watch(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        seen.append(output.detach().requires_grad_())
+        seen.append(output.detach().requires_grad_(is_short))
         return seen[0]
 
     ids, positions = (torch.from_numpy(each)[None].to(device) for each in (tree.ids, tree.positions))
     kernel = chosen.make(tree)
     kernel = kernel.with_tensors({name: tensor.to(device) for name, tensor in kernel.tensors.items()})
-    with torch.enable_grad(), embeddings.register_forward_hook(watch):
-        hidden = gathered(model, lambda: tree_pass(text_model(model), ids, positions, kernel))[0]
-        for row, places in enumerate(tree.places):
-            own = torch.from_numpy(places).to(device)
+    own = [torch.from_numpy(places).to(device) for places in tree.places]
+    backbone.config._attn_implementation = IMPLEMENTATION
+    with torch.set_grad_enabled(is_short), embeddings.register_forward_hook(watch):
+        hidden = gathered(model, lambda: tree_pass(backbone, ids, positions, kernel))[0]
+        for number, (row, places) in enumerate(zip(rows, own, strict=True)):
+            if not is_short:
+                break
             last = (
-                hidden[own[-_TRIED[1] :]].float().pow(3).sum()
-            )  # a norm may keep the sum, and that of squares, constant
-            [gradient] = torch.autograd.grad(last, seen, retain_graph=row + 1 < len(rows))
+                hidden[places[-len(row.completion) :]].float().pow(3).sum()
+            )  # a norm may keep the sums of lower powers
+            [gradient] = torch.autograd.grad(last, seen, retain_graph=number + 1 < len(rows))
             depends = gradient[0].ne(0).any(-1)
-            if not bool(depends[own].any()) or int(depends.sum()) > int(depends[own].sum()):
+            if not bool(depends[places].any()) or int(depends.sum()) > int(depends[places].sum()):
                 return "a layer carries something from one row to another"
-    found = torch.cat([hidden.detach()[torch.from_numpy(places).to(device)] for places in tree.places]).double()
-    whole = torch.cat(expected).double()
-    difference = float(((found - whole).norm(dim=-1) / whole.norm(dim=-1)).nanmedian())
-    if not difference <= _LARGEST_DIFFERENCE:
-        return f"hidden states differ from those of rows alone, by {difference:.0%}"
+    share = difference([hidden.detach()[places] for places in own], expected)
+    if not share <= largest_difference(model):
+        return f"hidden states differ from those of rows alone, by {share:.1%}"
     return None
-
-
-@contextmanager
-def _evaluating(backbone: Any) -> Iterator[None]:
-    """Switch dropout off."""
-    trains = backbone.training
-    backbone.eval()
-    try:
-        yield
-    finally:
-        backbone.train(trains)

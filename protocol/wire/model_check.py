@@ -32,7 +32,9 @@ _PARSED_BYTES = 2**20  # of larger JSON the ends are looked at
 _LENGTH = struct.Struct("<Q")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _QUANTIZERS = ("bitsandbytes", "gptq", "awq", "fp8", "compressed-tensors", "mxfp4")
-_TOWERS = {"visual", "vision_tower", "multi_modal_projector"}  # parts of names, in files of every age
+SENSES = ("vision", "visual", "image", "video", "audio", "speech", "multi_modal")
+"""Parts of the names of what sees or hears: of sections in config.json, and of weights in files of every age."""
+
 _WHOLE_NUMBERS = {"F64", "F32", "F16", "BF16", "BOOL"}  # the types of weights that are not quantized
 
 
@@ -293,5 +295,5 @@ def _no_access(file: Path, error: OSError) -> str:
 
 
 def is_of_text_model(weight: str) -> bool:
-    """Tell whether a weight of this name in a checkpoint's file is not one of what sees images."""
-    return _TOWERS.isdisjoint(weight.split("."))
+    """Tell whether a weight of this name in a checkpoint's file is not one of what sees or hears."""
+    return not any(sense in weight for sense in SENSES)

@@ -2,19 +2,21 @@
 
 Guarantee: equal folders have equal digests on every machine, and another fine-tune of the same architecture has another one.
 Weights are sampled (16 evenly spaced MiB per file, and its size), so a 70B model takes milliseconds, not minutes. Where the
-Python files of a model are run (`model.trust_remote_code`), both digests include them. Both daemons take the same
-architectures and agree on which modules are of the text model; another checkpoint that sees or hears is refused.
+Python files of a model are run (`model.trust_remote_code`), both digests include them. Both daemons agree on which checkpoints
+see or hear, of which they use the text model alone.
 """
 
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError, access_fix
 from protocol.library_errors import reading
+from protocol.wire.model_check import SENSES
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 2**20
@@ -126,18 +128,7 @@ def json_object(file: Path) -> dict[str, Any]:
     return value
 
 
-ARCHITECTURES = (
-    "Gemma3ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-)
-"""transformers calls the text model of all of them `model.language_model`, and its head `lm_head`."""
-
-OUTSIDE_TEXT_MODEL = r"(?!model\.language_model\.|lm_head$).*"
-"""Matches the full name of every other module."""
-
-_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)$")
 
 
 class VisionLanguage(NamedTuple):
@@ -152,26 +143,17 @@ class VisionLanguage(NamedTuple):
 
 
 def placeholders_of(folder: Path) -> frozenset[int]:
-    """Return the placeholders of the model in this folder. Raises as `vision_language`."""
+    """Return the placeholders of the model in this folder."""
     seen = vision_language(folder)
     return seen.placeholders if seen is not None else frozenset()
 
 
 @unreadable_is_configuration()
 def vision_language(folder: Path) -> VisionLanguage | None:
-    """Return the vision-language facts of the model in this folder; None for a text model.
-
-    Raises:
-        ConfigError: it sees or hears, and is none of `ARCHITECTURES`.
-    """
+    """Return the facts of the model in this folder if it sees or hears; None for a text model."""
     config = json_object(folder / "config.json")
-    if "vision_config" not in config and "audio_config" not in config:
+    if not any(name.endswith("_config") and name.startswith(SENSES) for name in config):
         return None
-    named = config.get("architectures") or ["of no architecture"]
-    if named[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"model.path: {folder} is a multimodal model ({named[0]}); a run can train the text model of "
-            f"{', '.join(ARCHITECTURES)}. Choose one of these, or a model of text alone"
-        )
-    found = (config.get(key) for key in _PLACEHOLDERS)
-    return VisionLanguage(named[0], frozenset(token for token in found if isinstance(token, int)))
+    [architecture, *_] = config.get("architectures") or ["of no architecture"]
+    found = {value for name, value in config.items() if _PLACEHOLDER.match(name)}
+    return VisionLanguage(architecture, frozenset(token for token in found if isinstance(token, int)))

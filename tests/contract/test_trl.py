@@ -25,7 +25,8 @@ from transformers.training_args import OptimizerNames
 
 from consumer.learn.forward import ChunkedLogProbFunction
 from consumer.learn.options import GRPOConfig, build_arguments, build_lora, former_names
-from consumer.learn.trainer import SlipstreamTrainer, add_fused_lm_head
+from consumer.learn.row_passes import add_fused_lm_head
+from consumer.learn.trainer import SlipstreamTrainer
 from producer.rewards.contract import GIVEN, TrainerState
 from protocol.config import trainer_keys
 from protocol.config.library_section import PEFT_DEFAULTS

@@ -45,7 +45,7 @@ def rows_and_tree(folder: Path, model: Path, **options: Any) -> tuple[Any, Any, 
     """Trainers that have taken a step, by plain rows and by a tree; and how often the host waited in the tree's."""
     eager = {"trainer": {"model_init_kwargs": {"attn_implementation": "eager"}}}
     rows = trainer(folder, model, completions=COMPLETIONS, **(options | eager))
-    assert rows._kernel is None
+    assert rows.row_passes.kernel is None
     rows.train()
     found, syncs = trainer(folder, model, completions=COMPLETIONS, **options), Syncs()
     found._part_of_loss = syncs.watch(found._part_of_loss)  # type: ignore[method-assign]
@@ -58,7 +58,7 @@ def test_a_tree_goes_through_flash_attention_where_it_is_installed(
 ) -> None:
     """The gradient is that of padded rows; no layer has the host wait."""
     rows, trained, syncs = rows_and_tree(tmp_path, model(family))
-    assert trained._kernel.name == "FlashAttention (flash-attn)"
+    assert trained.row_passes.kernel.name == "FlashAttention (flash-attn)"
     flash.calls.clear()
     trained.train()
     assert not syncs.found
@@ -73,7 +73,7 @@ def test_a_tree_goes_through_flex_attention_without_flash_attention_and_in_float
 ) -> None:
     options = {"dtype": "float32", "trainer": {"gradient_checkpointing": checkpointing}, "prompt": [5, 9] * 100}
     rows, trained, syncs = rows_and_tree(tmp_path, model(family), **options)
-    assert trained._kernel.name == "torch's flex_attention"
+    assert trained.row_passes.kernel.name == "torch's flex_attention"
     flash.calls.clear()
     flex.calls.clear()
     trained.train()
@@ -89,7 +89,7 @@ def test_an_older_card_gets_rows(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     with caplog.at_level(logging.INFO):
-        assert trainer(tmp_path, model("llama"))._kernel is None
+        assert trainer(tmp_path, model("llama")).row_passes.kernel is None
     assert "padded to the longest: no kernel fits the device" in caplog.text
 
 
@@ -100,7 +100,7 @@ def test_a_kernel_that_fails_on_this_card_is_not_used(
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
     monkeypatch.setattr(flash, "flash_attn_varlen_func", refusing)
-    kernel = trainer(tmp_path, model("llama"))._kernel
+    kernel = trainer(tmp_path, model("llama")).row_passes.kernel
     assert kernel is not None
     assert kernel.name == "torch's flex_attention"
 

@@ -69,11 +69,11 @@ def test_nothing_of_a_step_stays_on_the_gpu_between_turns(
     options: dict[str, Any], tmp_path: Path, model: Model
 ) -> None:
     turns = Turns(trainer(tmp_path, model("llama"), steps=3, pipeline={"gpu": "turns"}, **options))
-    assert turns.made._kernel is None
+    assert turns.made.row_passes.kernel is None
     turns.moves.back()
     turns.made.train()
-    assert turns.made._kernel is not None
-    assert turns.made._kernel.name == "torch's flex_attention", "it is chosen where the passes are"
+    assert turns.made.row_passes.kernel is not None
+    assert turns.made.row_passes.kernel.name == "torch's flex_attention", "it is chosen where the passes are"
     assert len(turns.left) == 2
     assert max(turns.left) <= 2 * _SMALLEST_BLOCK, "two losses that transformers keeps, whatever the size of the step"
 

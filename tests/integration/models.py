@@ -79,7 +79,7 @@ def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -> Path:
-    """Writes a model of `family` (qwen2, llama, gemma3, phi3, mixtral or qwen3_moe) with its tokenizer to `folder`, in float32."""
+    """Writes a model of `family`, one of the cases below, with its tokenizer to `folder`, in float32."""
     tokenizer = byte_bpe_tokenizer() if family == "llama" else char_tokenizer()
     settings = _SHAPE | {
         "num_hidden_layers": num_layers,
@@ -198,7 +198,7 @@ def random_adapter(
     torch.manual_seed(seed)
     base = load_model(model_folder, dtype=torch.float32)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(base, within_text_model(config, model_folder))
+    model = get_peft_model(base, within_text_model(config, base))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -163,8 +163,8 @@ def test_a_step_is_that_of_the_rewards_and_the_cross_entropy(
     tmp_path: Path, one_layer_model: Path, options: dict[str, Any], is_tree: bool
 ) -> None:
     ours = trainer_of(tmp_path, one_layer_model, **options)
-    assert ours._kernel is not None
-    ours._kernel = ours._kernel if is_tree else None
+    assert ours.row_passes.kernel is not None
+    ours.row_passes.kernel = ours.row_passes.kernel if is_tree else None
     groups = off_policy(ours, with_tool_results(some_groups(3)))
     ce_loss, ce_gradient = cross_entropy(ours, groups, ANSWERS)
     ours.recipe = dataclasses.replace(ours.recipe, tree=is_tree)

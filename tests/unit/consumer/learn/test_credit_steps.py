@@ -98,8 +98,8 @@ def test_loss_and_gradient_are_sums_over_tokens(
 ) -> None:
     """The policy gradient is minus the mean over tokens of A_t times the gradient of log π_t: each row alone, unpadded."""
     ours = trainer_of(tmp_path, one_layer_model, options, loss_type="dapo")
-    assert ours._kernel is not None
-    ours._kernel = ours._kernel if is_tree else None
+    assert ours.row_passes.kernel is not None
+    ours.row_passes.kernel = ours.row_passes.kernel if is_tree else None
     groups = rewarded(on_policy(ours, with_tool_results(some_groups())))
     ours.model.zero_grad()
     num_tokens, total = sum(int(group.is_sampled.sum()) for group in groups), 0.0

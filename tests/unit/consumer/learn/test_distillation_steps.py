@@ -179,8 +179,8 @@ def test_loss_and_gradient_are_sums_over_tokens(
     """Each row alone and unpadded: minus the mean over tokens of min(p / b, 1.5) (A_i + c (log p_T - log b)) π / p, in the first
     update, in which π = p and no ratio is clipped."""
     ours = trainer_of(tmp_path, one_layer_model, coef=0.5, alone=alone)
-    assert ours._kernel is not None
-    ours._kernel = ours._kernel if is_tree else None
+    assert ours.row_passes.kernel is not None
+    ours.row_passes.kernel = ours.row_passes.kernel if is_tree else None
     groups = taught(off_policy(ours, with_tool_results(some_groups())))
     ours.model.zero_grad()
     num_tokens, total = sum(int(group.is_sampled.sum()) for group in groups), 0.0
@@ -233,8 +233,8 @@ def test_loss_and_gradient_have_the_mean_divergence_of_the_tokens(
     as above."""
     options = {"mode": "divergence", "top_k": 3, "beta": 0.25, "coef": 0.5}
     ours = trainer_of(tmp_path, one_layer_model, alone=alone, **options)
-    assert ours._kernel is not None
-    ours._kernel = ours._kernel if is_tree else None
+    assert ours.row_passes.kernel is not None
+    ours.row_passes.kernel = ours.row_passes.kernel if is_tree else None
     groups = with_top(off_policy(ours, with_tool_results(some_groups())), 3)
     ours.model.zero_grad()
     num_tokens, total, divergences = sum(int(group.is_sampled.sum()) for group in groups), 0.0, list[float]()

@@ -33,7 +33,7 @@ def test_queries_without_a_key(
     settings = json.loads((model / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (model / "config.json").write_text(json.dumps(settings))
     ours = slipstream_trainer(run_config(tmp_path, model, trainer=trainer, lora=LORA), model)
-    assert (ours._logits is None) == (family == "mixtral")
+    assert (ours.row_passes.logits is None) == (family == "mixtral")
     groups = [rollout_group([[3, 4], [5], [6, 7], [8]], prompt=prompt) for prompt in ([3], [4, 5, 6])]
     loss, gradient = loss_and_gradients(ours, ours._prepare_inputs(ours.recipe.tensors(groups)))
     assert gradient.abs().max() > 0

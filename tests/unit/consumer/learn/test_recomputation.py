@@ -107,8 +107,10 @@ def states(trainer: SlipstreamTrainer) -> torch.Tensor:
     batch = trainer.recipe.tensors(some_groups(1))[0]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    assert trainer._kernel is not None
-    return hidden_states(trainer.base.model, tree_layout(Tokens(ids, mask, loss_mask(batch)), trainer._kernel.make))
+    assert trainer.row_passes.kernel is not None
+    return hidden_states(
+        trainer.base.model, tree_layout(Tokens(ids, mask, loss_mask(batch)), trainer.row_passes.kernel.make)
+    )
 
 
 @pytest.mark.long

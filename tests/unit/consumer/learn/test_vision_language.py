@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from consumer.app.setup import Setup
 from consumer.learn.forward import Logits
-from consumer.learn.model import within_text_model
+from consumer.learn.model import load_model, outline, within_text_model
 from consumer.learn.options import check_model
 from consumer.link.snapshots import AdapterSnapshots
 from protocol.errors import ConfigError
@@ -57,7 +57,7 @@ def test_the_text_model_alone_is_adapted_and_computes_what_the_whole_checkpoint_
     assert not any("vis" in name or "projector" in name for name, _ in trainer.model.named_parameters()), (
         "they are dropped"
     )
-    assert trainer._logits == Logits()
+    assert trainer.row_passes.logits == Logits()
 
     seen = vision_language(checkpoint)
     assert seen is not None
@@ -84,7 +84,7 @@ def test_the_text_model_alone_is_adapted_and_computes_what_the_whole_checkpoint_
     "excluded", [["k_proj", "language_model.layers.0.self_attn.v_proj"], r".*\.k_proj|.*\.0\..*v_proj"]
 )
 def test_what_the_user_leaves_out_stays_out(vision_checkpoint: Path, excluded: Any) -> None:
-    lora = within_text_model(LoraConfig(exclude_modules=excluded), vision_checkpoint)
+    lora = within_text_model(LoraConfig(exclude_modules=excluded), outline(vision_checkpoint, trust_remote_code=False))
     layers = "model.language_model.layers"
     for name in (f"{layers}.0.self_attn.k_proj", f"{layers}.0.self_attn.v_proj", "model.visual.blocks.0.mlp.up_proj"):
         assert re.fullmatch(str(lora.exclude_modules), name)
@@ -94,7 +94,7 @@ def test_what_the_user_leaves_out_stays_out(vision_checkpoint: Path, excluded: A
 
 def test_a_model_of_text_alone_is_what_it_was(one_layer_model: Path) -> None:
     lora = LoraConfig(exclude_modules=["k_proj"])
-    assert within_text_model(lora, one_layer_model) is lora
+    assert within_text_model(lora, load_model(one_layer_model)) is lora
     assert vision_language(one_layer_model) is None
 
 

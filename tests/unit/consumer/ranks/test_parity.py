@@ -46,7 +46,7 @@ def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch
     """Loss, gradient and metrics of one step over the groups."""
     trainer.model.zero_grad()
     trainer.create_optimizer_and_scheduler(2)
-    trainer._choose_kernel()
+    trainer._choose_passes()
     trainer._splitter.begin(trainer.recipe, groups, ANSWERS if trainer._answer_coef else ())
     loss = trainer.training_step(trainer.model, trainer._splitter.split(1), None)
     gradient = torch.cat([whole(parameter.grad).flatten() for parameter in lora_parameters(trainer)])
