@@ -1,4 +1,4 @@
-"""How rows go through a model, and how their log-probs are made: chosen once, by a trial of the model where it computes.
+"""The way of rows through a model and to log-probs: chosen once, by a trial of the model where it computes.
 
 Guarantee: all ranks take the same way, and one that passed its trial. A model whose rows depend on each other in every way is
 refused. Rows are a tree, or each is padded. Log-probs are made by our head, by TRL's for experts whose load is balanced, or from

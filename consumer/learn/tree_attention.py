@@ -1,9 +1,9 @@
 """Passes over a tree of rows through a model of transformers, for models whose layers can.
 
-Guarantee: a model is given to trees only after a small one went through it. Each token of it depended on no token beside its own
-path, and its hidden states were those of rows alone. So recurrent layers, positions that attention does not get, attention
-sinks and kernels that the card refuses lead to plain rows, whatever a configuration says. All other passes through the model,
-such as those of a probe, compute as before.
+Guarantee: a model is given to trees only after small ones went through it. Each token of them depended on no token beside its own
+path, and its hidden states were those of rows alone, beyond any sliding window. So recurrent layers, positions that attention
+does not get, attention sinks and kernels that the card refuses lead to plain rows, whatever a configuration says. All other
+passes through the model, such as those of a probe, compute as before.
 
 A model reaches `tree_attention` by transformers' AttentionInterface, and hands the tree's kernel through its layers as the
 argument `tree`. Gradient checkpointing keeps arguments, so a recomputed layer has the same tree.

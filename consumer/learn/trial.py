@@ -25,7 +25,6 @@ from consumer.learn.trial_rows import (
     hidden_of,
     is_in_sixteen_bits,
     largest_difference,
-    long_length,
     rows_to_try,
 )
 from protocol.errors import is_device_failure
@@ -43,16 +42,16 @@ def company_problem(model: Any, longest: int) -> str | None:
     """
     try:
         with evaluating(text_model(model)):
-            return _beside_a_longer_row(model, longest) or _beside_far_positions(model, longest)
+            return _beside_a_longer_row(model) or _beside_far_positions(model, longest)
     except Exception as error:
         if is_out_of_memory(error) or is_device_failure(error):
             raise
         return f"a pass through its text model raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _beside_a_longer_row(model: Any, longest: int) -> str | None:
+def _beside_a_longer_row(model: Any) -> str | None:
     first, _, other = rows_to_try(model, SHORT)
-    row, length = np.concatenate(first), long_length(model, longest) or 2 * SHORT
+    row, length = np.concatenate(first), 4 * SHORT
     both = np.stack([np.pad(row, (0, length - len(row)), mode="edge"), np.resize(np.concatenate(other), length)])
     share = difference([hidden_of(model, both)[0, : len(row)]], [alone(model, first)])
     if not share <= largest_difference(model):

@@ -24,11 +24,15 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     _no_split_modules = ("Layer",)
+    base_model_prefix = "base_model"
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.base_model = nn.ModuleList(layers)
         self.head = nn.Parameter(torch.zeros(30), requires_grad=False)  # 120 bytes
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model[0]
 
 
 class Ranks:
