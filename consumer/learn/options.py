@@ -18,19 +18,12 @@ from trl import GRPOConfig
 from consumer.learn.importance import resolve
 from protocol.config.library_section import build, for_library
 from protocol.config.run import RunConfig
+from protocol.config.trainer_keys import package_of_optimizer
 from protocol.errors import ConfigError
 from protocol.wire.model_folder import VisionLanguage
 
 logger = logging.getLogger(__name__)
 
-_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")
-_LIBRARIES = {
-    "galore_": ("galore_torch", "galore-torch"),
-    "apollo_": ("apollo_torch", "apollo-torch"),
-    "grokadamw": ("grokadamw", "grokadamw"),
-    "stable_adamw": ("optimi", "torch-optimi"),
-}
-"""The module and the package that optimizers need, by the beginning of their names."""
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")  # vLLM's list
 
 
@@ -225,11 +218,11 @@ def check_optimizer(name: str, *, on_gpu: bool) -> None:
             f"trainer.optim: {name} moves its state between a GPU and the host, and on a CPU bitsandbytes does not; use "
             "adamw_8bit or adamw_torch"
         )
-    if name.startswith("paged_") or "bnb" in name or name in _OF_BITSANDBYTES:
+    module, package = package_of_optimizer(name) or ("", "")
+    if module == "bitsandbytes":
         need_bitsandbytes(f"trainer.optim: {name}")
-    for kind, (module, package) in _LIBRARIES.items():
-        if name.startswith(kind) and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"trainer.optim: {name} needs {package}: pip install {package}; or use adamw_torch")
+    elif module and importlib.util.find_spec(module) is None:
+        raise ConfigError(f"trainer.optim: {name} needs {package}: pip install {package}; or use adamw_torch")
 
 
 def need_bitsandbytes(what: str) -> None:

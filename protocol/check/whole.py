@@ -7,6 +7,7 @@ at is told.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from protocol.check.inputs import Inputs
 from protocol.config.library_fields import fields_of, library_name
 from protocol.config.library_section import OWN_KEYS, RESERVED, placed_keys
 from protocol.config.library_values import value_mistakes
@@ -35,11 +36,13 @@ def check_file(
     """
     values, source = read(path, overrides)
     result = collected(RunConfig, values)
-    mistakes = [*result.mistakes, *library_mistakes(values)]
+    mistakes, not_looked_at = [*result.mistakes, *library_mistakes(values)], []
     if result.made is not None:
-        mistakes += more(result.made)
+        inputs = Inputs(result)
+        mistakes += [*inputs.mistakes(), *more(result.made)]
+        not_looked_at = inputs.not_looked_at
     source.refuse(mistakes)
-    return Checked(strict(values, source), [*_without_library()])
+    return Checked(strict(values, source), [*_without_library(), *not_looked_at])
 
 
 def check_library_sections(path: str, overrides: list[str] | None = None) -> RunConfig:

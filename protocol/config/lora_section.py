@@ -48,6 +48,10 @@ def problems(section: dict[str, Any]) -> Iterator[str]:
     for key, allowed in LORA_REFUSED.items():
         if key in section and section[key] not in allowed:
             yield f"`{key}: {section[key]}` can neither be served by vLLM nor merged by the trainer; remove it"
+    for key in ("layers_to_transform", "layers_pattern"):
+        if section.get(key) is not None and isinstance(target := section.get("target_modules"), str):
+            given = f"`{target}`, the default," if target == "all-linear" else f"`{target}`"
+            yield f"`{key}`: it needs a list of target_modules, and {given} is none; set one, such as [q_proj, v_proj]"
     init, merged = section.get("init_lora_weights", True), merged_keys(section)
     if init not in LORA_SERVABLE["init_lora_weights"] and not changes_base(section):
         yield (

@@ -258,6 +258,40 @@ MODEL_INIT_RESERVED: dict[str, str | None] = {
 """Keys within `model_init_kwargs` that follow from others."""
 
 
+TRACKERS = {
+    "azure_ml": "azureml",
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "comet_ml": "comet_ml",
+    "dagshub": "dagshub",
+    "dvclive": "dvclive",
+    "flyte": "flytekit",
+    "kubeflow": "",
+    "mlflow": "mlflow",
+    "neptune": "neptune",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard tensorboardX",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""The trackers of `report_to`, and the packages of which each needs one."""
+
+_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")
+_OF_OPTIMIZERS = {
+    "galore_": ("galore_torch", "galore-torch"),
+    "apollo_": ("apollo_torch", "apollo-torch"),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    "stable_adamw": ("optimi", "torch-optimi"),
+}
+
+
+def package_of_optimizer(name: str) -> tuple[str, str] | None:
+    """Return the module and the package that an optimizer needs beside torch."""
+    if name.startswith("paged_") or "bnb" in name or name in _OF_BITSANDBYTES:
+        return "bitsandbytes", "bitsandbytes"
+    return next((needed for begin, needed in _OF_OPTIMIZERS.items() if name.startswith(begin)), None)
+
+
 SPREAD_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Optimizers whose state has the shape of its parameter, each number by itself, so that every rank can keep a part."""
 

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.integration
     ("arguments", "code", "words"),
     [
         (
-            ["--check", "full", "--set", "trainer.lr_scheduler_type=sinus"],
+            ["--set", "trainer.lr_scheduler_type=sinus"],
             78,
-            "trainer: refused by trl.GRPOConfig: sinus is not a valid",
+            "--set trainer.lr_scheduler_type=sinus: expected `linear`",
         ),
         (
             ["--set", "dataset.path=absent.jsonl"],
@@ -41,10 +41,6 @@ def test_refused_at_the_start(start: Callable[..., Run], arguments: list[str], c
     assert words in trainer.output
     assert "rl-trainer: error: " in trainer.output
     assert "Traceback" not in trainer.output
-
-
-def test_the_quick_check_does_not_ask_trl(start: Callable[..., Run]) -> None:
-    assert start().trainer("--check", "--set", "trainer.lr_scheduler_type=sinus").end() == 0
 
 
 def test_a_dataset_that_changed_since_the_checkpoint(start: Callable[..., Run]) -> None:

@@ -139,7 +139,7 @@ def test_what_vllm_refuses_ends_a_check_and_a_start_before_weights_are_loaded(ru
     said_of_it = "User-specified max_model_len (1024) is greater than the derived max_model_len"
     unknown = {"engine": {"max_modle_len": 64}}
     starts: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
-        ("check", ("--check", "full"), too_long, said_of_it),
+        ("check", ("--check",), too_long, "engine.max_model_len: 1024 is more than the"),
         ("start", (), too_long, said_of_it),
         ("unknown", (), unknown, "unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?"),
         ("no-model", (), {"model": {"path": "/no/model/here"}}, "/no/model/here"),

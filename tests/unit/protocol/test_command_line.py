@@ -18,7 +18,7 @@ from protocol.errors import DeviceError, ExitCode, SlipstreamError
 from protocol.gpu import nvml as device
 from protocol.gpu.nvml import select_gpus
 from protocol.runtime import logs
-from tests.unit.protocol.config.files import MINIMAL
+from tests.unit.protocol.config.files import MINIMAL, write_inputs
 from tests.unit.protocol.gpu.models import write_model
 from tests.unit.protocol.gpu.nvml import NO_DRIVER, NO_LIBRARY, TIMED_OUT, fake_nvml
 
@@ -35,6 +35,7 @@ def own_environment(own_logging: None, stubs_are_slipstream: None) -> Iterator[N
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.yaml").write_text(MINIMAL)
+    write_inputs(tmp_path)
     return tmp_path
 
 
@@ -105,6 +106,7 @@ def test_a_daemon_works_in_the_folder_of_its_file(
 
 def test_check_says_what_each_daemon_gets_of_a_gpu_that_they_share(folder: Path, call: Callable[..., Ended]) -> None:
     shared = ["--config", "run.yaml", "--check", "--set", "pipeline.gpu=shared", "--set", "model.path=model"]
+    shared += ["--set", "sampling.max_completion_length=8"]
     write_model(folder / "model")
     shown = call(*shared)
     assert "# shares of the GPU: the trainer wants 0.0 GiB and needs 0.0 GiB at least" in shown.stdout

@@ -15,7 +15,7 @@ from protocol.config.loader import RESOLVED_FILE
 from protocol.errors import ConfigError, ExitCode
 from slipstream import cli
 from slipstream.cli import run, slipstream
-from tests.unit.protocol.config.files import MINIMAL
+from tests.unit.protocol.config.files import MINIMAL, write_inputs
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -126,18 +126,19 @@ def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.long
 def test_checks_show_the_configuration_and_import_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(MINIMAL)
+    write_inputs(tmp_path)
     heavy = set(HEAVY) - {"pydantic", "asyncio", "zmq"}
     program = (
         "import sys\nfrom slipstream.cli import run\n"
-        "codes = [run([command, '--config', 'run.yaml', '--check']) for command in ('sft', 'export')]\n"
+        "codes = [run([command, '--config', 'run.yaml', '--check']) for command in ('run', 'sft', 'export')]\n"
         f"print([name for name in {sorted(heavy)} if name in sys.modules], codes, file=sys.stderr)"
     )
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
     shown = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert shown.stderr == "[] [0, 0]\n"
-    assert shown.stdout.count("run_dir: ") == 2
+    assert shown.stderr == "[] [0, 0, 0]\n"
+    assert shown.stdout.count("run_dir: ") == 3
 
 
 def test_the_configuration_of_a_run_is_that_of_its_folder_wherever_that_is(
@@ -148,6 +149,7 @@ def test_the_configuration_of_a_run_is_that_of_its_folder_wherever_that_is(
     assert f"there is no {folder / RESOLVED_FILE}, which rl-trainer writes at its start" in capsys.readouterr().err
     folder.mkdir()
     (folder / RESOLVED_FILE).write_text(MINIMAL + "seed: 7\n")
+    write_inputs(folder)
     for command in ("export", "sft"):
         assert run([command, "--run", str(folder), "--set", "lora.r=12", "--check"]) == ExitCode.OK
         shown = yaml.safe_load(capsys.readouterr().out)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = ("--config", "run.yaml")
-LOADING = "protocol.config.loader.load_config"
+LOADING = "protocol.config.loader.read"
 PROGRAM = """
 import asyncio, pkgutil, runpy, signal, sys, time
 from tests.moments import MOMENTS

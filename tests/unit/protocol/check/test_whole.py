@@ -11,7 +11,7 @@ from protocol.config.library_section import OWN_KEYS, placed_keys
 from protocol.config.other_names import OTHER_NAMES
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from tests.unit.protocol.config.files import MINIMAL, NEXT
+from tests.unit.protocol.config.files import MINIMAL, NEXT, write_inputs
 
 EVERYWHERE = """\
 pipeline:
@@ -39,8 +39,7 @@ sft:
 @pytest.fixture
 def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text("def exact(completions, **columns):\n    return [0.0] * len(completions)\n")
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    write_inputs(tmp_path)
     return tmp_path / "run.yaml"
 
 
@@ -88,7 +87,7 @@ def test_the_line_is_that_of_the_key_also_in_what_is_merged_in_and_in_lists(run_
     text = MINIMAL + (
         "trainer: &t\n  max_stepz: 3\n"
         "sft:\n  <<: *t\n  max_steps: 5\n"
-        "environments:\n- name: one\n  factory: a.py:A\n- name: two\n  factory: a.py:A\n  max_turn: 3\n"
+        "environments:\n- name: one\n  factory: rewards.py:exact\n- name: two\n  factory: rewards.py:exact\n  max_turn: 3\n"
         "loss:\n  ce_coef: 0.1\n"
     )
     said = mistakes(run_yaml, text, ["rewards.functions.0.wieght=2"])

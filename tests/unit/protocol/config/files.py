@@ -21,6 +21,12 @@ rewards:
 NEXT = MINIMAL.count("\n") + 1  # the line that appended text starts at
 
 
+def write_inputs(folder: Path) -> None:
+    """Write the rows and the reward that the file names; its model is of the hub."""
+    (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (folder / "rewards.py").write_text("def exact(completions, **columns):\n    return [0.0] * len(completions)\n")
+
+
 def load(path: Path, text: str = MINIMAL, overrides: list[str] | None = None) -> RunConfig:
     path.write_text(text)
     return load_config(str(path), overrides)
