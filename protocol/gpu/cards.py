@@ -23,8 +23,8 @@ from protocol.gpu.memory import (
     longest_context,
     longest_row,
     room_of,
+    row_bytes,
     shares_of,
-    token_bytes,
     trainer_needs,
 )
 from protocol.gpu.model_files import ModelShape, model_shape
@@ -115,7 +115,7 @@ def _unhurried(config: RunConfig, model: ModelShape, num_ranks: int) -> tuple[Tr
         pipeline = pipeline.model_copy(update={"trainer_tokens_per_micro_batch": ENOUGH_TOKENS})
     wished = config.model_copy(update={"pipeline": pipeline, "trainer": trainer})
     engine = engine_needs(config, model)
-    cache = max(engine.cache, _rows(config) * longest_row(config, model) * token_bytes(config, model))
+    cache = max(engine.cache, _rows(config) * row_bytes(config, model, longest_row(config, model)))
     return trainer_needs(wished, model, num_ranks), replace(engine, cache=cache)
 
 
@@ -136,11 +136,12 @@ def _needs_in_words(config: RunConfig, model: ModelShape, num_ranks: int) -> Ite
         f"  {who}: base {gib(kept.base)}, what trains, with its optimizer, {gib(kept.trained)}; a pass of {kept.tokens} tokens "
         f"{gib(kept.passes)}, or {gib(recomputed.passes)} if all layers recompute"
     )
-    engine, row, token = engine_needs(config, model), longest_row(config, model), token_bytes(config, model)
+    engine, row = engine_needs(config, model), longest_row(config, model)
     context = longest_context(config, model) or row
+    of_context, of_rows = row_bytes(config, model, context), _rows(config) * row_bytes(config, model, row)
     yield (
         f"  engine: weights {gib(engine.weights)}, LoRA slots {gib(engine.adapters)}, kernels; KV cache of "
-        f"{context} tokens {gib(context * token)}, of {_rows(config)} rows of {row} tokens {gib(_rows(config) * row * token)}"
+        f"{context} tokens {gib(of_context)}, of {_rows(config)} rows of {row} tokens {gib(of_rows)}"
     )
     if config.weights == "full":
         a_percent = sum(weight.num_elements for weight in model.weights) // 100

@@ -2,7 +2,7 @@
 
 Guarantee: the same numbers wherever they are computed, without torch. They are estimates: what the trainer keeps (base, adapter,
 optimizer) is exact to some per cent; a pass follows from the layers of a decoder with SwiGLU and RMSNorm as transformers and PEFT
-compute them, and the engine's least is a lower bound. Both shares, two CUDA contexts and a rest fit into the GPU together, or a
+compute them, and weights and KV cache of the engine are lower bounds. Both shares, two CUDA contexts and a rest fit into the GPU together, or a
 `ConfigError` says what to change. A share that the user sets (`engine.gpu_memory_utilization`) is kept, and the trainer gets the
 rest.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from protocol.config.learning import FIRST_TOKENS
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
+from protocol.gpu.cache_layers import numbers_of_row
 from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
 from protocol.gpu.nvml import Gpu, given_gpu, gpu_facts
 from protocol.wire.model_source import folder_on_disk
@@ -32,6 +33,7 @@ _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # of vLLM
 _LINEAR = re.compile(r"\.(?:[qkvo]|qkv|gate|up|down|gate_up)_proj$")  # that is one whatever the model
 _NUMBERS = {"adafactor": 0, "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "grokadamw": 3}
 """The numbers that kinds of optimizers keep of a parameter. Those of Adafactor are of rows and columns."""
+_CACHE_AT_LEAST = 0.375  # bytes per number of the smallest of vLLM's formats of a KV cache
 _QUANTIZED_AT_LEAST = 0.5  # bytes per weight of the smallest of vLLM's formats
 
 
@@ -138,17 +140,21 @@ def _gathered_bytes(model: ModelShape) -> int:
 def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
     """Compute the needs of an engine with one GPU."""
     engine, dtype_bytes = config.engine, _DTYPE_BYTES[config.model.dtype]
-    num_elements = sum(weight.num_elements for weight in model.weights)
-    weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
+    loaded = [weight for weight in model.weights if weight.layer < model.num_layers]  # no layers for speculation
+    weights = base_bytes(loaded, dtype_bytes, None)
+    if engine.get("quantization"):
+        weights = min(weights, int(sum(weight.num_elements for weight in loaded) * _QUANTIZED_AT_LEAST))
     adapters = config.lora_slots * _num_served(config, model) * dtype_bytes if config.weights == "adapter" else 0
-    tokens = max(longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
-    return EngineNeeds(weights, adapters, tokens * token_bytes(config, model))
+    of_group = config.sampling.num_generations * row_bytes(config, model, longest_row(config, model))
+    return EngineNeeds(weights, adapters, max(of_group, row_bytes(config, model, longest_context(config, model) or 0)))
 
 
-def token_bytes(config: RunConfig, model: ModelShape) -> int:
-    """Compute the bytes of a token in the KV cache."""
-    is_fp8 = str(config.engine.get("kv_cache_dtype", "")).startswith("fp8")
-    return 2 * model.num_layers * model.kv_size * (1 if is_fp8 else _DTYPE_BYTES[config.model.dtype])
+def row_bytes(config: RunConfig, model: ModelShape, length: int) -> int:
+    """Compute the bytes of a row of this length in the KV cache, at least: without blocks, scales and what is in flight."""
+    kind = str(config.engine.get("kv_cache_dtype") or "auto")
+    kind = config.model.dtype if kind == "auto" else kind
+    of_number = _DTYPE_BYTES.get(kind, 1 if kind.startswith(("fp8", "int8")) else _CACHE_AT_LEAST)
+    return int(numbers_of_row(model.cache_layers, length) * of_number)
 
 
 def longest_row(config: RunConfig, model: ModelShape) -> int:

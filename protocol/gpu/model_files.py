@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
+from protocol.gpu.cache_layers import CacheLayer, cache_layers
 from protocol.wire.model_check import is_of_text_model, read_header
 
 _LAYER = re.compile(r"\.(\d+)\.")  # of the name of a weight: the number of its layer
@@ -44,8 +45,14 @@ class Weight(NamedTuple):
         return len(self.shape) == 2 and self.name.endswith(".weight") and self.is_of_layer
 
     @property
+    def layer(self) -> int:
+        """The number of its layer; -1: of none."""
+        number = _LAYER.search(self.name)
+        return -1 if number is None else int(number[1])
+
+    @property
     def is_of_layer(self) -> bool:
-        return bool(_LAYER.search(self.name))
+        return self.layer >= 0
 
     @property
     def module(self) -> str:
@@ -64,6 +71,11 @@ class ModelShape:
     kv_size: int  # of all key-value heads
     vocab_size: int
     max_length: int | None  # longest context in tokens, where the files say it
+    cache: tuple[CacheLayer, ...] | None = None  # the layers that keep tokens; None: all, keys and values of `kv_size`
+
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        return (CacheLayer(2 * self.kv_size),) * self.num_layers if self.cache is None else self.cache
 
 
 def model_shape(folder: Path) -> ModelShape:
@@ -87,17 +99,27 @@ def model_shape(folder: Path) -> ModelShape:
     hidden = size("hidden_size", "hidden_size", "n_embd", "d_model")
     heads = config.get("num_attention_heads") or config.get("n_head") or 0
     of_head = config.get("head_dim") or (hidden // heads if heads else 0)
+    kv_size = by_shape.get("kv_size") or _kv_heads(config, heads) * of_head or hidden
+    num_layers = size("number_of_layers", "num_hidden_layers", "n_layer")
     limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
     return ModelShape(
         weights=weights,
         hidden_size=hidden,
         intermediate_size=by_shape.get("intermediate_size") or config.get("intermediate_size") or 4 * hidden,
-        num_layers=size("number_of_layers", "num_hidden_layers", "n_layer"),
+        num_layers=num_layers,
         query_size=by_shape.get("query_size") or heads * of_head or hidden,
-        kv_size=by_shape.get("kv_size") or (config.get("num_key_value_heads") or heads) * of_head or hidden,
+        kv_size=kv_size,
         vocab_size=size("vocabulary_size", "vocab_size"),
         max_length=next((limit for limit in limits if isinstance(limit, int) and limit > 0), None),
+        cache=cache_layers(config, weights, num_layers, kv_size),
     )
+
+
+def _kv_heads(config: dict[str, Any], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    keys = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads")
+    return next((found for key in keys if isinstance(found := config.get(key), int) and found > 0), heads)
 
 
 def _from_weights(weights: Iterable[Weight]) -> dict[str, int]:
@@ -105,8 +127,8 @@ def _from_weights(weights: Iterable[Weight]) -> dict[str, int]:
     is a default of its architecture."""
     found: dict[str, int] = {}
     for weight in weights:
-        if layer := _LAYER.search(weight.name):
-            found["number_of_layers"] = max(found.get("number_of_layers", 0), int(layer[1]) + 1)
+        if weight.is_of_layer:
+            found["number_of_layers"] = max(found.get("number_of_layers", 0), weight.layer + 1)
         for name, end in _BY_NAME.items():
             if len(weight.shape) == 2 and weight.module.endswith(end):
                 found[name] = weight.shape[0]
