@@ -426,7 +426,7 @@ class Run(TrainerCallback):
             write: puts the part that transformers writes into `partial`.
         """
         folder, limit = self.setup.config.checkpoints_dir, self.setup.checkpoint_limit
-        state = self.state() | {"step": step, "run_id": self.start.run_id}
+        state = self.state() | {"step": step, "run_id": self.start.run_id, "settings": self.setup.settings}
 
         def whole() -> None:
             checkpoints.clear_leftovers(folder)

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoConfig
 
 from consumer.learn.adapters import AdapterFolder, initial_adapter
+from consumer.learn.checkpoint_settings import Settings, settings_of
 from consumer.learn.checkpoints import Checkpoint
 from consumer.learn.options import build_arguments, build_lora, check_model
 from consumer.learn.rotary import engine_lengths
@@ -125,6 +126,11 @@ class Setup:
             limit,
             engine_lengths(config, model),
         )
+
+    @property
+    def settings(self) -> Settings:
+        """Return what must be equal when a run goes on from a checkpoint. PEFT changes `lora` when it has the model."""
+        return settings_of(self.config, self.arguments, build_lora(self.config))
 
     def facts(self, run_id: str) -> dict[str, str]:
         facts = run_facts(

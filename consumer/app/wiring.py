@@ -23,6 +23,7 @@ from consumer.evaluate.evaluation import Metric
 from consumer.evaluate.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.learn import checkpoints as checkpoints
+from consumer.learn.checkpoint_settings import check_settings
 from consumer.learn.run_facts import comparable, credits_of, dataset_change
 from consumer.link.commit_queue import RolloutStorage
 from consumer.link.dispatcher import LeaseDispatcher
@@ -86,7 +87,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     config, settings = setup.config, setup.config.pipeline
     journal = opened.enter_context(closing(Journal(config.journal_file, commit_seconds(watch.registry).observe)))
     before = journal.facts()
-    start = _start(config, journal, before, resume)
+    start = _start(setup, journal, before, resume)
     facts = setup.facts(start.run_id)
     same_shape = _comparable(start, journal, before, facts)
     journal.note_facts(facts | {"credits": credits_of(before, facts, start.step)})
@@ -150,7 +151,8 @@ def _prompt_check(setup: Setup) -> PromptCheck | None:
     return PromptCheck(lambda prompt: prompt_token_ids(tokenizer, prompt, config.dataset.chat_template_kwargs))
 
 
-def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: bool) -> RunStart:
+def _start(setup: Setup, journal: Journal, before: dict[str, str], resume: bool) -> RunStart:
+    config = setup.config
     found = checkpoints.starting_point(
         Path(config.run_dir), config.checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume
     )
@@ -161,6 +163,8 @@ def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: 
     run_id = found.run_id if found else before.get("run_id") or secrets.token_hex(8)
     if before.get("run_id", run_id) != run_id:
         raise ConfigError(f"run_dir: {journal.path} belongs to another run than {found.folder if found else ''}")
+    if found is not None:
+        check_settings(found, setup.settings)
     checkpoints.clear_leftovers(config.checkpoints_dir)
     logs.bind(run=run_id)
     return RunStart(run_id, found)
@@ -381,6 +385,8 @@ def recorded_run(
         raise ConfigError(
             f"run_dir: {start.checkpoint.folder} is of another run than that of --from-journal; choose another run_dir"
         )
+    if start.checkpoint is not None:
+        check_settings(start.checkpoint, setup.settings)
     logs.bind(run=run_id)
     torch.set_num_threads(recorded.num_threads)
     checkpoints.clear_leftovers(folder)

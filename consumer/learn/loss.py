@@ -307,14 +307,17 @@ class EntropyBonus:
     def save(self, folder: Path) -> None:
         """Write its state beside a checkpoint."""
         if self._options.use_adaptive_entropy:
-            state = {"entropy_coef": self.coef, "last_world_entropy": self._last_entropy}
+            began = {"began_with": self._options.entropy_coef}
+            state = began | {"entropy_coef": self.coef, "last_world_entropy": self._last_entropy}
             (folder / _ENTROPY_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the state beside a checkpoint."""
+        """Read the state beside a checkpoint. A weight that was given anew holds."""
         if self._options.use_adaptive_entropy and (folder / _ENTROPY_FILE).is_file():
             state = json.loads((folder / _ENTROPY_FILE).read_text(encoding="utf-8"))
-            self.coef, self._last_entropy = state["entropy_coef"], state["last_world_entropy"]
+            self._last_entropy = state["last_world_entropy"]
+            if state["began_with"] == self._options.entropy_coef:
+                self.coef = state["entropy_coef"]
 
 
 class ReferencePolicy:

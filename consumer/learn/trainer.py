@@ -24,6 +24,7 @@ from transformers import PrinterCallback, Trainer
 
 from consumer.learn import checkpoints
 from consumer.learn.adapters import AdapterFolder
+from consumer.learn.checkpoint_settings import present_settings
 from consumer.learn.completions import log_completions
 from consumer.learn.cut_batch import CutBatch
 from consumer.learn.forward import Tokens
@@ -175,8 +176,6 @@ class SlipstreamTrainer(Trainer):
             world=self._ranks.world,
             in_step=self.is_sharded,
         )
-
-    # The model.
 
     @property
     def base(self) -> Any:
@@ -468,7 +467,8 @@ class SlipstreamTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with present_settings(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._entropy_bonus.load(Path(checkpoint))
             self._cut_batch.load(Path(checkpoint))

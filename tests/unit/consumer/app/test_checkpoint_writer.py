@@ -34,6 +34,7 @@ class Saving:
         setup: Any = SimpleNamespace(
             config=SimpleNamespace(checkpoints_dir=self.checkpoints_dir, changes_base=False),
             checkpoint_limit=None,
+            settings={},
         )
         self.run = Run(setup, RunStart("run"), unused, waits, unused)
         self.run._snapshots = unused
@@ -68,7 +69,7 @@ def test_a_checkpoint_holds_the_state_of_its_moment(saving: Saving) -> None:
     saving.save()
     assert checkpoints.latest(saving.checkpoints_dir) == (
         saving.checkpoints_dir / "checkpoint-3",
-        {"journal_seq": 7, "step": 3, "run_id": "run"},
+        {"journal_seq": 7, "step": 3, "run_id": "run", "settings": {}},
     )
     assert (saving.attempts, saving.events) == (1, ["checkpointed"])
 

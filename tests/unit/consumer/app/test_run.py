@@ -19,6 +19,7 @@ from consumer.app.feed import BatchFeed
 from consumer.app.live_run import LiveRun
 from consumer.app.setup import RunStart
 from consumer.learn import checkpoints as checkpoints
+from consumer.learn.checkpoint_settings import settings_of
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
 from consumer.link.commit_queue import RolloutStorage
@@ -90,6 +91,7 @@ class Run:
         self.feed = feed = BatchFeed(self.replay, self, waits)
         setup: Any = SimpleNamespace(
             config=self.config, arguments=self.arguments, budget=StalenessBudget(**options),
+            settings=settings_of(self.config, self.arguments, build_lora(self.config)),
             checkpoint_limit=self.arguments.save_total_limit, prompts=SimpleNamespace(sources=ONE),
             stop=lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
         )  # fmt: skip
@@ -347,3 +349,13 @@ def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_t
     ]
     assert run.committed == ["checkpoint-4"]
     assert [folder.name for folder in run.config.checkpoints_dir.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.long
+def test_a_rate_that_was_lowered_holds_when_a_run_goes_on(tmp_path: Path, one_layer_model: Path) -> None:
+    Run(tmp_path, one_layer_model, stop_at=2, trainer={"learning_rate": 1e-3, "lr_scheduler_type": "constant"})
+    resumed = Run(
+        tmp_path, one_layer_model, resume=True, trainer={"learning_rate": 1e-4, "lr_scheduler_type": "constant"}
+    )
+    assert resumed.trainer.state.global_step == 4
+    assert {group["lr"] for group in resumed.trainer.optimizer.param_groups} == {1e-4}
