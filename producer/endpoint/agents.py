@@ -15,6 +15,7 @@ an episode that is over change nothing.
 
 import asyncio
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from protocol.wire.messages import Lease, Sampling
 _MAX_CALLS = 256  # of an episode
 _MAX_TOKENS = 2**19  # of an episode's records, which take some 40 bytes each
 _LONGEST_REASON = 2000  # characters
+_FORM = re.compile(r"\d{1,15}(-\d{1,15}){3}-[0-9a-f]{8}\.\d{1,4}", re.ASCII)  # the id of a lease, a point, a number
 _MARGIN = 0.05  # of a lease's time, for scoring and delivery
 _AS_IN_TRAINING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -213,6 +215,10 @@ class Agents:
             "expires_in_s": round(max(0.0, task.ends_at - time.monotonic()), 1),
         }
 
+    def is_episode(self, name: str) -> bool:
+        """Tell whether a name is an episode's, also of a task that is over, and no label of a client's own."""
+        return name in self._episodes or _FORM.fullmatch(name) is not None
+
     def find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
         """Return the task and the episode of this name. Raises RefusedError if no agent has it, or its task is over."""
         found = self._episodes.get(episode_id)
@@ -317,12 +323,6 @@ class Agents:
         if found[1].rewards is not None:
             raise malformed("this episode has its rewards already", "episode", 409)
         return found
-
-
-def has_form_of_episode(name: str) -> bool:
-    """Tell whether a name may be an episode's, also of a task that is over: the id of a lease, a point and a number."""
-    lease_id, _, number = name.rpartition(".")
-    return "-" in lease_id and number.isdecimal()
 
 
 class _Reward(NamedTuple):

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.endpoint.agents import Agents, agent_routes, has_form_of_episode
+from producer.endpoint.agents import Agents, agent_routes
 from producer.endpoint.dialects import anthropic_error, check_messages, check_responses
 from producer.endpoint.generation import TRAINERS_TURN, ClientGeneration
 from producer.endpoint.metrics import RequestOutcome
@@ -140,7 +140,7 @@ class Endpoint:
             recorder: Recorder | None = None
             if self.plugin is not None and path.startswith(self.plugin.prefix):
                 recorder, wanted = self.plugin.prepare(wanted)
-            elif (episode := named_episode(request, wanted, self.agents is not None)) is not None:
+            elif (episode := named_episode(request, wanted, self.agents)) is not None:
                 recorder, wanted = self._episodes().prepare(episode, wanted)
             return partial(self.generation.respond, wanted, recorder, body_of)
 
@@ -152,9 +152,9 @@ class Endpoint:
         return self.agents
 
 
-def named_episode(request: Request, wanted: ServedRequest, with_sessions: bool) -> str | None:
-    """Return the episode that a request names. Sessions are read if `with_sessions`; one without the form of an episode is a
-    client's own label. Raises RefusedError if two names disagree."""
+def named_episode(request: Request, wanted: ServedRequest, agents: Agents | None) -> str | None:
+    """Return the episode that a request names. A session that is no episode's is a client's own label, as all are without
+    agents. Raises RefusedError if two names disagree."""
     headers = request.headers
     named = [
         ("the URL", request.path_params.get("episode")),
@@ -165,7 +165,7 @@ def named_episode(request: Request, wanted: ServedRequest, with_sessions: bool) 
         ("session_id", wanted.session_id),
         *((SESSION_HEADER, name) for name in headers.getlist(SESSION_HEADER)),
     ]
-    named += [(place, name) for place, name in sessions if with_sessions and has_form_of_episode(name or "")]
+    named += [(place, name) for place, name in sessions if agents is not None and agents.is_episode(name or "")]
     named = [(place, name) for place, name in named if name is not None]
     for place, name in named:
         if name != named[0][1]:

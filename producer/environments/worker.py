@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -80,6 +81,7 @@ class Environment:
                 methods = ("get_reward", "get_turn_reward", "reply")
                 return Answer([self._schemas(), *(method in self._names for method in methods)])
             case "reset":
+                self._clear_done()
                 return Answer(_observation(self._run(self._instance.reset, call.arguments)))
             case "reply":
                 return Answer(_messages(self._run(self._instance.reply, call.arguments)))
@@ -89,6 +91,12 @@ class Environment:
                 return Answer(_number(self._run(self._instance.get_turn_reward, {}), "get_turn_reward"))
             case "tool":
                 return self._tool(call)
+
+    def _clear_done(self) -> None:
+        """Clear what the episode before has set, where `done` is no tool and no property that only reads."""
+        with suppress(Exception):
+            if not callable(self._instance.done):
+                self._instance.done = False
 
     def _schemas(self) -> list[dict[str, Any]]:
         if self._lists_tools:

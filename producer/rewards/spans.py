@@ -11,7 +11,7 @@ A span begins where the one before it ends, the first with the completion.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -63,23 +63,51 @@ class Spans(msgspec.Struct, frozen=True):
         return Spans("tokens", ends_in_tokens(text, self.ends, ids, decode), self.rewards)
 
 
+_CONTEXT, _FAR = 8, 32  # tokens
+
+
+class _Beginnings:
+    """The texts of the first tokens of a completion. Each is decoded from a few tokens before the last place where the text was
+    whole, so that it takes as long late in a text as early."""
+
+    def __init__(self, text: str, ids: list[int], decode: Callable[[list[int]], str]) -> None:
+        self._text, self._ids, self._decode = text, ids, decode
+        self._tokens = self._characters = 0  # before the place
+        self._context = ""  # the text of the last tokens before it
+        self._shown: dict[int, str] = {}  # behind it, by the number of tokens
+
+    def hold(self, num: int, end: int) -> bool:
+        """Tell whether the text of `num` tokens begins with all before `end`."""
+        return self._behind(num).startswith(self._text[self._characters : end])
+
+    def go_on_from(self, num: int) -> None:
+        """Ask for no fewer tokens from here on."""
+        if num - self._tokens < _FAR or not self._text.startswith(behind := self._behind(num), self._characters):
+            return  # half a character
+        self._tokens, self._characters = num, self._characters + len(behind)
+        self._context, self._shown = self._decode(self._ids[num - _CONTEXT : num]), {}
+
+    def _behind(self, num: int) -> str:
+        if num not in self._shown:
+            read = self._decode(self._ids[max(0, self._tokens - _CONTEXT) : num])
+            is_whole = read.startswith(self._context)
+            whole = read if is_whole else self._decode(self._ids[:num])
+            self._shown[num] = whole[len(self._context) if is_whole else self._characters :]
+        return self._shown[num]
+
+
 def ends_in_tokens(text: str, ends: list[int], ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
     """Return for each end in characters, in ascending order, the smallest number of tokens whose text begins with all before it.
-    About as many texts are decoded as there are tokens, or fewer."""
-
-    @lru_cache(32)  # many ends may lie in one token
-    def beginning(num: int) -> str:
-        return decode(ids[:num])
-
-    def holds(num: int, end: int) -> bool:
-        return beginning(num).startswith(text[:end])
-
+    It takes hardly longer for many ends than for one."""
+    beginnings = _Beginnings(text, ids, decode)
     found, place = list[int](), 0
     for end in ends:  # each is near the one before it
         step = 1
-        while place + step < len(ids) and not holds(place + step, end):
+        while place + step < len(ids) and not beginnings.hold(place + step, end):
             step *= 2
-        place = bisect_left(range(len(ids)), True, place, min(place + step, len(ids)), key=partial(holds, end=end))
+        holds = partial(beginnings.hold, end=end)
+        place = bisect_left(range(len(ids)), True, place, min(place + step, len(ids)), key=holds)
+        beginnings.go_on_from(place)
         found.append(place)
     return found
 

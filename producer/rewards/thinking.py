@@ -54,8 +54,7 @@ class Thinking:
         self._tags_are_special = bool(special & {section.open, section.close})
 
     def read(self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], *, count: bool) -> Reasoning:
-        """Return reasoning and answers of a group. `count`: also count tokens, which takes milliseconds for long
-        completions."""
+        """Return reasoning and answers of a group. `count`: also count tokens, in a time that grows as their number."""
         opened = prompt.rstrip().endswith(self._opening) if isinstance(prompt, str) else self._template_opens
         pairs = zip(completions, completion_ids, strict=True)
         found = [self._answer(completion, ids, opened=opened) for completion, ids in pairs]
@@ -100,8 +99,8 @@ class Thinking:
             if message.get("role") == "assistant" and isinstance(answer := message.get("content"), str):
                 found, is_closed = segments(answer, self._opening, self._closing, opened=opened)
                 all_closed = all_closed and is_closed
-                for start, end in reversed(found):
-                    answer = answer[:start] + answer[end:]
+                borders = [0, *chain.from_iterable(found), len(answer)]
+                answer = "".join(answer[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True))
                 messages[place] = message | {"content": answer.lstrip() if found else answer}
         return (messages[0]["content"] if is_text else messages), all_closed
 

@@ -145,6 +145,10 @@ class PlayedRollouts:
 
     async def _begin(self, lease: Lease, environment: Session, episode: Episode) -> Place:
         observation = await environment.reset(lease.columns | {"prompt": lease.prompt}, lease.prompt_id)
+        if environment.done:
+            self._warn(
+                "done", f"{self.section.key}: `done` is true right after `reset`, so no call of the first turn is run"
+            )
         messages = _with_observation(lease.prompt, observation)
         text = await self.chat.in_thread(self.chat.prompt, messages)
         prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)

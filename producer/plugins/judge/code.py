@@ -25,7 +25,7 @@ for name, text in {texts!r}:
     exec(compile(text, name, "exec"), module.__dict__)
 sys.modules[name].run{arguments!r}
 """
-_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```[ \t]*+(?:python|py)?[ \t]*+\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 def code(**given: Any) -> Callable[..., Coroutine[Any, Any, Results]]:

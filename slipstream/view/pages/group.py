@@ -129,18 +129,20 @@ class _Rest:
 
     def __init__(self, found: list[Span]) -> None:
         self._spans = found[::-1]
-        self._at = 0
+        self._at = self._inside = 0  # characters of the text, and of the first span, that are taken
 
     def up_to(self, end: int) -> list[Span]:
         taken = []
         while self._spans and self._at < end:
-            span = self._spans.pop()
-            size = end - self._at
-            if len(span.text) > size:
-                self._spans.append(span._replace(text=span.text[size:]))
-                span = span._replace(text=span.text[:size], reward="")
-            self._at += len(span.text)
-            taken.append(span)
+            span = self._spans[-1]
+            size = min(end - self._at, len(span.text) - self._inside)
+            text = span.text[self._inside : self._inside + size]
+            self._at, self._inside = self._at + size, self._inside + size
+            is_end = self._inside == len(span.text)
+            taken.append(span._replace(text=text, reward=span.reward if is_end else ""))
+            if is_end:
+                self._spans.pop()
+                self._inside = 0
         return taken
 
 

@@ -114,6 +114,55 @@ def test_a_method_that_rewards_turns_is_no_tool() -> None:
     assert environment.answer(Call("tool", "get_turn_reward")).raised
 
 
+class Ends:
+    """Is done when its tool says so, and knows nothing of the episode before."""
+
+    def reset(self, **columns: object) -> None:
+        pass
+
+    def end(self) -> None:
+        """Ends it."""
+        self.done = True
+
+
+class EndsByClass(Ends):
+    done = False
+
+
+class OnlyReads:
+    reset, ended = Ends.reset, False
+
+    @property
+    def done(self) -> bool:
+        return self.ended
+
+    def end(self) -> None:
+        """Ends it."""
+        self.ended = True
+
+
+class IsTool:
+    reset = Ends.reset
+
+    def done(self) -> str:
+        """Is a tool of this name."""
+        return "yes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends", "ends_again"),
+    [(Ends, True, False), (EndsByClass, True, False), (OnlyReads, True, True), (IsTool, False, False)],
+)
+def test_an_episode_begins_without_the_end_of_the_one_before(kind: type, ends: bool, ends_again: bool) -> None:
+    environment = Environment(f"{__name__}:{kind.__name__}", {})
+    for is_first in (True, False):
+        assert environment.answer(Call("reset")).done is (False if is_first else ends_again)
+        if kind is not IsTool:
+            assert environment.answer(Call("tool", "end")).done is ends
+    if kind is IsTool:
+        assert environment.answer(Call("tool", "done")) == Answer("yes")
+
+
 @pytest.mark.parametrize("value", ["0.5", [0.5], {"reward": 0.5}, b"1", float("inf"), -1e39])
 def test_what_is_no_number_is_no_reward(value: object) -> None:
     environment = Environment("tests.unit.producer.toys:Encouraging", {})

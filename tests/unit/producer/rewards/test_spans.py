@@ -1,6 +1,7 @@
 """Rewards of spans: what a function may return in place of a number, and which token each reward lies on."""
 
 import math
+import random
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from producer.engine_contract import Completion
 from producer.groups import Episode, Record, group_message
 from producer.rewards.pool import RewardPool, Scored
 from producer.rewards.services import _Answer
-from producer.rewards.spans import Spans
+from producer.rewards.spans import Spans, ends_in_tokens
 from producer.rewards.thinking import with_hidden_rows
 from producer.rewards.worker import Job, Made, Scores, _score, checked
 from replay.groups import GroupShape, RolloutGroup
@@ -110,6 +111,39 @@ def test_as_many_spans_as_characters_take_hardly_more_texts_than_there_are_token
     read.clear()
     assert Spans("characters", [150, 300], [0.0] * 2).in_tokens(text, ids, decode).ends == [50, 100]
     assert len(read) < 30
+
+
+@pytest.mark.parametrize("strips", [False, True], ids=["bytes", "strips its first space"])
+def test_ends_are_those_of_whole_beginnings(strips: bool) -> None:
+    """The reference decodes each beginning as a whole."""
+    draw = random.Random(7)
+    pieces = [b"a", b" ", b" is", b"\xc3", b"\xa9", "🐌".encode(), b"\xf0\x9f", b"\x90\x8c", b"\xff", "é".encode()]
+
+    def decode(ids: list[int]) -> str:
+        text = b"".join(pieces[token] for token in ids).decode(errors="replace")
+        return text.removeprefix(" ") if strips else text
+
+    for _ in range(40):
+        ids = draw.choices(range(len(pieces)), k=200)
+        text = decode(ids)
+        ends = sorted(draw.sample(range(1, len(text) + 1), 60))
+        expected = [next(num for num in range(201) if decode(ids[:num]).startswith(text[:end])) for end in ends]
+        assert ends_in_tokens(text, ends, ids, decode) == expected
+
+
+def test_the_cost_of_many_ends_grows_as_the_number_of_tokens() -> None:
+    read = list[int]()
+
+    def decode(ids: list[int]) -> str:
+        read.append(len(ids))
+        return "abc" * len(ids)
+
+    costs = []
+    for num in (200, 1600):
+        read.clear()
+        assert ends_in_tokens("abc" * num, list(range(3, 3 * num, 3)), list(range(num)), decode) == list(range(1, num))
+        costs.append(sum(read))
+    assert costs[1] < 1.5 * 8 * costs[0]
 
 
 def scored(functions: dict[str, list[Any]], weights: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Scored:

@@ -54,10 +54,11 @@ def read(thinking: Thinking, prompt: Any, texts: list[str], made: PreTrainedToke
     return thinking.read(prompt, shown, ids, count=True)
 
 
-def test_a_completion_of_tags_alone_is_counted_with_hardly_more_texts_than_it_has_tokens(monkeypatch):
+@pytest.mark.parametrize("piece", ["<think></think>", "<think>a</think>b", "</think>", "<think>é\u2028</think>"])
+def test_the_cost_of_counting_grows_as_the_number_of_tokens(monkeypatch, piece):
     made = tokenizer()
     thinking = Thinking(ThinkingSection(), made, {})
-    ids, read = made("<think></think>" * 100 + "<think>")["input_ids"], list[int]()
+    read = list[int]()
     decode = type(made).decode
 
     def counted(self: Any, ids: list[int], **options: Any) -> str:
@@ -65,9 +66,26 @@ def test_a_completion_of_tags_alone_is_counted_with_hardly_more_texts_than_it_ha
         return decode(self, ids, **options)
 
     monkeypatch.setattr(type(made), "decode", counted)
-    assert len(ids) == 201
-    assert thinking.count(ids, opened=False) == 201
-    assert len(read) < 2 * 201
+    costs = []
+    for times in (100, 800):
+        read.clear()
+        thinking.count(made(piece * times)["input_ids"], opened=False)
+        costs.append(sum(read))
+    assert costs[1] < 1.5 * 8 * costs[0]
+
+
+def test_what_stands_between_thoughts_is_the_answer():
+    made = tokenizer()
+    found = Thinking(ThinkingSection(), made, {}).read(
+        "p", ["a<think>b</think>c<think></think>d<think>e"], [[]], count=False
+    )
+    assert (found.answers, found.is_closed) == (["acd"], [False])
+
+
+def test_tags_alone_are_all_counted():
+    made = tokenizer()
+    ids = made("<think></think>" * 500 + "<think>")["input_ids"]
+    assert (len(ids), Thinking(ThinkingSection(), made, {}).count(ids, opened=False)) == (1001, 1001)
 
 
 @pytest.mark.parametrize("special", [False, True])

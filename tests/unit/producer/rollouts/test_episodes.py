@@ -39,6 +39,7 @@ class Environment:
         self.pool.resets.append(columns)
         if len(self.pool.resets) <= self.pool.failing_resets:
             raise EnvironmentFailedError("reset raised")
+        self.done = self.pool.done_at_reset
         return " go"
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
@@ -73,7 +74,7 @@ class Pool:
     def __init__(self) -> None:
         self.resets: list[dict[str, Any]] = []
         self.failing_resets = self.failing_starts = 0
-        self.rewards_turns = self.replies = False
+        self.rewards_turns = self.replies = self.done_at_reset = False
         self.said = [{"role": "user", "content": "more"}]
 
     @asynccontextmanager
@@ -175,6 +176,14 @@ def test_two_turns_and_one() -> None:
     assert setup.pool.resets == [{"answer": "5", "prompt": ASKED}] * 2
     assert ASKED == [{"role": "user", "content": "2+3"}], "what reset adds is added to a copy"
     assert (setup.counters.turns, setup.counters.tool_calls, setup.counters.failed_tool_calls) == (3, 1, 0)
+
+
+def test_an_episode_that_is_over_before_it_begins_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(['{"add": {"a": 5}}', "5"], ["7"])
+    setup.pool.done_at_reset = True
+    first, _ = setup.play()
+    assert (first.reward, setup.counters.tool_calls) == (0.0, 0)
+    assert "environment: `done` is true right after `reset`" in caplog.text
 
 
 def test_calls_that_cannot_be_answered_are_answered_with_an_error() -> None:
