@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from protocol.config.functions import load_plugin
 from protocol.config.run import RunConfig
 from protocol.wire.messages import EngineFacts, Sampling
+from protocol.wire.model_folder import ANY_SIZE
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,15 @@ def most_groups(max_num_seqs: int, group_size: int) -> int:
 class EngineCapabilities:
     """Facts and abilities of an engine, which do not change while it lives. An engine that `holds_versions` has several policies
     at a time, and each request stays on the one that it began on. In any other, a new policy replaces the former one under the
-    requests that run. `placeholders` are the tokens of its model that stand for images or videos. An engine that `can_sleep`
-    can leave its GPU to others for a while."""
+    requests that run. Its model has embeddings of `vocab_size` tokens, of which `placeholders` stand for images or videos. An
+    engine that `can_sleep` can leave its GPU to others for a while."""
 
     facts: EngineFacts
     tokenizer_folder: Path
     max_num_seqs: int
     holds_versions: bool = True
     placeholders: frozenset[int] = frozenset()
+    vocab_size: int = ANY_SIZE
     can_sleep: bool = False
 
 

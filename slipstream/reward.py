@@ -117,7 +117,8 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
     logging.disable_progress_bar()
     dataset, tokenizer, model = inputs.prompts(), inputs.tokenizer(), inputs.model(device)
     longest = config.engine.get("max_model_len") or model.config.get_text_config().max_position_embeddings
-    prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs)
+    size = model.get_input_embeddings().weight.size(0)
+    prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs, vocab_size=size)
     settings = config.sampling
     stops = model.generation_config.eos_token_id
     stops = {stops} if isinstance(stops, int) else set(stops or [tokenizer.eos_token_id])

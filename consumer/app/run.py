@@ -172,7 +172,8 @@ class Run(TrainerCallback):
 
     def _probe_of(self, trainer: SlipstreamTrainer) -> PolicyProbe:
         config, every, model = self.setup.config, self.setup.config.probe_every, trainer.model
-        rows = probe_rows(self.setup.prompts, trainer.processing_class, config.seed, longest_of(model))
+        longest, size = longest_of(model), self.setup.shape.vocab_size
+        rows = probe_rows(self.setup.prompts, trainer.processing_class, config.seed, longest, size)
         if config.model.quantization is None:
             return PolicyProbe(rows, every, model, trainer.accelerator.autocast, merged=config.is_merged_in_16_bits)
         return unquantized_probe(rows, every, config, self.setup.model_folder, self.setup.lora, model)

@@ -22,8 +22,9 @@ from peft.tuners.lora.layer import Linear
 from torch.distributed.fsdp import FSDPModule
 
 from consumer.link.merging import merged_weight
-from protocol.errors import DatasetError
-from protocol.wire.messages import Probe
+from protocol.errors import ConfigError, DatasetError
+from protocol.wire.messages import Probe, unknown_token
+from protocol.wire.model_folder import ANY_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,17 @@ _MAX_PROMPTS = 256  # that are read
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def probe_rows(prompts: Any, tokenizer: Any, seed: int, longest: int = ROW_LENGTH) -> np.ndarray:
+def probe_rows(
+    prompts: Any, tokenizer: Any, seed: int, longest: int = ROW_LENGTH, vocab_size: int = ANY_SIZE
+) -> np.ndarray:
     """Return token ids, int32 (NUM_ROWS, L): the dataset from a row on that the seed chooses, over again if it is short.
 
     Args:
         longest: tokens that the model takes; L is at most that.
+        vocab_size: of how many tokens it has embeddings.
+
+    Raises:
+        ConfigError: a prompt has a token that the model does not have.
     """
     length, first = min(ROW_LENGTH, longest), seed % len(prompts)
     ids: list[int] = []
@@ -47,7 +54,10 @@ def probe_rows(prompts: Any, tokenizer: Any, seed: int, longest: int = ROW_LENGT
         except DatasetError:
             continue
         text = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-        ids += tokenizer(text)["input_ids"]
+        own = tokenizer(text)["input_ids"]
+        if problem := unknown_token(tokenizer, own, vocab_size):
+            raise ConfigError(f"{prompts.place((first + offset) % len(prompts))} {problem}")
+        ids += own
         if len(ids) >= NUM_ROWS * length:
             break
     return np.resize(np.array(ids or [0], np.int32), (NUM_ROWS, length))

@@ -18,7 +18,10 @@ from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.rewards import ThinkingSection
 from protocol.config.run import RunConfig
+from protocol.errors import DatasetError
 from protocol.wire.answers import right_answers
+from protocol.wire.messages import unknown_token
+from protocol.wire.model_folder import vocabulary_size
 from replay.batch_selection import TrainingBatch
 from replay.groups import RolloutGroup
 
@@ -30,6 +33,7 @@ class Answers:
 
     def __init__(self, config: RunConfig, prompts: PromptDataset | Placeholders, model_folder: Path) -> None:
         self._prompts, self._model_folder = prompts, model_folder
+        self._vocab_size = vocabulary_size(model_folder)
         self._columns = [source.answer_column for source in config.dataset.all_sources.values()]
         self._template = config.dataset.chat_template_kwargs
         self._thinking = config.rewards.thinking
@@ -57,6 +61,8 @@ class Answers:
             tokens = answer_token_ids(
                 self._tokenizer, prompt, group.prompt_ids.tolist(), answer, self._template, self._thinking
             )
+            if problem := unknown_token(self._tokenizer, tokens, self._vocab_size):
+                raise DatasetError(f"the answer {problem}")
         except Exception as error:  # a chat template raises what it likes
             if not self._has_warned:
                 text = (

@@ -43,8 +43,9 @@ def build_source(
     counters: Counters,
 ) -> RolloutSource:
     """Build the source of a run's rollouts; the pools must have started. Raises as `build_chat`."""
-    max_model_len, placeholders = engine.capabilities.facts.max_model_len, engine.capabilities.placeholders
-    prompts = PromptFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, placeholders=placeholders)
+    can, template = engine.capabilities, config.dataset.chat_template_kwargs
+    of_model: dict[str, Any] = {"placeholders": can.placeholders, "vocab_size": can.vocab_size}
+    prompts = PromptFormat(tokenizer, can.facts.max_model_len, template, **of_model)
     sources: dict[str, RolloutSource] = {}
     for name in config.routes or ("",):
         if name in pools:
@@ -72,7 +73,8 @@ def build_chat(
     if tools:
         assert section.tool_parser is not None
         parser = engine.tool_parser(section.tool_parser, tokenizer, tools)
-    max_model_len = engine.capabilities.facts.max_model_len
-    chat = ChatFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, tools, parser, section.key)
+    can, template = engine.capabilities, config.dataset.chat_template_kwargs
+    length, size = can.facts.max_model_len, can.vocab_size
+    chat = ChatFormat(tokenizer, length, template, tools, parser, section.key, vocab_size=size)
     chat.check()
     return chat

@@ -23,7 +23,7 @@ from producer.groups import LeaseFailure
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.messages import EngineFacts, Sampling
-from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest, vocabulary_size
 
 if TYPE_CHECKING:
     from producer.engine.openai_server import OpenAIServer
@@ -67,6 +67,7 @@ class VllmEngine:
             max_num_seqs,
             holds_versions=self.weights.holds_versions,
             placeholders=placeholders_of(folder),
+            vocab_size=vocabulary_size(folder),
             can_sleep=vllm_config.model_config.enable_sleep_mode,
         )
 

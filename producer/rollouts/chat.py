@@ -12,6 +12,7 @@ from producer.engine_contract import ToolCall, ToolParser
 from producer.groups import LeaseFailure, common_length
 from producer.rollouts.prompts import PromptFormat
 from protocol.errors import ConfigError
+from protocol.wire.messages import unknown_token
 
 Messages = list[dict[str, Any]]
 
@@ -70,13 +71,17 @@ class ChatFormat(PromptFormat):
 
     def token_ids(self, text: str) -> list[int]:
         """Return the tokens of a text; of one that has more than twice as many as the model takes, the first ones. All tokens of
-        what an environment may return can take minutes and gigabytes."""
+        what an environment may return can take minutes and gigabytes. Raises LeaseFailure for a token that the model does not
+        have."""
         size = _CHARACTERS * self.max_model_len
         while True:
             ids: list[int] = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
             if size >= len(text) or len(ids) > 2 * self.max_model_len:
-                return ids
+                break
             size *= 4
+        if problem := unknown_token(self.tokenizer, ids, self.vocab_size):
+            raise LeaseFailure("bad_prompt", f"the conversation {problem}")
+        return ids
 
     def end_of_turn(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))

@@ -16,8 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from producer.groups import LeaseFailure
 from protocol.runtime.processes import block_import
-from protocol.wire.messages import is_conversational, prompt_token_ids
-from protocol.wire.model_folder import reading_model
+from protocol.wire.messages import is_conversational, prompt_token_ids, unknown_token
+from protocol.wire.model_folder import ANY_SIZE, reading_model
 
 Messages = list[dict[str, Any]]
 _Given = ParamSpec("_Given")
@@ -44,12 +44,14 @@ def malformed(prompt: Any, expected: str) -> LeaseFailure:
 
 @dataclass
 class PromptFormat:
-    """Tokenizer of this run, with its chat template. `placeholders` are tokens that stand for images."""
+    """Tokenizer of this run, with its chat template, for a model of `vocab_size` tokens. `placeholders` are tokens that stand for
+    images."""
 
     tokenizer: Any
     max_model_len: int
     chat_template_kwargs: dict[str, Any]
     placeholders: frozenset[int] = field(default=frozenset(), kw_only=True)
+    vocab_size: int = field(default=ANY_SIZE, kw_only=True)
     _thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"), init=False, repr=False, compare=False
     )
@@ -81,11 +83,14 @@ class PromptFormat:
                 f"the prompt has token {min(found)} ({self.tokenizer.decode([min(found)])!r}), in whose place an image or video "
                 "is put; prompts are text, also those of vision-language models: take it out of the row",
             )
-        self.check_room(len(ids), max_completion_length, "the prompt")
+        self.check_tokens(ids, max_completion_length, "the prompt")
         return ids
 
-    def check_room(self, num_tokens: int, max_completion_length: int, what: str) -> None:
-        """Raise LeaseFailure where `num_tokens` leave no room for the completion."""
+    def check_tokens(self, ids: list[int], max_completion_length: int, what: str) -> None:
+        """Raise LeaseFailure where the model does not have one of these tokens, or they leave no room for the completion."""
+        if problem := unknown_token(self.tokenizer, ids, self.vocab_size):
+            raise LeaseFailure("bad_prompt", f"{what} {problem}")
+        num_tokens = len(ids)
         room = self.max_model_len - max_completion_length
         if num_tokens > room:
             raise LeaseFailure(

@@ -66,7 +66,7 @@ class SelfTeacher:
         """Return the tokens of the teacher's prompt. Raises LeaseFailure as `PromptFormat.encode`."""
         ids = self.prompts.encode(self._prompt(lease), 0)
         what = f"the prompt of teacher {self.section.name}"
-        self.prompts.check_room(len(ids) + 1, lease.sampling.max_completion_length, what)  # vLLM samples one behind
+        self.prompts.check_tokens(ids, lease.sampling.max_completion_length + 1, what)  # vLLM samples one behind
         return ids
 
     def _prompt(self, lease: Lease) -> Any:

@@ -153,7 +153,7 @@ class PlayedRollouts:
         text = await self.chat.in_thread(self.chat.prompt, messages)
         prompt_ids = await self.chat.in_thread(self.chat.token_ids, text)
         what = "the prompt with tools and what `reset` returned"
-        self.chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
+        self.chat.check_tokens(prompt_ids, lease.sampling.max_completion_length, what)
         episode.prompt_length = len(prompt_ids)
         episode.records.append(Record.of(prompt_ids))
         return Place(1, messages, len(messages), text)

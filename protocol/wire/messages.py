@@ -9,6 +9,7 @@ producer that hands policies on, a producer sends `RelayRequest` and accepts `Re
 done, or that a group is refused.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -412,3 +413,15 @@ def prompt_token_ids(tokenizer: Any, prompt: Any, chat_template_kwargs: dict[str
         conversation=[prompt], add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
     )
     return list(rendered["input_ids"][0])
+
+
+def unknown_token(tokenizer: Any, ids: Iterable[int], vocab_size: int) -> str:
+    """Return which of these tokens the model does not have, with the fix; "" if it has all."""
+    largest = max(ids, default=0)
+    if largest < vocab_size:
+        return ""
+    return (
+        f"has token {largest} ({tokenizer.decode([largest])!r}): the tokenizer knows {len(tokenizer)} tokens, and the model has "
+        f"embeddings of {vocab_size}. Enlarge these in model.path (`resize_token_embeddings` of transformers) or take the token "
+        "out of the row"
+    )

@@ -148,6 +148,19 @@ def placeholders_of(folder: Path) -> frozenset[int]:
     return seen.placeholders if seen is not None else frozenset()
 
 
+ANY_SIZE = 2**31
+"""The number of tokens of a model whose configuration does not say it."""
+
+
+@unreadable_is_configuration()
+def vocabulary_size(folder: Path) -> int:
+    """Return of how many tokens the model in this folder has embeddings."""
+    config = json_object(folder / "config.json")
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) else ANY_SIZE
+
+
 @unreadable_is_configuration()
 def vision_language(folder: Path) -> VisionLanguage | None:
     """Return the facts of the model in this folder if it sees or hears; None for a text model."""

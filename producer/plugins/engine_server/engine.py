@@ -48,7 +48,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.handshake import LOGPROBS_MODE
 from protocol.wire.messages import EngineFacts, Sampling
-from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest
+from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest, vocabulary_size
 from protocol.wire.model_source import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -324,7 +324,9 @@ class ServerEngine:
             trainer_quantization=config.model.quantization or "",
         )
         max_num_seqs = config.engine_server.max_requests * len(self.servers.all)
-        return EngineCapabilities(facts, folder, max_num_seqs, placeholders=placeholders_of(folder))
+        return EngineCapabilities(
+            facts, folder, max_num_seqs, placeholders=placeholders_of(folder), vocab_size=vocabulary_size(folder)
+        )
 
 
 @asynccontextmanager

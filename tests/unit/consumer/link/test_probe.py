@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from consumer.link.probe import NUM_ROWS, ROW_LENGTH, Measurement, PolicyProbe, probe_rows
-from protocol.errors import DatasetError
+from protocol.errors import ConfigError, DatasetError
 
 ROWS = np.arange(3, 43, dtype=np.int32).reshape(2, 20)
 
@@ -42,6 +42,30 @@ def test_tokens_are_those_of_the_first_prompts(prompts: list[Any], seed: int, ex
     assert (rows.dtype, rows.shape) == (np.int32, (NUM_ROWS, 4))
     assert "".join(map(chr, rows.ravel())) == expected
     assert probe_rows(Prompts(prompts), tokenizer, seed).shape == (NUM_ROWS, ROW_LENGTH)
+
+
+class Characters:
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return tokenizer(text)
+
+    def __len__(self) -> int:
+        return 300
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class Placed(Prompts):
+    def place(self, prompt_id: int) -> str:
+        return f"line {prompt_id + 1}"
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_have_is_refused() -> None:
+    prompts = Placed(["ab", "ac"])
+    assert probe_rows(prompts, Characters(), 0, longest=4, vocab_size=ord("d")).shape == (NUM_ROWS, 4)
+    said = r"^line 2 has token 99 \('c'\): the tokenizer knows 300 tokens, and the model has embeddings of 99\..*resize_token"
+    with pytest.raises(ConfigError, match=said):
+        probe_rows(prompts, Characters(), 0, longest=4, vocab_size=ord("c"))
 
 
 def with_adapter(folder: Path, dtype: torch.dtype, size: float) -> PeftModel:

@@ -286,3 +286,13 @@ def test_tokens_that_reach_over_the_border_are_not_taken() -> None:
     assert whole[: len(prompt_ids)] != prompt_ids
     ids = answer_token_ids(tokenizer, "The su", prompt_ids, "m is five.", {}, TAGS)
     assert ids == [*tokenizer(text="m is five.")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_an_answer_with_a_token_that_the_model_does_not_have_is_left_out(
+    answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, knows = answers(["1", "9"]), char_tokenizer().convert_tokens_to_ids("9")
+    monkeypatch.setattr(made, "_vocab_size", knows)
+    assert found(made, 0, 1) == [[4, 1], None]
+    assert f"the answer has token {knows} ('9')" in caplog.text
+    assert "resize_token_embeddings" in caplog.text

@@ -114,3 +114,10 @@ def test_a_good_template_passes_and_one_that_raises_fails_its_lease() -> None:
     chat(PLAIN).check()
     with pytest.raises(LeaseFailure, match="chat template refused the messages"):
         chat("{{ raise_exception('no') }}").prompt(ASKED)
+
+
+def test_what_an_environment_says_with_a_token_that_the_model_does_not_have_is_refused() -> None:
+    format_ = ChatFormat(tokenizer(PLAIN), 64, {}, TOOLS, None, vocab_size=ord("z"))
+    assert format_.token_ids("a") == [ord("a")]
+    with pytest.raises(LeaseFailure, match=r"has token 122 \('z'\).*embeddings of 122.*resize_token_embeddings"):
+        format_.token_ids("z")

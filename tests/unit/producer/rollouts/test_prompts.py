@@ -77,6 +77,18 @@ def test_what_an_image_is_put_in_place_of_is_a_failure(tokenizer):
     assert "the prompt has token 55 ('7'), in whose place an image or video is put; prompts are text" in failure.detail
 
 
+def test_a_token_that_the_model_does_not_have_is_a_failure(tokenizer):
+    """Special tokens were added to the tokenizer, and the embeddings of the model were not enlarged."""
+    prompts, added = PromptFormat(tokenizer, 64, {}, vocab_size=129), tokenizer.decode([129])
+    assert prompts.encode("1+7=", 8)
+    failure = refusal(prompts, f"1+8={added}")
+    assert failure.reason == "bad_prompt"
+    assert (
+        f"token 129 ('{added}'): the tokenizer knows 130 tokens, and the model has embeddings of 129" in failure.detail
+    )
+    assert "resize_token_embeddings" in failure.detail
+
+
 def test_completions_are_text_or_one_assistant_message_each(tokenizer):
     prompts = PromptFormat(tokenizer, 64, {})
     ids = [[*map(ord, "12"), ENDS], [ord("3")]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.wire.model_check import is_of_text_model
-from protocol.wire.model_folder import vision_language
+from protocol.wire.model_folder import ANY_SIZE, vision_language, vocabulary_size
 
 
 def folder_of(folder: Path, **config: Any) -> Path:
@@ -57,3 +57,11 @@ def test_no_architecture_is_known_by_name(tmp_path: Path, config: dict[str, Any]
 )
 def test_weights_of_towers_are_told_by_their_names(weight: str, is_one: bool) -> None:
     assert is_of_text_model(weight) is is_one
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [({"vocab_size": 7}, 7), ({"text_config": {"vocab_size": 8}, "vision_config": {}}, 8), ({}, ANY_SIZE)],
+)
+def test_the_size_of_the_vocabulary(tmp_path: Path, config: dict[str, Any], size: int) -> None:
+    assert vocabulary_size(folder_of(tmp_path, **config)) == size
