@@ -8,6 +8,7 @@ by that name is refused with the fix, because it would get our package.
 """
 
 import ast
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -48,6 +49,8 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
         hint = (
             f"; it is a package of Slipstream, so write {place}.py:{name}, or rename yours" if place in PACKAGES else ""
         )
+        if close := difflib.get_close_matches(name, vars(module), n=1):
+            hint = hint or f"; did you mean `{close[0]}`?"
         raise ConfigError(f"{key}: {spec}: {place} has no `{name}`{hint}")
     if not callable(function):
         raise ConfigError(f"{key}: {spec}: `{name}` is not a function but {type(function).__name__}")
@@ -135,8 +138,10 @@ def check_plugin(group: str, name: str, shipped: Iterable[str], what: str) -> No
     shipped = set(shipped)
     if name not in shipped and name not in (installed := entry_points(group=group).names):
         known = sorted(shipped | installed)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean `{close[0]}`? No" if close else "no"
         raise ValueError(
-            f"no installed package has a plugin `{name}` in the entry points {group}; installed: {', '.join(known)}. {what}"
+            f"{hint} installed package has a plugin `{name}` in the entry points {group}; installed: {', '.join(known)}. {what}"
         )
 
 

@@ -17,8 +17,9 @@ from protocol.config.library_section import PEFT_DEFAULTS
 from protocol.config.mistakes import collected
 from protocol.config.places import make_absolute
 from protocol.config.run import RunConfig
-from protocol.config.source import Source
+from protocol.config.source import Source, given_twice
 from protocol.config.trainer_keys import TRL_DEFAULTS
+from protocol.config.yaml_words import fault_of, in_words
 from protocol.errors import ConfigError
 from protocol.runtime.files import ignore_disk_full, staged
 from protocol.runtime.scratch import private
@@ -47,15 +48,17 @@ def read(path: str, overrides: list[str] | None = None) -> tuple[dict[str, Any],
     try:
         loader = yaml.CSafeLoader(text)
         node = loader.get_single_node()
-        _refuse_duplicate_keys(path, node)
+        twice = list(given_twice(node))
         values = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # PyYAML raises all four
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigError(in_words(path, text, error)) from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
     pairs = node.value if node is not None else []
     empty = {key.value for key, value in pairs if value.value == ""}  # `lora:` with nothing below it is no `lora: null`
-    return _sourced({key: value for key, value in values.items() if key not in empty}, overrides, path, node)
+    values, source = _sourced({key: value for key, value in values.items() if key not in empty}, overrides, path, node)
+    source.twice = tuple(twice)
+    return values, source
 
 
 def _sourced(
@@ -71,10 +74,12 @@ def _sourced(
 def strict(values: dict[str, Any], source: Source) -> RunConfig:
     """Validate, or raise `ConfigError` with all mistakes."""
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         source.refuse(collected(RunConfig, values).mistakes)
         raise ConfigError(f"{source.path}: {error}") from error
+    source.refuse([])
+    return config
 
 
 def dump_config(config: RunConfig) -> str:
@@ -112,24 +117,9 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Give one with --config; examples/ has some to start from") from None
+        raise ConfigError(f"{path}: no such file. Name one with --config, or let `slipstream init` write one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-
-
-def _refuse_duplicate_keys(path: str, node: Any) -> None:
-    """YAML would silently keep the last of two equal keys."""
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
-                raise ConfigError(f"{path}:{line}: `{key.value}` is given twice, first in line {lines[key.value]}")
-            lines[str(key.value)] = line
-            _refuse_duplicate_keys(path, value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_duplicate_keys(path, item)
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, str]:
@@ -145,7 +135,7 @@ def _apply(values: dict[str, Any], override: str) -> str:
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {fault_of(text, error).text}") from error
     *parents, leaf = key.split(".")
     place: Any = values
     for parent in parents:

@@ -173,6 +173,9 @@ def _text(problem: Any, place: Place, field: FieldInfo | None, schema: type[Base
     hint = ""
     if kind == "literal_error" and isinstance(problem["input"], str):
         hint = nearest(problem["input"], re.findall(r"'([^']*)'", context["expected"]), "")
+    if kind in ("model_type", "dict_type") and isinstance(problem["input"], str):  # YAML takes `key:value` as one text
+        glued = re.match(r"([\w.]+:)\S", problem["input"])
+        hint = f"a space is missing after `{glued[1]}`" if glued else ""
     return expected(annotation, constraints) + (f"; {hint}" if hint else "")
 
 

@@ -9,7 +9,7 @@ from protocol.config import lora_section
 from protocol.config.data import WEIGHTED_SUM
 from protocol.config.environments import environment_problems
 from protocol.config.rewards import REWARD_NAME
-from protocol.config.section import Problems
+from protocol.config.section import Problems, nearest
 
 if TYPE_CHECKING:
     from protocol.config.run import RunConfig
@@ -68,13 +68,10 @@ def _of_rewards(config: "RunConfig") -> Problems:
         yield "dataset.curriculum: nothing scores completions; name reward functions, or remove it"
     reward = config.reroll.reward
     if reward is not None and reward not in config.reward_names:
-        yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+        yield f"reroll.reward: {_unknown_reward(reward, config.reward_names)}"
     for number, source in enumerate(config.dataset.sources):
         if source.judge is not None and source.judge not in config.reward_names:
-            yield (
-                f"dataset.sources.{number}.judge: {source.judge!r} is not one of rewards.functions: "
-                f"{', '.join(config.reward_names)}"
-            )
+            yield f"dataset.sources.{number}.judge: {_unknown_reward(source.judge, config.reward_names)}"
 
 
 def _of_teachers(config: "RunConfig") -> Problems:
@@ -182,7 +179,7 @@ def _of_evaluation(config: "RunConfig") -> Problems:
         yield "evaluation: nothing scores the answers; name reward functions, or remove the section"
     known = (WEIGHTED_SUM, *config.reward_names)
     if config.evaluation.metric not in known:
-        yield f"evaluation.metric: {config.evaluation.metric!r} is not one of the rewards (rewards.functions): {', '.join(known)}"
+        yield f"evaluation.metric: {_unknown_reward(config.evaluation.metric, known)}"
     if any(source.answer_column is not None for source in config.evaluation.dataset.all_sources.values()):
         yield "evaluation.dataset.answer_column: answers to held-out prompts are not trained; remove the key"
     if any(source.judge is not None for source in config.evaluation.dataset.sources):
@@ -227,3 +224,8 @@ def _of_engine_server(config: "RunConfig") -> Problems:
             "serve.enabled: the endpoint notes what an engine of the producer's own samples for clients, which a server does not "
             "tell; remove engine_server, or serve and whatever needs it"
         )
+
+
+def _unknown_reward(name: str, known: tuple[str, ...]) -> str:
+    hint = nearest(name, known, "name one of them")
+    return f"{name!r} is not one of the rewards of rewards.functions: {', '.join(known)}; {hint}"

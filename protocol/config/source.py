@@ -3,13 +3,13 @@
 Guarantee: every mistake names the file with the line of its own key, or the override that gave the value.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
 
 from protocol.config.mistakes import Mistake, Place, dotted, words_of
-from protocol.errors import ConfigError, DatasetError, DeviceError
+from protocol.errors import ConfigError, DeviceError
 
 _SECRETS = ("token", "key", "password", "secret")
 
@@ -21,21 +21,26 @@ class Source:
         path: of the file, or a name for values that are of none.
         node: of the file's YAML, which has the lines; None for values of no file.
         overrides: the texts of the command line, by their keys.
+        twice: the lines of keys that are given twice, and what is said of each.
     """
 
     def __init__(self, path: str, node: Any, overrides: dict[str, str]) -> None:
         self.path = path
         self.node = node
         self.overrides = overrides
+        self.twice: tuple[tuple[int, str], ...] = ()
 
     def refuse(self, mistakes: Iterable[Mistake]) -> None:
-        """Raise one error with all of them, in the order of the file; none if there is none."""
-        ordered = sorted(mistakes, key=lambda mistake: self._order(self._place(mistake)))
-        if ordered:
-            lines = dict.fromkeys(f"{self._where(mistake)}: {mistake.text}".lstrip(": ") for mistake in ordered)
-            of_rows = all(mistake.kind is DatasetError for mistake in ordered)
-            kinds = {mistake.kind for mistake in ordered}
-            raise (kinds.pop() if len(kinds) == 1 or of_rows else ConfigError)("\n".join(lines))
+        """Raise one error with all of them and with the keys that are given twice, in the order of the file."""
+        found = [
+            (self._order(self._place(one)), f"{self._where(one)}: {one.text}".lstrip(": "), one.kind)
+            for one in mistakes
+        ]
+        found += [((False, line), f"{self.path}:{line}: {text}", ConfigError) for line, text in self.twice]
+        if found:
+            kinds = {kind for _, _, kind in found}
+            lines = dict.fromkeys(line for _, line, _ in sorted(found, key=lambda one: one[0]))
+            raise (kinds.pop() if len(kinds) == 1 else ConfigError)("\n".join(lines))
 
     def has(self, key: str) -> bool:
         """Tell whether the file or the command line gives a value to this key."""
@@ -70,6 +75,21 @@ class Source:
         if not names and key and not _line(self.node, tuple(key.split(".")))[1]:
             names = [name for name in self.overrides if name.startswith(f"{key}.")]
         return names[-1] if names else None
+
+
+def given_twice(node: Any) -> Iterator[tuple[int, str]]:
+    """Yield the lines of keys of which YAML would silently keep the last."""
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
+                yield line, f"`{key.value}` is given twice, first in line {lines[key.value]}"
+            lines.setdefault(str(key.value), line)
+            yield from given_twice(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from given_twice(item)
 
 
 def _shown(key: str, text: str) -> str:

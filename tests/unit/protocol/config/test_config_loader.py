@@ -1,5 +1,6 @@
 """The file itself, and what `--set` puts over it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.unit.protocol.config.files import MINIMAL, NEXT, load, refusal
 def test_a_missing_file(run_yaml: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("absent.yaml")
-    assert str(caught.value) == "absent.yaml: no such file. Give one with --config; examples/ has some to start from"
+    assert str(caught.value).startswith("absent.yaml: no such file.")
+    assert "slipstream init" in str(caught.value)
 
 
 def test_a_folder_and_a_binary_file(run_yaml: Path) -> None:
@@ -45,7 +47,7 @@ def test_a_file_that_is_no_mapping(run_yaml: Path, text: str) -> None:
     ],
 )
 def test_a_file_that_is_no_yaml(run_yaml: Path, text: str) -> None:
-    assert refusal(run_yaml, text).startswith("run.yaml: not valid YAML: ")
+    assert re.match(r"run\.yaml:(\d+:)? not valid YAML: [a-z]|run\.yaml:1: not valid YAML: \d", refusal(run_yaml, text))
 
 
 def test_a_key_given_twice_is_refused(run_yaml: Path) -> None:
@@ -135,7 +137,7 @@ def test_an_override_of_another_form_is_refused(run_yaml: Path, override: str) -
     ("override", "message"),
     [
         ("seed=[", "--set seed=[: the value is not valid YAML: "),
-        ("seed=2024-13-45", "--set seed=2024-13-45: the value is not valid YAML: month must be in 1..12"),
+        ("seed=2024-13-45", "--set seed=2024-13-45: the value is not valid YAML: 2024-13-45 is no date"),
         ("run_dir.x=1", "--set run_dir.x=1: `run_dir` is not a section"),
         (
             "rewards.functions.1.weight=1",

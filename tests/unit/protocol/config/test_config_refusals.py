@@ -110,6 +110,19 @@ def test_all_problems_are_reported_at_once(run_yaml: Path) -> None:
     ]
 
 
+def test_keys_given_twice_are_one_round_with_all_else(run_yaml: Path) -> None:
+    text = MINIMAL + "seed: 1\nseed: x\ntrainer:\n  beta: 0\n  beta: 1\n  use_cpu: true\n"
+    assert [line.split(": ")[0] for line in refusal(run_yaml, text).splitlines()] == [
+        f"run.yaml:{NEXT + line}" for line in (1, 1, 4, 5)
+    ]
+
+
+def test_a_section_whose_key_lacks_a_space_is_told_so(run_yaml: Path) -> None:
+    """YAML takes it as one text, and sees no mistake."""
+    said = refusal(run_yaml, MINIMAL + "pipeline:\n  max_staleness:2\n")
+    assert said.startswith(f"run.yaml:{NEXT}: pipeline: expected a mapping; a space is missing after `max_staleness:`")
+
+
 def test_one_replica_is_none(run_yaml: Path) -> None:
     assert load(run_yaml, MINIMAL + "engine: {data_parallel_size: 1}\n").engine == {"data_parallel_size": 1}
 
