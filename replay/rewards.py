@@ -66,6 +66,7 @@ class RewardRecipe:
     credit: CreditRecipe | None = None  # None: a token has the advantage of its completion
     distillation: DistillationRecipe | None = None  # None: there are no teachers
     outcome_weights: NDArray[np.float32] | None = None  # of the rewards in an advantage; None: `weights`
+    compares: bool = True  # completions of a group with each other; False: an advantage is the reward itself
 
     @classmethod
     def of(cls, config: RunConfig, aggregation: str) -> "RewardRecipe":
@@ -79,7 +80,9 @@ class RewardRecipe:
         distillation = None
         if teachers is not None:
             distillation = DistillationRecipe(teachers.coef, teachers.alone, teachers.num_top, teachers.mixture)
-        return cls(weights, aggregation, overlong if buffer_tokens else None, credit, distillation, of_outcome)
+        punishment = overlong if buffer_tokens else None
+        compares = config.advantage.baseline != "none"
+        return cls(weights, aggregation, punishment, credit, distillation, of_outcome, compares)
 
     @property
     def num_top(self) -> int:
@@ -114,6 +117,7 @@ class RewardRecipe:
     def signal(self, group: RolloutGroup) -> float:
         """Return how much a group can move the policy: the sum of its |A_i| before they are divided by a standard deviation.
 
+        Without a baseline: sum_i |R_i|.
         `sum_then_normalize`: sum_i |R_i - mean R| over the scored completions, R the weighted sum of the columns.
         `normalize_then_sum`: sum_i |sum_f w_f (r_if - mean_f) / (std_f + eps)|; its last division is by the batch's.
         With `credit` rewards of spans count beside it, with `distillation` teachers.
@@ -125,6 +129,8 @@ class RewardRecipe:
 
     def _signal_of_outcome(self, group: RolloutGroup) -> float:
         columns = self.columns(group)
+        if not self.compares:
+            return float(np.nansum(np.abs(weighted_sums(columns, self.column_weights))))
         if self.aggregation == "sum_then_normalize":
             own, _ = deviations(weighted_sums(columns, self.column_weights)[:, None])
             return float(np.abs(own).sum())

@@ -29,8 +29,10 @@ def centred(values: torch.Tensor, dim: int, baseline: str) -> torch.Tensor:
     """Return values minus their baseline along `dim`, float, same shape; NaN where there is no value or nothing to compare with.
 
     `group`: the mean of all n, x_i - mean x. `leave_one_out`: the mean of the other n - 1 (RLOO, arXiv:2402.14740),
-    x_i - (sum x - x_i) / (n - 1) = n / (n - 1) (x_i - mean x).
+    x_i - (sum x - x_i) / (n - 1) = n / (n - 1) (x_i - mean x). `none`: 0 (REINFORCE).
     """
+    if baseline == "none":
+        return values
     deviations = values - values.nanmean(dim=dim, keepdim=True)
     if baseline == "group":
         return deviations

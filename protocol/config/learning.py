@@ -157,8 +157,9 @@ class RerollSection(Section):
 
 
 class AdvantageSection(Section):
-    baseline: Literal["group", "leave_one_out"] = Field(
-        "group", description="Baseline of a reward: the mean of its group, or of the others in it (RLOO)."
+    baseline: Literal["group", "leave_one_out", "none"] = Field(
+        "group",
+        description="Baseline of a reward: the mean of its group, or of the others in it (RLOO), or `none` (REINFORCE).",
     )
     overlong_buffer_tokens: Count = Field(
         0,

@@ -20,6 +20,7 @@ def contradictions(config: "RunConfig") -> Problems:
     yield from lora_section.patch_problems(config)
     yield from _of_rewards(config)
     yield from _of_teachers(config)
+    yield from _of_advantages(config)
     yield from _of_answers(config)
     yield from environment_problems(config)
     yield from _of_evaluation(config)
@@ -95,12 +96,31 @@ def _of_teachers(config: "RunConfig") -> Problems:
         yield f"teachers.{own[0]}.prompt: the policy itself teaches with distillation.mode: advantage only; set it, or give a url"
     if section is not None and section.alone and config.rewards.credit != "outcome":
         yield "rewards.credit: with distillation.alone rewards teach nothing; remove one of them"
-    if config.sampling.num_generations == 1 and not (
-        section is not None and section.alone and config.pipeline.groups_per_step > 1
-    ):
+    is_alone = config.advantage.baseline == "none" or (section is not None and section.alone)
+    if config.sampling.num_generations == 1 and not (is_alone and config.pipeline.groups_per_step > 1):
         yield (
-            "sampling.num_generations: rewards teach by comparing at least 2 completions; only with distillation.alone, and "
-            "pipeline.groups_per_step of 2 or more, may it be 1"
+            "sampling.num_generations: rewards teach by comparing at least 2 completions; only with distillation.alone or "
+            "advantage.baseline: none, and pipeline.groups_per_step of 2 or more, may it be 1"
+        )
+
+
+def _of_advantages(config: "RunConfig") -> Problems:
+    """Yield what compares completions beside a baseline that does not."""
+    if config.advantage.baseline != "none":
+        return
+    if str(config.trainer.get("scale_rewards", "group")) not in ("none", "False"):
+        yield (
+            "advantage.baseline: none trains rewards as they are, and trainer.scale_rewards (default: group) divides by "
+            "deviations, which are 0 where rewards are equal; set trainer.scale_rewards: none"
+        )
+    if config.trainer.get("multi_objective_aggregation") == "normalize_then_sum":
+        yield (
+            "trainer.multi_objective_aggregation: normalize_then_sum compares completions, as advantage.baseline: none does not"
+        )
+    if config.rewards.credit in ("per_turn", "per_step"):
+        yield (
+            f"rewards.credit: {config.rewards.credit} compares spans, which advantage.baseline: none does not; use outcome or "
+            "given"
         )
 
 

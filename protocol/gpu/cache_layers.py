@@ -1,7 +1,7 @@
 """The layers of a model that keep keys and values of a row in an engine, with how many numbers of how many tokens.
 
-Guarantee: an engine keeps no less than that. What a configuration leaves open counts as little as it may be: all layers of a model
-with a window have it, unless the configuration says which have not. A layer that keeps a state instead of tokens counts nothing.
+Guarantee: an engine keeps no less than that. What a configuration leaves open counts as little as it may be: all layers have a
+window that there is, unless it says which have not. A layer that keeps a state instead of tokens counts nothing.
 """
 
 import re

@@ -1,10 +1,10 @@
 """The memory that a run takes of a GPU, in bytes, and how trainer and producer divide one GPU (`pipeline.gpu: shared`).
 
 Guarantee: the same numbers wherever they are computed, without torch. They are estimates: what the trainer keeps (base, adapter,
-optimizer) is exact to some per cent; a pass follows from the layers of a decoder with SwiGLU and RMSNorm as transformers and PEFT
-compute them, and weights and KV cache of the engine are lower bounds. Both shares, two CUDA contexts and a rest fit into the GPU together, or a
-`ConfigError` says what to change. A share that the user sets (`engine.gpu_memory_utilization`) is kept, and the trainer gets the
-rest.
+optimizer) is exact to some per cent. A pass follows from the layers of a decoder with SwiGLU and RMSNorm as transformers and PEFT
+compute them. Weights and KV cache of the engine are lower bounds. Both shares, two CUDA contexts and a rest fit into the GPU
+together, or a `ConfigError` says what to change. A share that the user sets (`engine.gpu_memory_utilization`) is kept, and the
+trainer gets the rest.
 """
 
 import math

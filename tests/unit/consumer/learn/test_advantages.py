@@ -17,7 +17,7 @@ from protocol.runtime.processes import block_import
 from replay.deviations import EPSILON
 from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
-from tests.unit.consumer.trl_reference import GRPOTrainer, trl_inputs, trl_trainer
+from tests.unit.consumer.trl_reference import GRPOTrainer, slipstream_trainer, trl_inputs, trl_trainer
 
 NAN = math.nan
 ONE = torch.tensor([1.0], dtype=torch.float64)
@@ -54,6 +54,28 @@ def test_a_missing_reward_is_left_out_and_a_completion_without_any_has_advantage
 def test_groups_without_any_or_with_one_reward_give_no_advantage() -> None:
     close(advantages(column(NAN, NAN, 1, 3), ONE, 2, scale_rewards="none"), [0.0, 0.0, -1.0, 1.0])
     close(advantages(column(5, NAN), ONE, 2), [0.0, 0.0])
+
+
+def test_without_a_baseline_rewards_are_advantages() -> None:
+    options = {"scale_rewards": "none", "baseline": "none"}
+    close(advantages(column(1, NAN, 0, -3), ONE, 1, **options), [1.0, 0.0, 0.0, -3.0])  # type: ignore[arg-type]
+    both = torch.tensor([[1.0, 2.0], [NAN, 4.0]])
+    close(advantages(both, torch.tensor([1.0, 0.5]), 2, **options), [2.0, 2.0])  # type: ignore[arg-type]
+
+
+def test_groups_of_one_completion_without_a_baseline(tmp_path: Path, one_layer_model: Path) -> None:
+    """The batch is REINFORCE's: a row of reward 0 has no gradient and is left out, and its tokens are counted."""
+    config = run_config(
+        tmp_path, one_layer_model, advantage={"baseline": "none"}, sampling={"num_generations": 1},
+        trainer={"scale_rewards": "none"}, pipeline={"groups_per_step": 3},
+    )  # fmt: skip
+    recipe = slipstream_trainer(config, one_layer_model).recipe
+    groups = [rollout_group([[11, 12]], rewards=[reward]) for reward in (1.0, 0.0, -2.0)]
+    assert [recipe.rewards.signal(group) for group in groups] == [1, 0, 2]
+    batches = recipe.tensors(groups)
+    rows = {int(row): float(a) for batch in batches for row, a in zip(batch["row"], batch["advantages"], strict=True)}
+    assert rows == {0: 1.0, 2: -2.0}
+    assert batches[0]["num_items_in_batch"] == 6
 
 
 def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
