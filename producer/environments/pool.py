@@ -133,7 +133,7 @@ class EnvironmentPool:
         except EnvironmentFailedError as error:
             raise ConfigError(f"{self._section.key}.factory: {self._factory}: {error}") from error
         if has_reward != (self._section.reward_weight is not None):
-            problem = "has no get_reward; remove the weight, or add the method"
+            problem = "has no get_reward; add it, or name a reward function and remove the weight"
             if has_reward:
                 problem = "has get_reward; set its weight, e.g. 1.0"
             raise ConfigError(f"{self._section.key}.reward_weight: {self._factory} {problem}")

@@ -1,7 +1,8 @@
 """The sources of rewards: functions in worker processes, models in processes of their own, HTTP services.
 
-Guarantee: a source returns scores or a reason within its limit. A service gets one request per group. No redirect is followed,
-and at most `max_answer_bytes` are read. An answer of another form is a failure with that reason.
+Guarantee: a source returns scores or a reason within its limit. A service gets one request per group, one of NeMo Gym
+(`producer.rewards.nemo_gym`) one per completion. No redirect is followed, and at most `max_answer_bytes` are read. An answer of
+another form is a failure with that reason.
 
     POST URL  {"prompt": ..., "completions": [...], "completion_ids": [[...]], "columns": {"answer": ...}}
     200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing, or spans:
@@ -96,51 +97,67 @@ class HttpReward:
             await self._session.close()
 
     async def ask(self, job: Job, limit_s: float) -> Scores:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.scores(job)
+        except TimeoutError:
+            return failed(f"did not answer within {limit_s:g} seconds", "timeout")
+
+    async def scores(self, job: Job) -> Scores:
+        """Return the scores of a group, however long that takes."""
+        try:
+            ends = await self._ends(job)
+            body = await asyncio.to_thread(_body, job, ends)
+        except UNSENDABLE as error:
+            return failed(f"cannot be sent this group: {error}", "invalid", is_final=True)
+        answer = await self.posted(body)
+        return answer if isinstance(answer, Scores) else _read(answer, job, ends)
+
+    async def posted(self, body: bytes) -> bytes | Scores:
+        """Return the answer to a request, or why there is none."""
         import aiohttp  # takes a fifth of a second, which only runs with a service spend
 
-        if self._session is None:  # aiohttp's own limit is 300 seconds, whatever `limit_s` is
+        if self._session is None:  # aiohttp's own limit is 300 seconds, whatever that of a call is
             timeout = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         try:
-            async with asyncio.timeout(limit_s):
-                try:
-                    ends = await self._ends(job)
-                    body = await asyncio.to_thread(_body, job, ends)
-                except UNSENDABLE as error:
-                    return _failed(f"cannot be sent this group: {error}", "invalid", is_final=True)
-                asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
-                async with asked as response:
-                    return await self._read(response, job, ends)
+            asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
+            async with asked as response:
+                return await self._content(response)
         except TimeoutError:
-            return _failed(f"did not answer within {limit_s:g} seconds", "timeout")
+            raise
         except (aiohttp.ClientError, OSError) as error:
-            return _failed(f"could not be reached: {error or type(error).__name__}", "unavailable")
+            return failed(f"could not be reached: {error or type(error).__name__}", "unavailable")
 
     async def _ends(self, job: Job) -> list[Ends] | None:
         if self._steps is None:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._splitter, split, job.completions, self._steps)
 
-    async def _read(self, response: "ClientResponse", job: Job, ends: list[Ends] | None) -> Scores:
+    async def _content(self, response: "ClientResponse") -> bytes | Scores:
         content, status = bytearray(), response.status
         async for part in response.content.iter_any():
             content += part
             if len(content) > self._max_answer_bytes:
-                return _failed(f"answered more than options.max_answer_bytes={self._max_answer_bytes}", "invalid")
+                return failed(f"answered more than options.max_answer_bytes={self._max_answer_bytes}", "invalid")
         if status != 200:
             text = content[:_MAX_ERROR_CHARS].decode(errors="replace")
             is_final = 300 <= status < 500 and status not in _TRANSIENT_STATUS
-            return _failed(f"answered with status {status}: {text}", "unavailable", is_final=is_final)
-        try:
-            if ends is None:
-                return checked(msgspec.json.decode(content, type=_Answer).rewards, job)
-            answer = msgspec.json.decode(content, type=_StepAnswer)
-        except UNREADABLE as error:
-            return _failed(f'sent another answer than {{"rewards": [...]}}: {error}', "invalid")
-        try:
-            return checked(as_spans(answer.rewards, ends), job)
-        except ValueError as error:
-            return _failed(str(error), "invalid")
+            return failed(f"answered with status {status}: {text}", "unavailable", is_final=is_final)
+        return bytes(content)
+
+
+def _read(content: bytes, job: Job, ends: list[Ends] | None) -> Scores:
+    try:
+        if ends is None:
+            return checked(msgspec.json.decode(content, type=_Answer).rewards, job)
+        answer = msgspec.json.decode(content, type=_StepAnswer)
+    except UNREADABLE as error:
+        return failed(f'sent another answer than {{"rewards": [...]}}: {error}', "invalid")
+    try:
+        return checked(as_spans(answer.rewards, ends), job)
+    except ValueError as error:
+        return failed(str(error), "invalid")
 
 
 def _body(job: Job, ends: list[Ends] | None) -> bytes:
@@ -151,7 +168,7 @@ def _body(job: Job, ends: list[Ends] | None) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:
+def failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:
     return Scores(None, problem, reason, is_final=is_final)
 
 
@@ -172,7 +189,8 @@ def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
     for function in section.functions:
         settings = function.settings
         if isinstance(settings, RewardService):
-            sources.append(HttpReward(function.name, str(function.url), settings))
+            service = _nemo_gym() if settings.nemo_gym else HttpReward
+            sources.append(service(function.name, str(function.url), settings))
         elif isinstance(settings, FeatureMatching):
             options = matching[function.name]
             alike = [name for name in matching if matching[name] == options]
@@ -185,6 +203,12 @@ def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
         else:
             sources.append(WorkerReward(shared, list(ours).index(function.name)))
     return sources
+
+
+def _nemo_gym() -> type[HttpReward]:
+    from producer.rewards.nemo_gym import NemoGymReward  # which extends what is above
+
+    return NemoGymReward
 
 
 def _model_pool(sources: dict[str, Source], function: RewardFunction, gpu: int | None) -> WorkerPool:

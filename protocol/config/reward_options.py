@@ -165,6 +165,11 @@ class RewardService(_StepReward):
         description="Headers of every request, by the environment variable that holds the value: `{Authorization: MY_TOKEN}`.",
     )
     max_answer_bytes: Annotated[int, Field(ge=1024)] = Field(2**20, description="Largest answer that is read.")
+    nemo_gym: bool = Field(False, description="`url` is the `/verify` of a resources server of NeMo Gym.")
+
+    def problems(self) -> Problems:
+        if self.nemo_gym and self.steps:
+            yield "nemo_gym scores completions and no steps; remove one of them"
 
     @field_validator("headers_env")
     @classmethod

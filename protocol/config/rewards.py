@@ -54,7 +54,7 @@ class RewardFunction(Section):
     )
     concurrency: Positive | None = Field(
         None,
-        description="Calls at once, per producer. Default: 8 for a url, 1 for a model, else `rewards.num_workers`.",
+        description="Calls at once, per producer. Default: 8 for a url, 1 for a model, else `rewards.num_workers`, the most.",
     )
     strip_thinking: bool | None = Field(
         None, description="Hide the reasoning of completions from it. Default: `rewards.thinking.strip`."
@@ -118,6 +118,11 @@ class RewardFunction(Section):
         return self._schema is FeatureMatching and not self.options.get("model")
 
     @property
+    def is_called(self) -> bool:
+        """Tell whether it runs in the workers that functions share."""
+        return self.function is not None and self._schema is not FeatureMatching
+
+    @property
     def counts_reasoning(self) -> bool:
         return self._schema is ReasoningLength
 
@@ -155,7 +160,11 @@ class RewardsSection(Section):
     timeout_s: PositiveSeconds = Field(
         30.0, description="Limit of one call on one group; the worker is then killed and replaced."
     )
-    num_workers: Positive = Field(2, description="Reward worker processes of a producer, for functions and plugins.")
+    num_workers: Positive = Field(
+        2,
+        description="Reward worker processes of a producer, for functions and plugins. It scores at most `num_workers` / seconds "
+        "per call groups a second.",
+    )
     max_memory_bytes: Annotated[int, Field(ge=2**26)] | None = Field(
         4 * 2**30,
         description="Resident memory of a worker with its children; above it the worker is replaced.",
@@ -191,6 +200,11 @@ class RewardsSection(Section):
             if getattr(self, key) != 1.0:
                 yield f"{key} is for credit: per_turn or per_step; set credit, or remove it"
         for function in self.functions:
+            if function.is_called and (function.concurrency or 0) > self.num_workers:
+                yield (
+                    f"functions: {function.name} has concurrency: {function.concurrency}, and no more calls than num_workers: "
+                    f"{self.num_workers} go on at once; raise num_workers, or remove concurrency"
+                )
             if function.steps and self.strips(function):
                 yield f"functions: {function.name} scores steps of the whole completion; set its strip_thinking: false"
 
@@ -311,7 +325,7 @@ class EnvironmentSection(Section):
     )
     reward_weight: float | None = Field(
         None,
-        description="Weight of the reward `environment`. Required with `get_reward`; with an `agent` or `openenv` 1 by default.",
+        description="Weight of the reward `environment`. Required with `get_reward` beside reward functions, else 1.",
     )
     max_turns: Positive = Field(8, description="Turns of the model in an episode; tool calls of the last are not run.")
     branch_after_turns: Count | Annotated[list[Count], Field(min_length=2, max_length=2)] = Field(
@@ -418,6 +432,20 @@ class EnvironmentSection(Section):
         """The weight of the reward called `environment`, or None if there is no such reward."""
         has_reward = self.is_played_outside or self.factory in SERVERS
         return 1.0 if self.reward_weight is None and has_reward else self.reward_weight
+
+
+def with_only_reward(values: Any) -> Any:
+    """Let the reward of an environment's class count where nothing else could score its episodes."""
+    if not isinstance(values, dict) or values.get("environments"):
+        return values
+    environment = values.get("environment")
+    environment = {"factory": environment} if isinstance(environment, str) else environment
+    others = (values.get("rewards"), "functions"), (values.get("distillation"), "alone")
+    if any(isinstance(section, dict) and section.get(key) for section, key in others):
+        return values
+    if not isinstance(environment, dict) or environment.get("factory") in (None, *_FACTORIES):
+        return values
+    return values | {"environment": {"reward_weight": 1.0} | environment}
 
 
 def with_atropos(values: Any) -> Any:

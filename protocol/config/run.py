@@ -48,7 +48,7 @@ from protocol.config.operation import (
     TransportSection,
     next_endpoint,
 )
-from protocol.config.rewards import REWARD_NAME, EnvironmentSection, RewardsSection, with_atropos
+from protocol.config.rewards import REWARD_NAME, EnvironmentSection, RewardsSection, with_atropos, with_only_reward
 from protocol.config.rules import contradictions
 from protocol.config.section import COLLECT, Count, Problems, Section
 
@@ -126,8 +126,8 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_atropos(cls, values: Any) -> Any:
-        return with_atropos(values)
+    def _with_what_follows(cls, values: Any) -> Any:
+        return with_only_reward(with_atropos(values))
 
     def problems(self) -> Problems:
         return contradictions(self)

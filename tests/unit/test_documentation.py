@@ -12,6 +12,7 @@ import yaml
 
 from consumer.app.cli import main as consumer_main
 from producer.app.cli import main as producer_main
+from producer.environments.worker import Answer, Call, Environment
 from protocol.config import run as schema
 from protocol.config.loader import load_config
 from slipstream.cli import run as run_slipstream
@@ -67,6 +68,21 @@ def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(example)
     assert load_config(str(tmp_path / "run.yaml")).run_dir == str(tmp_path / "runs/gsm8k")
     assert set(yaml.safe_load(example)) == {"run_dir", "model", "dataset", "rewards"}
+
+
+def test_the_first_environment_of_its_page_loads_word_for_word(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "environments.md").read_text()
+    example, code = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("yaml", "python"))
+    (tmp_path / "environment.py").write_text(code)
+    (tmp_path / "run.yaml").write_text(
+        f"run_dir: run\nmodel: {{path: model}}\ndataset: {{path: rows.jsonl}}\n{example}"
+    )
+    config = load_config(str(tmp_path / "run.yaml"))
+    assert config.own_rewards == {"environment": 1.0}
+    shop = Environment(str(tmp_path / config.environment.factory), {})
+    assert shop.answer(Call("reset", arguments={"prompt": [], "stock": 3})).problem == ""
+    assert shop.answer(Call("tool", "buy", {"count": 3})) == Answer("0 are left")
+    assert shop.answer(Call("reward")) == Answer(1.0)
 
 
 def test_the_readmes_run_loads_and_its_reward_is_for_its_row(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_only_text_lists_and_finite_numbers_come_out() -> None:
         ({"factory": "tests.unit.producer.toys:NoReset"}, "makes a NoReset without `reset`"),
         ({"factory": "tests.unit.producer.toys:broken"}, "RuntimeError: cannot connect"),
         ({"reward_weight": None}, "has get_reward; set its weight"),
-        ({"factory": "tests.unit.producer.toys:Silent"}, "has no get_reward; remove the weight"),
+        ({"factory": "tests.unit.producer.toys:Silent"}, "has no get_reward; add it"),
         ({"tool_parser": None}, "has tools; name vLLM's parser"),
     ],
 )

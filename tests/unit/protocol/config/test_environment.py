@@ -94,7 +94,10 @@ def test_where_teachers_alone_teach_no_reward_function_is_needed() -> None:
     ("sections", "said"),
     [
         (BASE | {"rewards": {}}, "rewards.functions: nothing scores the completions"),
-        (BASE | {"rewards": {}, "environment": "shop:Shop"}, "or set environment.reward_weight"),
+        (
+            BASE | {"rewards": {}, "environment": {"factory": "mcp", "options": {"servers": []}}},
+            "or set environment.reward_weight",
+        ),
         (
             BASE | {"rewards": {}} | TAUGHT | {"distillation": {"mode": "advantage"}},
             "rewards.functions: nothing scores",
@@ -127,3 +130,23 @@ def test_what_contradicts_itself_is_refused(sections: dict[str, Any], said: str)
     with pytest.raises(ValidationError) as caught:
         RunConfig.model_validate(sections if "run_dir" in sections else ATROPOS | sections)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("environment", ["shop:Shop", {"factory": "shop:Shop"}])
+@pytest.mark.parametrize("rewards", [{}, {"functions": []}, {"num_workers": 3}])
+def test_the_only_reward_counts(environment: Any, rewards: dict[str, Any]) -> None:
+    config = RunConfig.model_validate(BASE | {"environment": environment, "rewards": rewards})
+    assert (config.own_rewards, config.reward_weights) == ({"environment": 1.0}, (1.0,))
+    given = RunConfig.model_validate(
+        BASE | {"environment": {"factory": "shop:Shop", "reward_weight": 0.5}, "rewards": rewards}
+    )
+    assert given.own_rewards == {"environment": 0.5}
+    beside = rewards | {"functions": [{"function": "exact_match"}]}
+    assert RunConfig.model_validate(BASE | {"environment": environment, "rewards": beside}).own_rewards == {}
+
+
+def test_functions_have_no_more_calls_at_once_than_processes() -> None:
+    functions = [{"function": "a.py:judge", "concurrency": 3}, {"url": "http://service", "concurrency": 64}]
+    assert RunConfig.model_validate(BASE | {"rewards": {"num_workers": 3, "functions": functions}})
+    with pytest.raises(ValidationError, match=r"judge has concurrency: 3, .* num_workers: 2 .* raise num_workers"):
+        RunConfig.model_validate(BASE | {"rewards": {"functions": functions}})
