@@ -34,6 +34,7 @@ _COMMANDS = {
     "cluster": "slipstream.cluster.cli:cluster",
     "sft": "slipstream.cli:sft",
     "export": "slipstream.cli:export",
+    "inspect": "slipstream.cli:inspect",
     "reward": "slipstream.cli:reward",
     "environment": "slipstream.cli:environment",
     "keys": "slipstream.keys:keys",
@@ -160,6 +161,25 @@ def export(
         )
 
     return run_configured(argparse.Namespace(**options), program(), work)
+
+
+@click.command(cls=Command)
+@config_options
+@click.option("--n", type=click.IntRange(1, 4096), default=1, show_default=True, help="first prompts of the dataset")
+@click.option("--json", "as_json", is_flag=True, help="for programs: one JSON object")
+def inspect(config: str, overrides: list[str], n: int, as_json: bool) -> None:
+    """Show prompts as the policy gets them: text, tokens, what ends a completion, and what is trained."""
+    from protocol.config.loader import load_config
+    from protocol.config.places import working_in
+
+    logs.configure(program())
+    loaded = load_config(config, overrides)
+
+    from slipstream.inspection import inspected, show
+
+    with working_in(loaded.folder):
+        found = inspected(loaded, n)
+    write_json(found) if as_json else show(found)
 
 
 @click.group(cls=Group)

@@ -24,7 +24,6 @@ from consumer.prompts.written import as_leased, of_json
 from producer.groups import LeaseFailure
 from producer.rewards.pool import RewardPool, merged
 from producer.rewards.worker import Failure
-from producer.rollouts.prompts import PromptFormat
 from protocol.config.environments import environment_of
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
@@ -115,14 +114,8 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    dataset, tokenizer, model = inputs.prompts(), inputs.tokenizer(), inputs.model(device)
-    longest = config.engine.get("max_model_len") or model.config.get_text_config().max_position_embeddings
-    size = model.get_input_embeddings().weight.size(0)
-    prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs, vocab_size=size)
-    settings = config.sampling
-    stops = model.generation_config.eos_token_id
-    stops = {stops} if isinstance(stops, int) else set(stops or [tokenizer.eos_token_id])
-    stops = (set() if settings.ignore_eos else stops) | set(settings.stop_token_ids)
+    dataset, model = inputs.prompts(), inputs.model(device)
+    prompts, stops, settings = inputs.prompt_format(), inputs.end_ids(), config.sampling
     model.generation_config.eos_token_id = sorted(stops) or None
     torch.manual_seed(config.seed)
     groups = []
@@ -144,12 +137,14 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
                 top_p=settings.top_p,
                 top_k=settings.top_k,
                 min_p=settings.min_p or None,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0),
+                pad_token_id=prompts.tokenizer.pad_token_id
+                if prompts.tokenizer.pad_token_id is not None
+                else min(stops, default=0),
             )
         completion_ids = []
         for tokens in sequences[:, len(ids) :].tolist():  # without the padding after the token that ends it
             end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
-            completion_ids.append(until_stop(tokens[: end + 1], settings.stop, tokenizer))
+            completion_ids.append(until_stop(tokens[: end + 1], settings.stop, prompts.tokenizer))
         groups.append(Group(prompt, columns, prompts.decode(prompt, completion_ids), completion_ids))
     return groups
 

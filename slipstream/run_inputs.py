@@ -9,9 +9,11 @@ from typing import Any
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.generated import with_rows
 from consumer.prompts.tokenizer import load_tokenizer
+from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from protocol.library_errors import reading
+from protocol.wire.model_folder import vocabulary_size
 from protocol.wire.model_source import resolve_model
 
 
@@ -25,6 +27,33 @@ class RunInputs:
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self.model_folder, trust_remote_code=self._trusted)
+
+    def prompt_format(self) -> PromptFormat:
+        """Return what makes tokens of prompts, as in a producer."""
+        from transformers import AutoConfig
+
+        longest = self._config.engine.get("max_model_len")
+        if longest is None:
+            loaded = AutoConfig.from_pretrained(self.model_folder, trust_remote_code=self._trusted)
+            longest = loaded.get_text_config().max_position_embeddings
+        template, size = self._config.dataset.chat_template_kwargs, vocabulary_size(self.model_folder)
+        return PromptFormat(self.tokenizer(), longest, template, vocab_size=size)
+
+    def end_ids(self) -> set[int]:
+        """Return the tokens that end a completion: those of tokenizer and model, and of `sampling`."""
+        from transformers import AutoConfig, GenerationConfig
+
+        sampling = self._config.sampling
+        if sampling.ignore_eos:
+            return set(sampling.stop_token_ids)
+        try:
+            generation = GenerationConfig.from_pretrained(self.model_folder)
+        except OSError:  # the model has no such file
+            loaded = AutoConfig.from_pretrained(self.model_folder, trust_remote_code=self._trusted)
+            generation = GenerationConfig.from_model_config(loaded)
+        given = generation.eos_token_id
+        ends = [self.tokenizer().eos_token_id, *(given if isinstance(given, list) else [given])]
+        return {end for end in ends if end is not None} | set(sampling.stop_token_ids)
 
     def model(self, device: str, folder: Path | None = None) -> Any:
         """The base model, or the one in `folder`, ready to compute log-probs."""

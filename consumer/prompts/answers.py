@@ -23,7 +23,6 @@ from protocol.wire.answers import right_answers
 from protocol.wire.messages import unknown_token
 from protocol.wire.model_folder import vocabulary_size
 from replay.batch_selection import TrainingBatch
-from replay.groups import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,11 @@ class Answers:
 
     def add_to(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch with the answers of its groups' prompts."""
-        return batch._replace(answers=[self._of(group) for group in batch.groups])
+        answers = [self.of(group.lease.key.prompt_id, group.prompt_ids.tolist()) for group in batch.groups]
+        return batch._replace(answers=answers)
 
-    def _of(self, group: RolloutGroup) -> NDArray[np.int32] | None:
-        prompt_id = group.lease.key.prompt_id
+    def of(self, prompt_id: int, prompt_ids: list[int]) -> NDArray[np.int32] | None:
+        """Return the tokens of a prompt's answer behind its own; None, which the log explains, if it has none to train."""
         prompt, columns = self._prompts[prompt_id]
         column = self._columns[self._prompts.sources.number_of(prompt_id)]
         value = None if column is None else columns.get(column)
@@ -58,9 +58,7 @@ class Answers:
             return None
         try:
             answer = right_answers(value, str(column))[0]
-            tokens = answer_token_ids(
-                self._tokenizer, prompt, group.prompt_ids.tolist(), answer, self._template, self._thinking
-            )
+            tokens = answer_token_ids(self._tokenizer, prompt, prompt_ids, answer, self._template, self._thinking)
             if problem := unknown_token(self._tokenizer, tokens, self._vocab_size):
                 raise DatasetError(f"the answer {problem}")
         except Exception as error:  # a chat template raises what it likes

@@ -30,9 +30,10 @@ class LossWeights:
 
     def add_to(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch with the weights of its groups' rows."""
-        return batch._replace(weights=[self._of(group.lease.key.prompt_id) for group in batch.groups])
+        return batch._replace(weights=[self.of(group.lease.key.prompt_id) for group in batch.groups])
 
-    def _of(self, prompt_id: int) -> Weights:
+    def of(self, prompt_id: int) -> Weights:
+        """Return the weights of a prompt: 0 for all parts, which the log explains, if its row has no usable ones."""
         try:
             return self._read(prompt_id)
         except DatasetError as error:

@@ -135,7 +135,7 @@ class _RowsSection(Section):
     )
     environment: str | None = Field(
         None,
-        description="Which of `environments` plays its rows. Default: that of a row's column `environment`, else a single turn.",
+        description="Which of `environments` plays its rows. Default: the row's column `environment`, else a single turn.",
     )
     answer_column: str | None = Field(None, description="Column with the reference answer, for `loss.ce_coef`.")
     blocks: BlocksSection | None = Field(None, description="Cut documents into prompts and answers, before `filter`.")
