@@ -51,7 +51,8 @@ class AdapterSnapshots:
     """
 
     def __init__(self, model: PeftModel) -> None:
-        state = get_peft_model_state_dict(model, adapter_name="default")
+        # Embeddings below an adapter are those of the base, which an engine has.
+        state = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
         by_address = {parameter.data_ptr(): parameter for parameter in model.parameters()}
         self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in state.items()}
         tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}

@@ -14,10 +14,13 @@ from consumer.learn.forward import Logits, Tokens
 from consumer.learn.model import text_model
 from consumer.learn.row_passes import RowPasses
 from consumer.learn.trial import company_problem
+from consumer.link.snapshots import AdapterSnapshots
 from consumer.ranks.exchange import ALONE
 from protocol.errors import ConfigError
+from tests.integration.models import build_model
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.learn.test_tree_attention import EXPERTS, SHAPE, with_layers
+from tests.unit.consumer.trl_reference import slipstream_trainer
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention"], "use_sliding_window": True}
 MASKED = {  # the window is in the mask alone
@@ -208,3 +211,27 @@ def test_llama_4_of_text_alone(tmp_path: Path) -> None:
     model = build("llama4_text", **settings)
     assert text_model(model) is model.model
     check(model, chosen(model, tmp_path), 12, 7)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("also", ["q_proj", "lm_head"])
+def test_an_adapter_of_embeddings(also: str, tmp_path: Path) -> None:
+    """PEFT's wrapper has not all attributes of the module in it. The base's embeddings do not travel with a policy."""
+    folder = build_model("llama", tmp_path / "model", num_layers=1)
+    config = run_config(tmp_path, folder, lora={"target_modules": ["embed_tokens", also]}, swap={"probe_every": 0})
+    if also == "lm_head":
+        with pytest.raises(ConfigError, match="leave it out"):
+            slipstream_trainer(config, folder)
+        return
+    trainer = slipstream_trainer(config, folder)
+    assert trainer.row_passes.kernel is not None
+    tokens = rows(6, 4)
+    way = trainer.row_passes(trainer.row_passes.layout(tokens), entropy_trains=False)
+    adapted = trainer.model.eval()(input_ids=tokens.ids).logits[:, 4:-1] / trainer.args.temperature
+    expected = adapted.log_softmax(-1).gather(2, tokens.completion_ids[..., None])[..., 0] * tokens.loss_mask
+    torch.testing.assert_close(way.logprobs, expected, atol=1e-4, rtol=0)
+    names = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(way.logprobs.sum(), [trainer.model.get_parameter(name) for name in sorted(names)])
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
+    assert any("embed_tokens.lora_embedding_A" in name for name in names)
+    assert set(AdapterSnapshots(trainer.model)._parameters) == {name.replace(".default", "") for name in names}
