@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from protocol.errors import StalledError
 from protocol.runtime.files import out_of_space
+from protocol.runtime.stacks import log_stacks
 
 _PAUSE_S = 0.25
 _SAY_EVERY_S = 10.0
@@ -85,6 +86,7 @@ class WaitPolicy:
             if before != (before := progress()):
                 changed = now
             if now - changed > limit_s:
+                log_stacks(f"no progress for {limit_s:.0f} s")
                 raise StalledError(f"waited {limit_s:.0f} s for {what} without progress ({key}): {describe()}")
             if now - said > _SAY_EVERY_S:
                 said = now

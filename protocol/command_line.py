@@ -23,6 +23,7 @@ from protocol.gpu.nvml import choose_gpus, select_gpus
 from protocol.library_errors import library_of, reason_of
 from protocol.runtime import logs
 from protocol.runtime.files import out_of_space
+from protocol.runtime.user import settle_user
 
 if TYPE_CHECKING:
     from protocol.check.whole import Checked
@@ -158,6 +159,7 @@ def exit_code(program: str, work: Callable[[], int]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        settle_user()
         return work()
     except SlipstreamError as error:
         return _report_end(program, f"error: {error}", error.exit_code)

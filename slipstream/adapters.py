@@ -17,18 +17,21 @@ def choose_adapter(run_dir: Path, which: str) -> Path:
     """Return the folder of a policy; `ConfigError` if there is none.
 
     Args:
-        which: `last`, `best`, the step of a checkpoint, or a folder.
+        which: `last`, `best`, the step of a checkpoint or of an adapter that stayed of one, or a folder.
     """
-    checkpoints_dir = run_dir / "checkpoints"
+    checkpoints_dir, kept = run_dir / "checkpoints", checkpoints.kept_adapters(run_dir)
     if which == "last":
         return _last(run_dir, checkpoints_dir)
     if which == "best" or which.isdigit():
         folder = checkpoints_dir / ("best" if which == "best" else f"checkpoint-{int(which)}")
+        folder = folder if folder.is_dir() else kept.get(int(which) if which.isdigit() else -1, folder)
     else:
         folder = Path(which)
     if not any((folder / name).is_file() for name in _FILES):
-        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints.committed(checkpoints_dir))
-        raise ConfigError(f"{which}: there are no weights in {folder}; checkpoints of the run: {kept or 'none'}")
+        steps = sorted({*kept, *(checkpoint.step for checkpoint in checkpoints.committed(checkpoints_dir))})
+        raise ConfigError(
+            f"{which}: there are no weights in {folder}; steps that the run has kept: {', '.join(map(str, steps)) or 'none'}"
+        )
     return folder
 
 

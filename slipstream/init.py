@@ -4,6 +4,7 @@ Guarantee: it asks nothing and replaces nothing. The files pass `--check`, and t
 """
 
 import random
+import shlex
 from pathlib import Path
 
 import click
@@ -97,7 +98,7 @@ def init(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
     write_line(f"written: {', '.join(str(folder / name) for name in files)}")
-    write_line(f"start it: slipstream run --config {folder / 'run.yaml'}")
+    write_line(f"start it: slipstream run --config {shlex.quote(str(folder / 'run.yaml'))}")
 
 
 def _rows() -> str:

@@ -1,6 +1,7 @@
 """The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
 
 import argparse
+import faulthandler
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -29,46 +30,8 @@ def _prepare(config: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def main() -> NoReturn:
-    arguments_parser = parser(
-        "rl-trainer", "Trains a model with GRPO on groups that rl-producer generates.", gpu=_DEFAULT_GPU
-    )
-    arguments_parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from what run_dir holds: the newest checkpoint and the journal; start anew if there is nothing",
-    )
-    arguments_parser.add_argument(
-        "--from-journal",
-        metavar="RUN_DIR",
-        type=lambda folder: Path(folder).absolute(),
-        help="train again, without producers, what the journal of that run recorded; the result goes to this run's run_dir",
-    )
-    arguments_parser.add_argument(
-        "--ranks",
-        metavar="N",
-        type=int,
-        help="processes that share every step on the CPU (default: 1); on GPUs one for each",
-    )
-    arguments_parser.add_argument(
-        "--nodes",
-        metavar="N",
-        type=int,
-        default=1,
-        help="hosts that share every step, each with this command (default: 1)",
-    )
-    arguments_parser.add_argument(
-        "--node-rank",
-        metavar="K",
-        type=int,
-        default=0,
-        help="number of this host; host 0 has run_dir and sockets (default: 0)",
-    )
-    arguments_parser.add_argument(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="where the others find host 0, on a network that only the hosts of this run reach",
-    )
-    arguments = arguments_parser.parse_args()
+    arguments = _parser().parse_args()
+    faulthandler.enable(2)  # also for the watchdog of systemd, which sends SIGABRT
     end_on_signals(ExitCode.INTERRUPTED if arguments.check else ExitCode.OK)  # until there is work to end
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
@@ -88,6 +51,47 @@ def main() -> NoReturn:
         return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
 
     leave(run_command(arguments, "rl-trainer", run, prepare=lambda config: _prepare(config, arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    result = parser("rl-trainer", "Trains a model with GRPO on groups that rl-producer generates.", gpu=_DEFAULT_GPU)
+    result.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from what run_dir holds: the newest checkpoint and the journal; start anew if there is nothing",
+    )
+    result.add_argument(
+        "--from-journal",
+        metavar="RUN_DIR",
+        type=lambda folder: Path(folder).absolute(),
+        help="train again, without producers, what the journal of that run recorded; the result goes to this run's run_dir",
+    )
+    result.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="processes that share every step on the CPU (default: 1); on GPUs one for each",
+    )
+    result.add_argument(
+        "--nodes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="hosts that share every step, each with this command (default: 1)",
+    )
+    result.add_argument(
+        "--node-rank",
+        metavar="K",
+        type=int,
+        default=0,
+        help="number of this host; host 0 has run_dir and sockets (default: 0)",
+    )
+    result.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the others find host 0, on a network that only the hosts of this run reach",
+    )
+    return result
 
 
 if __name__ == "__main__":

@@ -444,7 +444,7 @@ class Run(TrainerCallback):
 
         write_when_there_is_room(whole, self.waits, folder, "a checkpoint")
         if limit:
-            checkpoints.prune(folder, limit)
+            checkpoints.prune(folder, limit, self.setup.config.checkpoints.keep_adapters)
         self.checkpointed()
 
     def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:

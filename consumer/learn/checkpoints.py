@@ -8,14 +8,17 @@ folders. A folder that no run of Slipstream committed is refused, never deleted 
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
-from protocol.runtime.files import settle, sync
+from protocol.runtime.files import ignore_disk_full, settle, staged, sync
 from protocol.wire.model_check import checkpoint_problems
 
+KEPT_FOLDER = "adapters"
+_OF_ADAPTER = "adapter_"  # so begin the names of an adapter's files
 CONFIG_FILE = "adapter_config.json"
 FINAL_FOLDERS = {"adapter": CONFIG_FILE, "model": "config.json"}
 """The folders of a run's final weights, an adapter or a model, with a file that each has."""
@@ -71,15 +74,39 @@ def is_committed(folder: Path) -> bool:
     return (folder / _STATE_FILE).is_file()
 
 
-def prune(checkpoints_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints. They have left their names, on the disk too, when their files go."""
+def prune(checkpoints_dir: Path, keep: int, keep_adapters: int = 0) -> None:
+    """Delete all but the newest `keep` checkpoints. They have left their names, on the disk too, when their files go. Of those
+    that were deleted, the newest `keep_adapters` adapters stay."""
     old = committed(checkpoints_dir)[:-keep]
+    for checkpoint in old[-keep_adapters:] if keep_adapters else ():
+        with ignore_disk_full():
+            _keep_adapter(checkpoint, checkpoints_dir.parent)
+    for _, folder in sorted(kept_adapters(checkpoints_dir.parent).items())[: -keep_adapters or None]:
+        shutil.rmtree(folder)
     if old:
         _deleted(checkpoints_dir).mkdir(exist_ok=True)
         for checkpoint in old:
             checkpoint.folder.rename(_deleted(checkpoints_dir) / checkpoint.folder.name)
         sync(checkpoints_dir)
     clear_leftovers(checkpoints_dir)
+
+
+def _keep_adapter(checkpoint: Checkpoint, run_dir: Path) -> None:
+    files = list(checkpoint.folder.glob(f"{_OF_ADAPTER}*"))
+    if files:
+        with staged(run_dir / KEPT_FOLDER / f"step-{checkpoint.step}") as partial:
+            partial.mkdir(parents=True)
+            for file in files:
+                try:
+                    os.link(file, partial / file.name)
+                except OSError:  # not every file system has links
+                    shutil.copyfile(file, partial / file.name)
+
+
+def kept_adapters(run_dir: Path) -> dict[int, Path]:
+    """Return the folders of the adapters that stayed of deleted checkpoints, by their steps."""
+    steps = ((folder.name.removeprefix("step-"), folder) for folder in (run_dir / KEPT_FOLDER).glob("step-*"))
+    return {int(step): folder for step, folder in steps if step.isdigit()}
 
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:

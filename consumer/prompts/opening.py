@@ -5,7 +5,8 @@ same. Each kind of source takes every key of its section, or refuses it by its n
 key and place. A column that no message can carry is refused here, unless a transform makes the row.
 """
 
-from glob import glob
+import os
+from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def load_rows(source: SourceSection, key: str) -> Rows:
 def _splits(source: SourceSection, key: str) -> Any:
     path = Path(source.path or "")
     ending = None if path.is_dir() else row_file_ending(path.name)
-    files = sorted(glob(str(path))) if ending and not path.exists() else [str(path)]
+    files = _matching(path) if ending and not path.exists() else [str(path)]
     is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    if files and Path(files[0]).exists():
+        _check_place(Path(files[0]).resolve(), key, is_read_whole=path.is_dir() and not is_saved)
     if ending and not files:
         raise DatasetError(f"{key}.path: there is no file {path.absolute()}")
     if path.is_file() and not ending:
@@ -79,7 +82,7 @@ def _splits(source: SourceSection, key: str) -> Any:
     if ending:
         module = {".jsonl": "json", ".tsv": "csv"}.get(ending, ending[1:])
         options = {"sep": "\t"} if ending == ".tsv" else {}
-        builder = load_dataset_builder(module, data_files={"train": files}, **options)
+        builder = load_dataset_builder(module, data_files={"train": [escape(file) for file in files]}, **options)
     else:
         builder = load_dataset_builder(source.path, source.subset, revision=source.revision)
     if isinstance(builder, Json | Csv):
@@ -93,6 +96,26 @@ def _splits(source: SourceSection, key: str) -> Any:
         return builder.as_streaming_dataset()
     builder.download_and_prepare()
     return builder.as_dataset()
+
+
+def _check_place(place: Path, key: str, *, is_read_whole: bool) -> None:
+    """Refuse a path that `datasets` would take for another one."""
+    name, fix = str(place), "rename it"
+    if "::" in name:
+        why = "takes :: for a chain of file systems"
+    elif os.path.expandvars(name) != name:
+        why = "puts the value of a variable in place of its name"
+    elif is_read_whole and has_magic(name):
+        why, fix = "takes *, ? and [ in a folder's name for a pattern", "rename it, or name the files in it"
+    else:
+        return
+    raise DatasetError(f"{key}.path: {name}: `datasets` {why}; {fix}")
+
+
+def _matching(pattern: Path) -> list[str]:
+    """Return the files of a pattern. The part of it that is there is no pattern, whatever characters it has."""
+    folder = next(folder for folder in pattern.parents if folder.is_dir())
+    return sorted(os.path.join(folder, name) for name in glob(str(pattern.relative_to(folder)), root_dir=folder))
 
 
 def _part(splits: dict[str, Any], source: SourceSection) -> Dataset:

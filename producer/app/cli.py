@@ -7,6 +7,7 @@ after everything was ended as for a stop, so a supervisor does not notice.
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -55,6 +56,7 @@ def _needs_gpu(config: RunConfig) -> bool:
 
 
 def main() -> NoReturn:
+    faulthandler.enable(2)  # also for the watchdog of systemd, which sends SIGABRT
     command_line.leave(command())
 
 

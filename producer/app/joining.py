@@ -165,7 +165,7 @@ def _of_this_host(address: TrainerAddress, fetched: FetchedBundle, scratch: Path
 
 
 def _model_folder(given: str) -> str:
-    folder = Path(given).expanduser().absolute()
+    folder = Path(os.path.expanduser(given)).absolute()
     if not folder.is_dir():
         raise ConfigError(f"--model {given}: there is no such folder on this host")
     return str(folder)

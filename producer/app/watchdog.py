@@ -20,6 +20,7 @@ from producer.engine_contract import Engine
 from producer.metrics import Situation
 from producer.rollouts.leases import Generation
 from protocol.errors import StalledError
+from protocol.runtime.stacks import log_stacks
 
 _WATCH_EVERY_S = 1.0
 
@@ -43,6 +44,7 @@ class Watchdog:
         ):
             self._since, self._progress = now, progress
         elif now - self._since >= self.stall_timeout_s:
+            log_stacks(f"no progress for {self.stall_timeout_s:g} s")
             raise StalledError(
                 f"no progress for pipeline.stall_timeout_s={self.stall_timeout_s:g} seconds with {delivery.held} leases "
                 "in hand; restart the process that the others wait for, or raise the limit. What waits for what:\n  "

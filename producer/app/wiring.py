@@ -68,6 +68,7 @@ from protocol.gpu.reservation import GpuReservation, reserve_gpu
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
+from protocol.runtime.stacks import log_stacks
 from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.messages import Hello, Lease, PolicyInfo
 
@@ -250,6 +251,7 @@ async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
         async with asyncio.timeout(limit_s):
             await engine.warm_up()
     except TimeoutError as error:
+        log_stacks(f"no answer of the engine for {limit_s:g} s")
         raise StalledError(
             f"the engine did not answer its first request within pipeline.stall_timeout_s={limit_s:g} seconds"
             + (f": {outage}" if (outage := engine.outage()) else "")

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from glob import has_magic
 from typing import Any
 
 from vllm import SamplingParams
@@ -19,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from producer.engine_contract import NUM_SAMPLED, Adapter, AdapterFailedError, AdapterRefusedError, Scored
 from protocol.errors import EngineError
 from protocol.runtime.scratch import scratch_folder
+from protocol.runtime.user import plain_path
 
 _FIRST = -1  # priority of a probe: before all other requests
 
@@ -35,6 +37,10 @@ class EngineCore:
         self._breach = ""  # the reason why requests may have run on another policy than theirs
         self._sockets = ExitStack()  # it removes their folder, because vLLM does not
         sockets = self._sockets.enter_context(scratch_folder())
+        if has_magic(
+            model := vllm_config.model_config.model
+        ):  # vLLM looks for weights by a pattern that begins with it
+            vllm_config.model_config.model = plain_path(model)
         try:
             with _variable("VLLM_RPC_BASE_PATH", str(sockets)):
                 self._running: Any = AsyncLLM.from_vllm_config(

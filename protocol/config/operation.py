@@ -297,6 +297,13 @@ class ObservabilitySection(Section):
     )
 
 
+class CheckpointsSection(Section):
+    keep_adapters: Count = Field(
+        100,
+        description="Adapters of deleted checkpoints (`trainer.save_total_limit`) that stay in `adapters/step-N`; not `model`.",
+    )
+
+
 _Number = Annotated[int, Field(ge=1, le=4096)]
 
 

@@ -40,6 +40,7 @@ from protocol.config.library_section import (
 from protocol.config.operation import (
     PROBE_EVERY,
     TOLERANCES,
+    CheckpointsSection,
     EngineServerSection,
     ObservabilitySection,
     ProducersSection,
@@ -87,6 +88,7 @@ class RunConfig(Section):
     transport: TransportSection = TransportSection()
     observability: ObservabilitySection = ObservabilitySection()
     guards: GuardsSection = GuardsSection()
+    checkpoints: CheckpointsSection = CheckpointsSection()
     evaluation: EvaluationSection | None = Field(
         None, description="A held-out set, scored by the producers every N versions. Without it there is no evaluation."
     )

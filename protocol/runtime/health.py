@@ -3,7 +3,8 @@
 Guarantee: `alive` fails when a loop that has begun to beat has not beaten for `unresponsive_after_s`, or when a check fails.
 `ready` fails for the same reasons, while the daemon starts or stops, and when one of its own checks fails. Only the beats of
 working loops reach the watchdog. `Notifier` neither raises nor blocks, and does nothing without a service manager; it removes the
-variables that name the manager's socket, so no child process speaks for the daemon. Any thread may use `Health`.
+variables that name the manager's socket, so no child process speaks for the daemon. Any thread may use `Health`. The first loop
+that is late has the stacks of all threads in the log.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+from protocol.runtime.stacks import log_stacks
 
 _MAX_STATUS_CHARS = 1000  # systemd drops datagrams above 4096 bytes
 _MAX_EXTENSION_S = 7 * 24 * 3600.0
@@ -99,6 +102,7 @@ class Health:
     _alive_checks: dict[str, Check] = field(default_factory=dict, init=False)
     _ready_checks: dict[str, Check] = field(default_factory=dict, init=False)
     _phase: str | None = field(default="starting", init=False)
+    _has_logged: bool = field(default=False, init=False)
 
     def beat(self, loop: str) -> None:
         """The loop of this name has made another turn. Costs a microsecond."""
@@ -151,7 +155,11 @@ class Health:
             self.notifier.stopping(status)
 
     def alive(self) -> Findings:
-        return self._late_loops() | {name: check() for name, check in list(self._alive_checks.items())}
+        late = self._late_loops()
+        if any(late.values()) and not self._has_logged:
+            self._has_logged = True
+            log_stacks(next(f"{name} {why}" for name, why in late.items() if why))
+        return late | {name: check() for name, check in list(self._alive_checks.items())}
 
     def ready(self) -> Findings:
         phase: Findings = {"phase": self._phase}

@@ -36,7 +36,7 @@ def test_it_says_every_ten_seconds_for_what_it_waits_and_why(clock: Clock) -> No
     ]
 
 
-def test_it_gives_up_after_the_stall_timeout_and_names_it(clock: Clock) -> None:
+def test_it_gives_up_after_the_stall_timeout_and_names_it(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
     with pytest.raises(StalledError) as caught:
         waits(said, stall_timeout_s=25.0).wait_until(never, "room on the disk", lambda: "nobody deletes", pause_s=0.25)
@@ -44,6 +44,7 @@ def test_it_gives_up_after_the_stall_timeout_and_names_it(clock: Clock) -> None:
     assert "25 s for room on the disk without progress (pipeline.stall_timeout_s): nobody deletes" in str(caught.value)
     assert caught.value.exit_code == 75
     assert len(said) == 2
+    assert "in wait_until" in caplog.text, "where the threads stand"
 
 
 def test_a_wait_with_a_limit_of_its_own_names_the_key_of_that(clock: Clock) -> None:

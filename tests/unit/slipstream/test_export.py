@@ -108,7 +108,7 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     assert choose_adapter(run_dir, "last") == run_dir / "adapter"
     assert choose_adapter(run_dir, "2") == run.checkpoints_dir / "checkpoint-2"
     assert choose_adapter(run_dir, str(run_dir / "adapter")) == run_dir / "adapter"
-    with pytest.raises(ConfigError, match=r"best: there are no weights in .*best; checkpoints of the run: 2, 4"):
+    with pytest.raises(ConfigError, match=r"best: there are no weights in .*best; steps that the run has kept: 2, 4"):
         choose_adapter(run_dir, "best")
     shutil.copytree(run_dir / "adapter", run.checkpoints_dir / "best")
     assert choose_adapter(run_dir, "best") == run.checkpoints_dir / "best"
@@ -116,6 +116,8 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     assert choose_adapter(run_dir, "last") == run.checkpoints_dir / "checkpoint-4", "the run went on after its end"
     (run_dir / "trainer.json").write_text(json.dumps({"finished": False, "steps": 4}))
     assert choose_adapter(run_dir, "last") == run.checkpoints_dir / "checkpoint-4", "... and was stopped"
+    shutil.copytree(run_dir / "adapter", run_dir / "adapters" / "step-1")
+    assert choose_adapter(run_dir, "1") == run_dir / "adapters" / "step-1", "of a checkpoint that is gone"
     shutil.rmtree(run_dir)
     with pytest.raises(ConfigError, match="has no weights yet"):
         choose_adapter(run_dir, "last")

@@ -50,7 +50,7 @@ def test_adapters_are_found_by_step_and_a_missing_one_is_named(folder: Path) -> 
     run = Run(folder)
     assert run.adapter(9) == folder / "checkpoints" / "checkpoint-9"
     assert run.adapter() == folder / "checkpoints" / "checkpoint-10"
-    with pytest.raises(ConfigError, match=r"3: there are no weights in .*checkpoints of the run: 9, 10"):
+    with pytest.raises(ConfigError, match=r"3: there are no weights in .*steps that the run has kept: 9, 10"):
         run.adapter(3)
 
 

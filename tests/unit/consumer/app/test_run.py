@@ -19,6 +19,7 @@ from consumer.app.feed import BatchFeed
 from consumer.app.live_run import LiveRun
 from consumer.app.setup import RunStart
 from consumer.learn import checkpoints as checkpoints
+from consumer.learn.adapters import AdapterFolder
 from consumer.learn.checkpoint_settings import settings_of
 from consumer.learn.options import build_arguments, build_lora
 from consumer.learn.trainer import SlipstreamTrainer
@@ -348,6 +349,7 @@ def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_t
         "groups go beside 4",
     ]
     assert run.committed == ["checkpoint-4"]
+    assert AdapterFolder.read(Path(run.config.run_dir) / "adapters" / "step-2", "what stays of checkpoint 2")
     assert [folder.name for folder in run.config.checkpoints_dir.glob("checkpoint-*")] == ["checkpoint-4"]
 
 

@@ -1,6 +1,8 @@
 """A checkpoint appears whole or not at all, wherever the process dies, and what `latest` returns can be resumed from."""
 
+import errno
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from consumer.learn.checkpoints import (
     commit,
     committed,
     is_committed,
+    kept_adapters,
     latest,
     prune,
     staging,
@@ -218,6 +221,36 @@ def test_pruning_keeps_the_newest_that_count(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, is_whole(found)) == (10, True)
     assert not (tmp_path / "checkpoint-4").exists()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_adapter_of_a_deleted_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def refuse(*places: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    folder = tmp_path / "checkpoints"
+
+    def kept(keep_adapters: int) -> dict[int, list[str]]:
+        prune(folder, 1, keep_adapters)
+        return {
+            step: sorted(file.name for file in place.iterdir())
+            for step, place in sorted(kept_adapters(tmp_path).items())
+        }
+
+    (checkpoint(folder, 2) / "adapter_config.json").write_text("{}")
+    checkpoint(folder, 10)
+    (checkpoint(folder, 12) / "adapter_model.safetensors").unlink()  # as of whole weights
+    checkpoint(folder, 14)
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert kept(3) == {2: files, 10: files[1:]}
+    checkpoint(folder, 16)
+    assert kept(2) == {10: files[1:], 14: files[1:]}
+    assert kept(0) == {}
+    assert [found.step for found in committed(folder)] == [16]
 
 
 def test_one_that_is_pruned_while_another_process_lists_them_is_left_out(

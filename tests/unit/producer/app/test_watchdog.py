@@ -31,11 +31,12 @@ def raises_first_at(end: float, *looks: tuple[float, Situation]) -> StalledError
     return said.value
 
 
-def test_it_raises_at_its_limit_and_not_before():
+def test_it_raises_at_its_limit_and_not_before(caplog):
     error = raises_first_at(130.0, (100.0, SITUATION), (101.0, SITUATION))
     assert str(error).startswith("no progress for pipeline.stall_timeout_s=30 seconds with 7 leases in hand")
     assert error.exit_code == ExitCode.STALLED == 75
     assert "\n  leases waiting for policy v3 (v1 is loaded): 2\n" in str(error)
+    assert "in raises_first_at" in caplog.text, "where the threads stand"
 
 
 @pytest.mark.parametrize("counter", ["groups", "failed", "settled", "swaps", "failed_swaps"])
