@@ -92,6 +92,7 @@ def main(
     from protocol.check.whole import Checked, check_file, check_library_sections  # as long as all other imports
     from protocol.config.mistakes import Mistake
     from protocol.config.places import working_in
+    from protocol.wire.model_source import look_at_model
 
     asked = arguments.gpu
 
@@ -114,6 +115,7 @@ def main(
                     Checked(config, ["files: they are the trainer's, and its host has them"]), arguments.gpu
                 )
             logs.configure(program, config.observability.log_level, config.observability.log_format)
+            look_at_model(config.model)
             return run(config, select_gpus(_or_first(arguments.gpu) if needs_gpu(config) else "cpu"))
 
     logs.configure(program)

@@ -28,6 +28,7 @@ from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
 from protocol.exposition import Watch, watched
 from protocol.runtime import logs
 from protocol.runtime.signals import StopFlag, nothing_to_note
+from protocol.wire.model_source import fetch_model
 
 
 def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path | None = None) -> ExitCode:
@@ -43,7 +44,6 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     if source is not None:  # there are no producers with whom to share the GPU
         config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
         copy_rows(source, Path(config.run_dir))
-    stop = StopFlag()
     logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -51,6 +51,8 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     _prepare_device(gpus)
     with watched(config, "rl-trainer", gpus) as watch, ExitStack() as opened:
         logs.keep(Path(config.run_dir) / "trainer.log")
+        fetch_model(config.model, watch.health)
+        stop = StopFlag()  # until now a signal has ended this process
         with watch.health.starting("reading model and dataset", config.pipeline.stall_timeout_s):
             opened.enter_context(gpu_share(config, placement, stop))
             if stop():

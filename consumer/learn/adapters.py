@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load
 
@@ -21,6 +20,7 @@ from consumer.learn.checkpoints import CONFIG_FILE
 from protocol.config.lora_section import LORA_REFUSED
 from protocol.errors import ConfigError
 from protocol.library_errors import reading
+from protocol.wire.hub import snapshot
 from protocol.wire.model_check import adapter_problems
 from protocol.wire.model_source import checked
 
@@ -133,12 +133,7 @@ def _resolve(place: str, key: str) -> Path:
         return folder
     if folder.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1:
         raise ConfigError(f"{key}: there is no folder {place} (searched from {Path.cwd()})")
-    try:
-        return Path(snapshot_download(place, allow_patterns=[CONFIG_FILE, TENSORS_FILE]))
-    except Exception as error:
-        raise ConfigError(
-            f"{key}: {place} is neither a folder nor a hub adapter that could be fetched: {error}"
-        ) from error
+    return snapshot(place, None, (CONFIG_FILE, TENSORS_FILE), key)
 
 
 def _refuse_unusable(tensors: dict[str, torch.Tensor], where: str) -> None:

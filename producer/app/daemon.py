@@ -27,6 +27,7 @@ from protocol.exposition import Watch, watched
 from protocol.runtime import logs
 from protocol.runtime.processes import tie_children
 from protocol.runtime.signals import call_on_signals, end_on_signals
+from protocol.wire.model_source import fetch_model
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
     launch = Launch.of(config, gpus, bundle)
     with watched(config, "rl-producer", gpus, launch.name) as watch, asyncio.Runner(loop_factory=_loop) as runner:
         logs.keep(log(timeline_path(config.run_dir, launch.name)))
+        fetch_model(config.model, watch.health)
         runner.run(live(launch, watch))
     return ExitCode.OK
 

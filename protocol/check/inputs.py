@@ -72,7 +72,8 @@ class Inputs:
         model, place = self.config.model, ("model", "path")
         folder = folder_on_disk(model.path, model.revision)
         if folder.is_dir():
-            for problem in base_problems(folder, trust_remote_code=model.trust_remote_code):
+            is_whole = Path(model.path).is_dir()  # and not a part of what the hub has
+            for problem in base_problems(folder, trust_remote_code=model.trust_remote_code) if is_whole else ():
                 yield Mistake(place, problem)
             yield from size_problems(self.config, folder)
             yield from module_problems(self.config.lora_section, folder)

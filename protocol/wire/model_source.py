@@ -6,12 +6,29 @@ Guarantee: a folder that is returned has been looked at (`protocol.wire.model_ch
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from protocol.errors import ConfigError
+from protocol.runtime.health import Health
+from protocol.wire.hub import snapshot
 from protocol.wire.model_check import base_problems
 from protocol.wire.model_folder import unreadable_is_configuration
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_LONGEST_DOWNLOAD_S = 24 * 3600.0
+
+
+class ModelSection(Protocol):
+    """The section `model`."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def revision(self) -> str | None: ...
+
+    @property
+    def trust_remote_code(self) -> bool: ...
 
 
 @unreadable_is_configuration()
@@ -25,16 +42,21 @@ def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: 
         raise ConfigError(f"model.path: {path} is a file; name the folder of a model of transformers")
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise ConfigError(f"model.path: {path} does not exist")
-    from huggingface_hub import snapshot_download
+    found = snapshot(path, revision, (*_PATTERNS, *(["*.py"] if trust_remote_code else [])), "model.path")
+    return checked(found, base_problems(found, trust_remote_code=trust_remote_code))
 
-    try:
-        patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
-        snapshot = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
-    except Exception as error:
-        raise ConfigError(
-            f"model.path: {path} is neither a local folder nor a hub model that could be fetched: {error}"
-        ) from error
-    return checked(snapshot, base_problems(snapshot, trust_remote_code=trust_remote_code))
+
+def look_at_model(model: ModelSection) -> None:
+    """Raise ConfigError if the base model is a folder of this host whose files have a fault. It takes milliseconds."""
+    if Path(model.path).is_dir():
+        resolve_model(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def fetch_model(model: ModelSection, health: Health) -> None:
+    """Fetch a base model of the hub, as a stage of a daemon's start of its own. Raise ConfigError if it cannot be had."""
+    if not Path(model.path).is_dir():
+        with health.starting(f"downloading {model.path}", _LONGEST_DOWNLOAD_S):
+            resolve_model(model.path, model.revision, trust_remote_code=model.trust_remote_code)
 
 
 def folder_on_disk(path: str, revision: str | None) -> Path:

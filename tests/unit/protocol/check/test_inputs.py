@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,18 @@ def test_broken_files_of_the_model_are_named(folder: Path) -> None:
     (folder / "model" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     _, [said, *_] = mistakes()
     assert "model.safetensors" in said
+
+
+def test_a_model_of_the_hub_of_which_the_cache_has_a_part_is_fetched_by_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    cached = folder / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    shutil.copytree(folder / "model", cached / "snapshots" / "abc")
+    (cached / "snapshots" / "abc" / "tokenizer.json").unlink()
+    check_file("run.yaml", ["model.path=org/name"])
 
 
 def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,25 +181,6 @@ def test_a_path_that_can_only_be_a_folder_must_exist(
     assert str(caught.value) == f"model.path: {path} does not exist"
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_hub_name_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def offline(name: str, **arguments: Any) -> str:
-        assert (name, arguments["revision"]) == ("Qwen/Qwen2.5-0.5B-Instruct", "abc")
-        raise OSError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ConfigError) as caught:
-        resolve_model("Qwen/Qwen2.5-0.5B-Instruct", "abc")
-    assert str(caught.value) == (
-        "model.path: Qwen/Qwen2.5-0.5B-Instruct is neither a local folder nor a hub model that could be fetched: no network"
-    )
-    snapshot = make_model(tmp_path / "snapshot", save({"a": np.zeros(1, np.float32)}))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **arguments: str(snapshot))
-    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == snapshot
-
-
 def test_code_that_comes_with_a_model_is_part_of_it_where_it_is_run(model: Path) -> None:
     digests = (base_model_digest, tokenizer_digest)
     plain = [digest(model) for digest in digests]
