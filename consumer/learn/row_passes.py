@@ -90,7 +90,7 @@ class RowPasses:
                 attention = self._options.model_init_kwargs.get("attn_implementation")
                 self.kernel = choose_kernel(self._base, level, attention=attention, longest=longest)
         well = torch.tensor([company is None, head is None, self.kernel is not None])
-        company_fits, head_fits, tree_fits = self._ranks.gather({"fits": well[None]})["fits"].all(0).tolist()
+        company_fits, head_fits, tree_fits = self._ranks.gather({"fits": well})["fits"].view(-1, 3).all(0).tolist()
         if not company_fits:
             raise ConfigError(
                 f"model.path: {type(self._base).__name__} cannot be trained in company: {company or 'on another rank'}; a lower "

@@ -113,15 +113,21 @@ class RewardPool:
     def begin(self, plan: RunPlan) -> None:
         """Score groups of this run from now on. Raise ConfigError if a function needs a column that no row has."""
         self._plan = plan
-        known = plan.columns
+        if plan.columns is None:
+            return
+        there = f"The dataset has beside the prompt: {', '.join(plan.columns) or 'no column'}"
         for function, source in zip(self._section.functions, self._sources, strict=True):
-            needed = source.columns if known is not None and isinstance(source, WorkerReward) else []
-            lacking = [name for name in needed if name not in (known or ())]
-            if lacking:
+            where = f"rewards.functions: {function.name} ({function.place})"
+            column = getattr(function.settings, "column", None)
+            if column is not None and column not in plan.columns:
                 raise ConfigError(
-                    f"rewards.functions: {function.name} ({function.place}) needs `{'`, `'.join(lacking)}`, which nothing "
-                    f"passes. The dataset has beside the prompt: {', '.join(known or ()) or 'no column'}. Every function may "
-                    f"take {', '.join(GIVEN)}. Rename the argument, give it a default, or add the column"
+                    f"{where} needs the column `{column}`. {there}. Set options.column, or add the column"
+                )
+            needed = source.columns if isinstance(source, WorkerReward) else []
+            if lacking := [name for name in needed if name not in plan.columns]:
+                raise ConfigError(
+                    f"{where} needs `{'`, `'.join(lacking)}`, which nothing passes. {there}. Every function may take "
+                    f"{', '.join(GIVEN)}. Rename the argument, give it a default, or add the column"
                 )
 
     async def score(

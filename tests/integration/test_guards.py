@@ -1,6 +1,7 @@
 """Runs of the real trainer that end because they are hopeless, and what they leave behind."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,11 @@ def test_a_run_that_nothing_can_be_learned_from_ends_and_says_why(start: Any) ->
     assert trainer.end(120) == 67, trainer.output[-3000:]
     assert "groups had rewards that differ (guards.max_groups_without_signal)" in trainer.output
     assert "every completion was worth 0" in trainer.output
+
+
+def test_a_run_of_which_nothing_is_scored_ends_as_one_whose_rewards_fail(start: Any) -> None:
+    run: Run = start(guards={"max_groups_without_signal": 12})
+    trainer = run.trainer()
+    run.producer(answer=lambda lease, version: made_up_group(lease, version, rewards=[math.nan] * 4))
+    assert trainer.end(120) == 66, trainer.output[-3000:]
+    assert "no completion was scored at all" in trainer.output

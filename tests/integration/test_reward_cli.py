@@ -78,7 +78,7 @@ def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
     given.write_text('{"prompt": "1+1="}\n')
     code, output = tried(run_folder, "--completions", str(given))
     assert code == ExitCode.DATASET
-    assert f"{given}:1: KeyError: 'completions'; expected" in output
+    assert f"{given}, line 1: KeyError: 'completions'; expected" in output
 
 
 def test_numbers_of_a_trial_by_hand() -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from producer.rewards.pool import RewardPool, Scored
 from producer.rewards.worker import Job, Made, Scores, _score
 from protocol.errors import ConfigError
 from protocol.wire.messages import LOGGED_CHARS, MOST_COLUMNS, MOST_METRICS, Logged, RunPlan
-from tests.unit.producer.rewards.test_rewards import COMPLETIONS, IDS, section, with_pool
+from tests.unit.producer.rewards.test_rewards import COMPLETIONS, IDS, Seen, section, with_pool
 
 REWARDS = """
 import functools
@@ -87,6 +88,17 @@ def test_an_argument_that_nothing_passes_is_refused_with_the_columns(place):
         with_pool(section(place("half"), place("verl")), use)
     for word in ("verl", "`data_source`, `solution_str`, `ground_truth`", "answer", "completion_ids", "trainer_state"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fits"), [(None, True), (("answer",), False), (("solution",), True), (("answer", "solution"), True)]
+)
+def test_a_column_that_an_option_names_is_there_or_refused(columns: tuple[str, ...] | None, fits: bool) -> None:
+    pool = RewardPool(section({"function": "exact_match", "options": {"column": "solution"}}), Seen())
+    pool._sources[0].workers.columns = [[]]  # as its process says
+    refused = pytest.raises(ConfigError, match=r"exact_match .* `solution`.* answer\. Set options\.column")
+    with nullcontext() if fits else refused:
+        pool.begin(RunPlan(columns=columns))
 
 
 @pytest.mark.parametrize(
