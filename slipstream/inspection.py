@@ -7,6 +7,7 @@ needed, and no weights are read.
 from typing import Any
 
 from consumer.prompts.answers import Answers
+from consumer.prompts.completion_limit import CompletionLimit
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.loss_weights import LossWeights
 from producer.groups import LeaseFailure
@@ -29,18 +30,19 @@ def inspected(config: RunConfig, count: int) -> dict[str, Any]:
         return [(token, tokenizer.decode([token])) for token in ids]
 
     def one(prompt_id: int) -> dict[str, Any]:
-        prompt, _ = carried(prompts[prompt_id])
+        prompt, columns = carried(prompts[prompt_id])
+        limit = CompletionLimit.of_run(sampling).of(columns)
         found: dict[str, Any] = {
             "row": prompts.place(prompt_id),
             "environment": _environment(config, prompts, prompt_id),
         }
         try:
-            ids = prompt_format.encode(prompt, sampling.max_completion_length)
+            ids = prompt_format.encode(prompt, limit)
         except LeaseFailure as failure:
             return found | {"problem": failure.detail}
         answer = None if answers is None else answers.of(prompt_id, ids)
         found |= {"text": tokenizer.decode(ids), "prompt": pieces(ids)}
-        found |= {"max_completion_length": sampling.max_completion_length}
+        found |= {"max_completion_length": limit}
         if answer is not None:
             found["answer"] = pieces(answer.tolist())
         if weights is not None:

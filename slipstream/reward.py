@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from consumer.prompts.completion_limit import CompletionLimit
 from consumer.prompts.written import as_leased, of_json
 from producer.groups import LeaseFailure
 from producer.rewards.pool import RewardPool, merged
@@ -121,8 +122,9 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
     groups = []
     for number in range(min(num_prompts, len(dataset))):
         prompt, columns = carried(dataset[number])
+        limit = CompletionLimit.of_run(settings).of(columns)
         try:
-            ids = prompts.encode(prompt, settings.max_completion_length)
+            ids = prompts.encode(prompt, limit)
         except LeaseFailure as failure:
             raise DatasetError(f"prompt {number}: {failure.detail}") from failure
         prompt_ids = torch.tensor([ids], device=device)
@@ -132,7 +134,7 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
                 attention_mask=torch.ones_like(prompt_ids),
                 do_sample=True,
                 num_return_sequences=num_completions,
-                max_new_tokens=settings.max_completion_length,
+                max_new_tokens=limit,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 top_k=settings.top_k,

@@ -34,6 +34,7 @@ from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
 from consumer.link.prompt_check import PromptCheck
 from consumer.link.refusals import RefusalWatch
+from consumer.prompts.completion_limit import CompletionLimit
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.report.metrics import commit_seconds, watch_evaluation, watch_trainer, watch_turns
@@ -41,7 +42,7 @@ from consumer.waiting import ThreadErrors, WaitPolicy
 from protocol.channel.channel import ServerChannel
 from protocol.channel.keys import trainer_keys
 from protocol.channel.server import ZmqServer
-from protocol.config.data import WEIGHTED_SUM, EvaluationSection
+from protocol.config.data import WEIGHTED_SUM, EvaluationSection, SamplingSection
 from protocol.config.learning import PipelineSection
 from protocol.config.loader import write_resolved
 from protocol.config.run import RunConfig
@@ -54,7 +55,7 @@ from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import shared_memory
 from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.handshake import TrainerNeeds
-from protocol.wire.messages import prompt_token_ids
+from protocol.wire.messages import Sampling, prompt_token_ids
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.curriculum import Curriculum
@@ -110,7 +111,8 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     )
     dispatcher = LeaseDispatcher(
         channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn,
-        evaluations=evaluation.leases if evaluation else None, prompt_check=_prompt_check(setup),
+        evaluations=evaluation.leases if evaluation else None, limit=CompletionLimit.of_run(config.sampling),
+        prompt_check=_prompt_check(setup),
     )  # fmt: skip
     errors = ThreadErrors()
     heartbeat = Liveness(watch.health, setup.stop, errors)
@@ -303,6 +305,12 @@ def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
     }
 
 
+def _held_out_sampling(sampling: SamplingSection, section: EvaluationSection) -> Sampling:
+    """Return how answers to held-out prompts are sampled."""
+    own = {"num_generations": section.num_completions, "temperature": section.temperature}
+    return msgspec.structs.replace(sampling.message, **own, top_p=1.0, top_k=0, min_p=0.0)
+
+
 def evaluation_of(
     setup: Setup,
     channel: ServerChannel,
@@ -335,19 +343,13 @@ def evaluation_of(
     due.restore(first_step, results.versions)
     rules = EvaluationRules(
         num_prompts=min(len(setup.held_out), section.max_prompts or len(setup.held_out)),
-        sampling=msgspec.structs.replace(
-            config.sampling.message,
-            num_generations=section.num_completions,
-            temperature=section.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-        ),
+        sampling=_held_out_sampling(config.sampling, section),
         metric=_metric(config, section),
         shape=dataclasses.replace(
             setup.shape, num_generations=section.num_completions, has_teacher=False, teacher_top_k=0
         ),
         budgets=retry_budgets(pipeline),
+        limit=CompletionLimit.of_run(config.sampling),
         per_place=max(1, config.sampling.num_generations // section.num_completions),
         timeout_s=pipeline.lease_timeout_s,
         session=session,

@@ -18,6 +18,7 @@ from consumer.evaluate.results import DueVersion, EvaluationQueue
 from consumer.link.dispatcher import Prompts
 from consumer.link.policy_store import PolicyStore
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
+from consumer.prompts.completion_limit import CompletionLimit
 from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
@@ -55,6 +56,7 @@ class EvaluationRules:
     per_place: int  # evaluation leases that are worth one group's room
     timeout_s: float
     session: str  # unique per trainer process
+    limit: CompletionLimit | None = None  # of a row's completions; None: that of `sampling`
 
 
 @dataclass(eq=False)
@@ -157,9 +159,11 @@ class EvaluationLeases:
             return None
         record = running.lease(work, session.name, deadline=now + rules.timeout_s)
         try:
+            prompt, columns = self.prompts[work.key]
+            sampling = rules.sampling if rules.limit is None else rules.limit.within(rules.sampling, columns)
             lease = Lease(
-                record.lease_id, work.key, record.task.attempt, *self.prompts[work.key], rules.sampling, policy.version,
-                rules.timeout_s, policy,
+                record.lease_id, work.key, record.task.attempt, prompt, columns, sampling, policy.version, rules.timeout_s,
+                policy,
             )  # fmt: skip
             sent = self.channel.send(peer, lease)
         except (DatasetError, CodecError) as error:

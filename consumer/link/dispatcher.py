@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from consumer.link.prompt_check import PromptCheck
 from consumer.link.sessions import ProducerSession, RoomQueue, give_leases
+from consumer.prompts.completion_limit import CompletionLimit
 from protocol.channel.channel import ReceivedGroup, ServerChannel
 from protocol.errors import DatasetError
 from protocol.wire.codec import CodecError
@@ -61,6 +62,7 @@ class LeaseDispatcher:
     warn: Callable[[str, str], Any]
     clock: Callable[[], float] = time.monotonic
     evaluations: Evaluations | None = None
+    limit: CompletionLimit | None = None  # of a row's completions; None: that of `sampling`
     prompt_check: PromptCheck | None = None  # None: prompts are not the trainer's, or are played in turns
     _queue: RoomQueue = field(init=False)
     _refill_at: float = -math.inf
@@ -110,8 +112,10 @@ class LeaseDispatcher:
             return None
         lease_id, work = record.lease_id, record.task
         try:
-            lease = Lease(lease_id, work.key.prompt_id, work.attempt, *self.prompts[work.key.prompt_id], self.sampling,
-                          record.policy_floor, self.timeout_s)  # fmt: skip
+            prompt, columns = self.prompts[work.key.prompt_id]
+            sampling = self.sampling if self.limit is None else self.limit.within(self.sampling, columns)
+            lease = Lease(lease_id, work.key.prompt_id, work.attempt, prompt, columns, sampling, record.policy_floor,
+                          self.timeout_s)  # fmt: skip
             sent = self.channel.send(peer, lease)
         except (DatasetError, CodecError) as error:
             self.warn("bad_prompt", str(error))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consumer.prompts.answer_text import answer_text, check_text
+from consumer.prompts.completion_limit import CompletionLimit
 from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.rewards import ThinkingSection
@@ -36,7 +37,7 @@ class Answers:
         self._columns = [source.answer_column for source in config.dataset.all_sources.values()]
         self._template = config.dataset.chat_template_kwargs
         self._thinking = config.rewards.thinking
-        self._max_tokens = config.sampling.max_completion_length
+        self._limit = CompletionLimit.of_run(config.sampling)
         self._trust_remote_code = config.model.trust_remote_code
         self._has_warned = False
 
@@ -57,7 +58,7 @@ class Answers:
         if value is None or value == "":
             return None
         try:
-            answer = right_answers(value, str(column))[0]
+            answer, limit = right_answers(value, str(column))[0], self._limit.of(columns)
             tokens = answer_token_ids(self._tokenizer, prompt, prompt_ids, answer, self._template, self._thinking)
             if problem := unknown_token(self._tokenizer, tokens, self._vocab_size):
                 raise DatasetError(f"the answer {problem}")
@@ -69,7 +70,7 @@ class Answers:
                 logger.warning(text, self._prompts.place(prompt_id), type(error).__name__, error)
             self._has_warned = True
             return None
-        return np.array(tokens[: self._max_tokens], np.int32) if tokens else None
+        return np.array(tokens[:limit], np.int32) if tokens else None
 
 
 def answer_token_ids(

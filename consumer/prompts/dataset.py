@@ -210,6 +210,8 @@ def open_prompts(config: RunConfig, model_folder: Path, check: Callable[[], None
         )
     for number, teacher in enumerate(config.teachers):
         prompts.check_columns(teacher.columns, f"teachers.{number}.prompt")
+    if (column := config.sampling.max_completion_length_column) is not None:
+        prompts.check_columns([column], "sampling.max_completion_length_column")
     return prompts
 
 

@@ -52,6 +52,7 @@ class SamplingSection(Section):
     max_completion_length: Annotated[int, Field(ge=1, le=2**24)] = Field(
         256, description="Longest completion, in tokens."
     )
+    max_completion_length_column: str | None = Field(None, description="Column with a row's own, if that is less.")
     temperature: Annotated[float, Field(gt=0, le=100)] = Field(1.0, description="Applied on both sides.")
     top_p: Share = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
     top_k: Count = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")

@@ -41,6 +41,13 @@ def contradictions(config: "RunConfig") -> Problems:
             f"advantage.overlong_buffer_tokens={config.advantage.overlong_buffer_tokens} is more than "
             f"sampling.max_completion_length={limit}"
         )
+    if config.sampling.max_completion_length_column is not None and config.advantage.overlong_buffer_tokens:
+        yield (
+            "sampling.max_completion_length_column: advantage.overlong_buffer_tokens counts from the one limit of all rows; "
+            "remove one of them"
+        )
+    if config.sampling.max_completion_length_column is not None and config.environment.atropos:
+        yield "sampling.max_completion_length_column: items of Atropos' environments have no rows with columns; remove the key"
     if config.control_endpoint == config.blob_endpoint:
         yield f"transport.endpoint and transport.blob_endpoint are both {config.blob_endpoint}; change one"
 

@@ -60,6 +60,15 @@ def test_tokens_and_answers_are_those_of_the_daemons(config: RunConfig) -> None:
     assert len(found["prompts"]) == 4
 
 
+def test_a_row_may_have_a_limit_of_its_own(config: RunConfig) -> None:
+    limited = config.sampling.model_copy(update={"max_completion_length_column": "right"})
+    first, second = (
+        inspected(config.model_copy(update={"sampling": limited}), 1)["prompts"],
+        inspected(config, 1)["prompts"],
+    )
+    assert (first[0]["max_completion_length"], second[0]["max_completion_length"]) == (2, 8)
+
+
 def test_what_ends_a_completion(config: RunConfig) -> None:
     tokens = {token for token, _ in inspected(config, 1)["ends"]["tokens"]}
     eos = json.loads((Path(config.model.path) / "config.json").read_text())["eos_token_id"]

@@ -1,5 +1,6 @@
 """Leases of held-out prompts beside those for training; then all of an evaluation's bookkeeping under crashes at any point."""
 
+import dataclasses
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from consumer.evaluate.leases import EvaluationLeases, EvaluationRules, Progress
 from consumer.evaluate.results import EvaluationQueue, EvaluationResults
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
 from consumer.link.sessions import ProducerSession
+from consumer.prompts.completion_limit import CompletionLimit
 from consumer.waiting import WaitPolicy
 from protocol.channel.channel import ReceivedGroup
 from protocol.errors import DatasetError
@@ -123,6 +125,20 @@ class Process:
         while self.sent:
             self.answer(self.sent.popleft()[1], reward)
             self.tick()
+
+
+def test_completions_of_a_row_have_its_own_limit(tmp_path: Path) -> None:
+    process, limits = Process(tmp_path), {}
+    process.leases.rules = dataclasses.replace(process.leases.rules, limit=CompletionLimit("answer", 3))
+    process.publish(0)
+    process.tick()
+    while process.sent:
+        lease = process.sent.popleft()[1]
+        limits[lease.columns["answer"]] = lease.sampling.max_completion_length
+        process.answer(lease)
+        process.tick()
+    assert limits == {1: 1, 2: 2, 3: 3, 4: 3}
+    assert "bad_prompt" in process.warned, "0 is no limit"
 
 
 def test_each_source_has_a_score_of_its_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.sessions import ProducerSession
+from consumer.prompts.completion_limit import CompletionLimit
 from protocol.wire.codec import encode
 from protocol.wire.messages import Heartbeat, Lease
 from replay.buffer import RolloutBuffer
@@ -70,6 +71,23 @@ def test_a_lease_says_everything_that_its_producer_needs(counter: Counter) -> No
     assert counter.channel.sent == [(b"p", Lease("0-0-0-1-s", 0, 1, "0", {"answer": 1}, SAMPLING, 0, 60.0))]
     assert session.leases == {"0-0-0-1-s"} == counter.replay.leased_to("p")
     assert counter.replay.expire(160.0)[0].lease_id == "0-0-0-1-s", "its deadline is counted from now"
+
+
+def test_a_row_has_a_limit_of_its_own_and_a_wrong_one_fails_alone(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Prompts, "__getitem__", lambda _, prompt_id: (str(prompt_id), {"limit": (3, 99, "no")[prompt_id % 3]})
+    )
+    counter.dispatcher.limit = CompletionLimit("limit", SAMPLING.max_completion_length)
+    counter.join("p", 2)
+    problems, _ = counter.give()
+    limits = {lease.prompt_id: lease.sampling.max_completion_length for _, lease in counter.channel.sent}
+    assert limits == {0: 3, 1: SAMPLING.max_completion_length}
+    assert problems == []
+    counter.join("q", 1)
+    problems, _ = counter.give()
+    assert "'limit' has 'no'" in problems[0]
 
 
 def test_the_producer_with_the_most_room_is_next(counter: Counter) -> None:

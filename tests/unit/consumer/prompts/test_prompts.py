@@ -76,6 +76,16 @@ def test_columns_that_the_prompt_of_a_teacher_names_must_be_there(tmp_path: Path
         open_prompts(with_teacher(prompt="{right}"), tmp_path, lambda: None)
 
 
+def test_the_column_of_limits_must_be_there(tmp_path: Path) -> None:
+    path = str(jsonl(tmp_path / "rows.jsonl", *ROWS))
+    values = run_config(tmp_path, dataset={"path": path}).model_dump(exclude_unset=True)
+    values["sampling"] |= {"max_completion_length_column": "answer"}
+    assert len(open_prompts(RunConfig.model_validate(values), tmp_path, lambda: None)) == 2
+    values["sampling"]["max_completion_length_column"] = "limit"
+    with pytest.raises(DatasetError, match=r"max_completion_length_column: .* has no column 'limit'"):
+        open_prompts(RunConfig.model_validate(values), tmp_path, lambda: None)
+
+
 def test_another_split_of_a_saved_dataset(tmp_path: Path) -> None:
     splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[1:])}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
