@@ -9,11 +9,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from protocol.channel.channel import check_path_length
 from protocol.channel.keys import ProducerKeys, producer_keys
 from protocol.config.loader import apply_overrides
+from protocol.config.mistakes import collected
 from protocol.config.operation import TransportSection, is_trusted, next_endpoint
 from protocol.errors import ConfigError
 
@@ -75,12 +74,11 @@ def trainer_address(endpoint: str, keys_folder: str | None, overrides: list[str]
 
 
 def _transport(endpoint: str, keys_folder: str | None, identity: object = None) -> TransportSection:
-    try:
-        section = TransportSection.model_validate(
-            {"keys": keys_folder or "none", "identity": identity, "endpoint": endpoint}
-        )
-    except ValidationError as error:
-        raise ConfigError(f"--connect {endpoint}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    values = {"keys": keys_folder or "none", "identity": identity, "endpoint": endpoint}
+    result = collected(TransportSection, values)
+    if result.mistakes:
+        raise ConfigError("\n".join(f"--connect {endpoint}: {mistake.text}" for mistake in result.mistakes))
+    section: TransportSection = result.made
     if not is_trusted(endpoint, has_keys=keys_folder is not None):
         raise ConfigError(
             f"--connect {endpoint}: a producer runs what the trainer gives it, so over TCP both need keys, also on loopback: "

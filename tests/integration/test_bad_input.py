@@ -30,7 +30,7 @@ pytestmark = pytest.mark.integration
         (
             ["--set", "lora.target_modules=[qkv]"],
             78,
-            "PEFT or TRL refused to build the trainer: Target modules {'qkv'} not found",
+            "peft: Target modules {'qkv'} not found",
         ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

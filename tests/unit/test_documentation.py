@@ -1,5 +1,6 @@
 """Generated pages are current, what they claim about the schema holds, and no link leads nowhere."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -13,8 +14,10 @@ import yaml
 from consumer.app.cli import main as consumer_main
 from producer.app.cli import main as producer_main
 from producer.environments.worker import Answer, Call, Environment
+from protocol.check.whole import library_mistakes
 from protocol.config import run as schema
 from protocol.config.loader import load_config
+from protocol.config.mistakes import collected
 from slipstream.cli import run as run_slipstream
 from slipstream.cli import slipstream
 
@@ -93,6 +96,27 @@ def test_the_readmes_run_loads_and_its_reward_is_for_its_row(tmp_path: Path) -> 
     assert config.dataset.path == str(tmp_path / "train.jsonl")
     options = config.rewards.functions[0].settings
     assert row.keys() == {config.dataset.prompt_column, options.column}  # type: ignore[union-attr]
+
+
+def test_sections_that_pages_show_have_known_keys_and_values() -> None:
+    """What they need of other sections is on the page in words."""
+    base = {
+        "run_dir": "run",
+        "model": {"path": "m"},
+        "dataset": {"path": "d"},
+        "rewards": {"functions": [{"function": "exact_match"}]},
+    }
+    mistakes, blocks = (
+        [],
+        [block for page in PAGES for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)],
+    )
+    for block in blocks:
+        with contextlib.suppress(yaml.YAMLError):
+            shown = yaml.safe_load(block)
+            if isinstance(shown, dict) and set(map(str, shown)) <= schema.RunConfig.model_fields.keys():
+                values = base | shown
+                mistakes += [*collected(schema.RunConfig, values).mistakes, *library_mistakes(values)]
+    assert [mistake for mistake in mistakes if not mistake.names_key] == []
 
 
 def anchors(page: Path) -> set[str]:

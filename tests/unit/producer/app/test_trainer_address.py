@@ -49,7 +49,7 @@ def test_a_socket_file_needs_none_but_a_name_without_a_file_does(tmp_path: Path)
 )
 def test_what_is_no_address_is_refused(endpoint: str, keys: str) -> None:
     said = refusal(endpoint, keys, ["transport.identity=gpu01"])
-    assert said == f"--connect {endpoint}: expected `ipc:///path` or `tcp://HOST:PORT`"
+    assert said.startswith(f"--connect {endpoint}: expected `ipc:///path` or `tcp://HOST:PORT`")
 
 
 def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
