@@ -50,7 +50,7 @@ dataset:
   path: train.jsonl
 rewards:
   functions:
-    - function: rewards.py:exact_match
+    - function: rewards.py:is_right
 ```
 
 `slipstream init` writes such a file with comments, a reward and rows to begin with. Its first line names the JSON

@@ -97,7 +97,8 @@ class PromptFormat:
                 "prompt_too_long",
                 f"{what} has {num_tokens} tokens, but engine.max_model_len={self.max_model_len} less "
                 f"sampling.max_completion_length={max_completion_length} leaves {room}; shorten the prompt, lower "
-                "sampling.max_completion_length or raise engine.max_model_len",
+                "sampling.max_completion_length, raise engine.max_model_len, or skip such rows with dataset.max_prompt_tokens: "
+                f"{max(room, 1)}",
             )
 
     def decode(self, prompt: Any, completions: list[list[int]]) -> list[str] | list[Messages]:

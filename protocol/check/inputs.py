@@ -64,7 +64,8 @@ class Inputs:
         yield from self._of_environments()
         yield from self._of_packages()
         self.not_looked_at += [
-            f"rows beyond the first 100, their prompts in tokens, and what functions make of them: {_TRY}",
+            "rows beyond the first 100, what a transform makes of them, and their prompts in tokens: slipstream inspect",
+            f"what rewards say: {_TRY}",
             "what vLLM, TRL and PEFT say of values together, weights and memory: the start",
         ]
 

@@ -116,7 +116,8 @@ def test_sections_that_pages_show_have_known_keys_and_values() -> None:
             if isinstance(shown, dict) and set(map(str, shown)) <= schema.RunConfig.model_fields.keys():
                 values = base | shown
                 mistakes += [*collected(schema.RunConfig, values).mistakes, *library_mistakes(values)]
-    assert [mistake for mistake in mistakes if not mistake.names_key] == []
+    invented = "no installed package"  # plugins that a page tells how to write
+    assert [mistake for mistake in mistakes if not mistake.names_key and invented not in mistake.text] == []
 
 
 def anchors(page: Path) -> set[str]:
