@@ -72,12 +72,13 @@ class VllmEngine:
         )
 
     async def warm_up(self) -> None:
-        """Sample one token on the base model. The first request compiles kernels for seconds, and no swap shall wait for that."""
+        """Sample one token on the base model. The first request compiles kernels for seconds, and no swap shall wait for that.
+        vLLM's linear attention of CPUs takes no prompt of one token."""
         await self.weights.start()
         fields = {"max_tokens": 1, "logprobs": 0} | limits(self._sampling)
         try:
             params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **_for_vllm(fields))
-            await self._core.sample("warm-up", prompt_of([0]), params, None, asyncio.Event())
+            await self._core.sample("warm-up", prompt_of([0, 0]), params, None, asyncio.Event())
         except ValueError as error:
             raise ConfigError(f"sampling: vLLM refuses it: {error}") from error
 

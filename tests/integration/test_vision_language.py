@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 
+from consumer.learn.model import load_model, text_model
 from protocol.wire.messages import Sampling
 from protocol.wire.model_folder import vision_language
 from slipstream import export as export
 from tests.integration.engines import live_engine
-from tests.integration.models import random_adapter, reference_logprobs
+from tests.integration.models import random_adapter
 from tests.integration.pair import Daemon, run_pair
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vision_models import build_vision_model
@@ -45,13 +47,26 @@ def exported(folder: Path) -> Path:
     return folder / "model"
 
 
-@pytest.mark.parametrize(("family", "mode"), [("gemma3", "merged")])
+def of_text_model(model: Path, adapter: Path | None, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Log-probs at temperature 1 of the text model under its head. Gemma 4 takes another token for that of an image, as a whole
+    model of transformers, also where there is none; vLLM and the trainer do not."""
+    whole = load_model(model, dtype=torch.bfloat16 if model.name == "qwen3_5" else torch.float32)
+    whole = whole if adapter is None else PeftModel.from_pretrained(whole, adapter).get_base_model()
+    with torch.no_grad():
+        hidden = text_model(whole)(input_ids=torch.tensor([prompt + completion])).last_hidden_state
+        logits = whole.get_output_embeddings()(hidden)[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("family", "mode"), [("gemma3", "merged"), ("gemma4", "adapter"), ("qwen3_5", "adapter")])
 def test_vllm_and_peft_agree(family: str, mode: str, tmp_path: Path) -> None:
-    model = exported(tmp_path) if family == "gemma3" else build_vision_model(family, tmp_path / "model")
+    """Qwen3.5 in bfloat16, as vLLM on a CPU computes its linear attention."""
+    model = exported(tmp_path) if family == "gemma3" else build_vision_model(family, tmp_path / family)
+    dtype, tolerance = ("bfloat16", 0.5) if family == "qwen3_5" else ("float32", 1e-3)
     seen = vision_language(model)
     assert seen is not None
     scored = [*PROMPT, min(seen.placeholders), *PROMPT]  # without an image its token is one like any other
-    with live_engine(model, tmp_path, swap={"mode": mode}) as live:
+    with live_engine(model, tmp_path, dtype=dtype, swap={"mode": mode}) as live:
 
         async def body():
             adapter = live.adapter(1, 1)
@@ -59,15 +74,15 @@ def test_vllm_and_peft_agree(family: str, mode: str, tmp_path: Path) -> None:
             assert live.engine.capabilities.placeholders == seen.placeholders
             scores = (await live.engine.weights.verify(adapter, scored)).logprobs
             live.engine.weights.activate(adapter)
-            return scores, await live.engine.generate(PROMPT, Sampling(8, 24, 0.9), adapter)
+            return scores, await live.engine.generate(PROMPT, Sampling(8, 24, 1.0), adapter)
 
         scores, completions = live.run(body())
-    expected = reference_logprobs(model, live.peft_folder(1), scored[:1], scored[1:], 1.0)
-    torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-3)
-    assert (torch.tensor(scores) - reference_logprobs(model, None, scored[:1], scored[1:], 1.0)).abs().max() > 0.05
+    adapted = of_text_model(model, live.peft_folder(1), scored[:1], scored[1:])
+    torch.testing.assert_close(torch.tensor(scores), adapted, rtol=0, atol=tolerance)
+    assert (torch.tensor(scores) - of_text_model(model, None, scored[:1], scored[1:])).abs().max() > 2 * tolerance
     for completion in completions:
-        expected = reference_logprobs(model, live.peft_folder(1), PROMPT, completion.token_ids, 0.9)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-3)
+        adapted = of_text_model(model, live.peft_folder(1), PROMPT, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), adapted, rtol=0, atol=tolerance)
 
 
 def test_a_pair_trains_the_text_model(short_dir: Path, daemons: list[Daemon]) -> None:
