@@ -140,7 +140,7 @@ class Route:
 
     def __init__(self, rows: UsableRows, known: Sequence[str]) -> None:
         key, given = rows.reader.key, rows.reader.source.environment
-        named = [given or SINGLE_TURN if value is None else value for value in rows.column(COLUMN)]
+        named = [given or SINGLE_TURN if value in (None, "") else value for value in rows.column(COLUMN)]
         for row, name in enumerate(named):
             if name not in known:
                 raise DatasetError(

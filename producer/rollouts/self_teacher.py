@@ -75,7 +75,7 @@ class SelfTeacher:
         content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
         if not isinstance(content, str):
             raise malformed(prompt, f"teacher {self.section.name} expected a text, or at the end a text in")
-        lacking = [name for name in self.section.columns if columns.get(name) is None]
+        lacking = [name for name in self.section.columns if columns.get(name) in (None, "")]
         if lacking:
             raise LeaseFailure("bad_prompt", f"teacher {self.section.name}: the row has nothing as {lacking[0]!r}")
         try:

@@ -65,7 +65,7 @@ class SimulatedUserOptions(Section):
     def filled(self, columns: Mapping[str, Any]) -> str:
         """Return `prompt` with the row's values. Raise ValueError if the row lacks one, or has neither text nor number."""
         named = pieces(self.prompt)
-        lacking = [name for _, name in named if name is not None and columns.get(name) is None]
+        lacking = [name for _, name in named if name is not None and columns.get(name) in (None, "")]
         if lacking:
             raise ValueError(f"the row has nothing as {lacking[0]!r}, which options.prompt names")
         return "".join(text + ("" if name is None else text_of_value(columns[name], name)) for text, name in named)

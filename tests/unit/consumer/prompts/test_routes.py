@@ -44,6 +44,12 @@ def test_a_source_or_the_column_of_a_row_names_the_environment(tmp_path: Path) -
     assert prompts.digest == routed({"path": str(plain)}, {"path": str(mixed)}, {"path": str(plain)}).digest
 
 
+def test_an_empty_cell_names_no_environment(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,environment\na,maze\nb,\n")
+    prompts = routed({"path": str(tmp_path / "rows.csv")})
+    assert [prompts.environment_of(number) for number in range(2)] == ["maze", "single_turn"]
+
+
 @pytest.mark.long
 def test_rows_that_a_transform_made_and_rows_that_a_filter_left(tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(

@@ -133,6 +133,8 @@ def test_it_is_an_environment_without_tools_and_a_row_without_its_column_is_refu
     environment = Environment("simulated_user", OPTIONS)
     assert environment.answer(Call("describe")).value == [[], False, False, True]
     assert "nothing as 'goal'" in environment.answer(Call("reset", arguments={"prompt": PROMPT})).problem
+    empty = Call("reset", arguments={"prompt": PROMPT, "goal": ""})
+    assert "nothing as 'goal'" in environment.answer(empty).problem
     listed = Call("reset", arguments={"prompt": PROMPT, "goal": ["a pet"]})
     assert "column 'goal' has ['a pet']" in environment.answer(listed).problem
 

@@ -156,7 +156,7 @@ async def test_a_failure_is_one_of_the_lease_and_never_a_zero():
 @asynchronous
 async def test_a_row_without_the_column_and_a_prompt_that_leaves_no_room_are_refused():
     scene = Scene(max_model_len=18)  # a prompt of 9, a completion of 8, and the token that vLLM samples
-    for solution in (None, ["two"], True):
+    for solution in (None, "", ["two"], True):
         failure = await scene.refusal(group_of("a"), solution=solution)
         assert failure.reason == "bad_prompt"
         assert "'solution'" in failure.detail
