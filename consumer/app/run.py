@@ -39,6 +39,7 @@ from consumer.ranks.exchange import ALONE, Ranks, begin
 from consumer.report.inspection import keep, not_finite
 from consumer.report.sampled_rollouts import RolloutLog
 from consumer.report.steps import StepRecord, StepReport, batch_metrics
+from consumer.report.trackers import TrackerRuns
 from consumer.waiting import StopRequested, ThreadErrors, WaitPolicy, write_when_there_is_room
 from protocol.errors import DeviceError, NotFiniteError, PolicyRefusedError
 from protocol.runtime import logs
@@ -126,6 +127,8 @@ class Run(TrainerCallback):
         for of_rows in (setup.answers, setup.weights):
             if of_rows is not None:
                 batches = map(of_rows.add_to, batches)
+        trackers = TrackerRuns(Path(setup.config.run_dir), self.start.run_id, setup.arguments.report_to)
+        trackers.set_variables()
         with loading("transformers, PEFT or TRL refused to build the trainer"):
             trainer = SlipstreamTrainer(
                 setup.config, setup.arguments, setup.lora, setup.model_folder, batches, self.commit_checkpoint, ranks,
@@ -139,7 +142,7 @@ class Run(TrainerCallback):
         if checkpoint is not None:
             with loading(f"run_dir: {checkpoint.folder} does not fit model.path and lora"):
                 trainer._load_from_checkpoint(str(checkpoint.folder))  # before the first policy is published
-        for callback in callbacks:
+        for callback in (trackers, *callbacks):
             trainer.add_callback(callback)
 
     def _begin(self, ranks: Ranks) -> None:
