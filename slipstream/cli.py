@@ -35,6 +35,7 @@ _COMMANDS = {
     "sft": "slipstream.cli:sft",
     "export": "slipstream.cli:export",
     "inspect": "slipstream.cli:inspect",
+    "score": "slipstream.cli:score",
     "reward": "slipstream.cli:reward",
     "environment": "slipstream.cli:environment",
     "keys": "slipstream.keys:keys",
@@ -180,6 +181,43 @@ def inspect(config: str, overrides: list[str], n: int, as_json: bool) -> None:
     with working_in(loaded.folder):
         found = inspected(loaded, n)
     write_json(found) if as_json else show(found)
+
+
+@click.command(cls=Command)
+@config_options
+@check_option
+@_gpu_option("0")
+@click.option(
+    "--rows",
+    metavar="FILE.jsonl",
+    type=click.Path(path_type=Path),
+    required=True,
+    help='{"prompt": ..., "completion": ...} as text or messages, or {"prompt_ids": [...], "completion_ids": [...]} per line',
+)
+@click.option(
+    "--policy",
+    metavar="WHICH",
+    default="last",
+    show_default=True,
+    help="last, best, the step of a checkpoint, a folder, or base",
+)
+@click.option("--to", metavar="FILE.jsonl", type=click.Path(path_type=Path), required=True, help="a line for each row")
+def score(rows: Path, policy: str, to: Path, **options: Any) -> int:
+    """Write the log-probs of given completions under a policy of the run, as the trainer sees it.
+
+    A text counts as it is, without an end; a message with its end of turn. Log-probs are at sampling.temperature.
+    """
+
+    given, written = rows.absolute(), to.absolute()  # what works below works in another folder
+    which = policy if policy in ("last", "best", "base") or policy.isdigit() else os.path.abspath(policy)
+
+    def work(config: Any, gpus: list[int]) -> ExitCode:
+        with gc_disabled():
+            from slipstream.score import run
+
+        return run(config, gpus, which=which, rows_file=given, to=written)
+
+    return run_configured(argparse.Namespace(**options), program(), work)
 
 
 @click.group(cls=Group)
