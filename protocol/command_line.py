@@ -145,6 +145,8 @@ def show_checked(checked: "Checked", gpu: str | None, num_ranks: int = 1) -> int
 
     config, gpu = checked.config, _or_first(gpu)
     notes = [*memory_table(config, gpu, num_ranks), *preview(config, gpu)]
+    if config.journal_file.exists() or any(config.checkpoints_dir.glob("checkpoint-*")):
+        notes.append(f"run_dir: {config.run_dir} holds a run; --resume goes on with it")
     notes += ["not looked at:", *(f"  {line}" for line in checked.not_looked_at)]
     text = dump_config(config) + "".join(f"# {line}\n" for line in notes)
 

@@ -90,6 +90,20 @@ def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, call: Cal
     assert "running" not in shown.stdout
     (folder / "resolved.yaml").write_text(shown.stdout)
     assert load_config("resolved.yaml") == load_config("run.yaml", ["pipeline.max_staleness=2"])
+    assert "holds a run" not in shown.stdout
+    (folder / "runs" / "x" / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    assert f"# run_dir: {folder}/runs/x holds a run; --resume" in call("--config", "run.yaml", "--check").stdout
+
+
+@pytest.mark.parametrize("gpu", ["7", "cuda:0", "0,0"])
+def test_a_check_looks_at_a_gpu_that_is_named(two_gpus: None, call: Callable[..., Ended], gpu: str) -> None:
+    checked = call("--config", "run.yaml", "--check", "--gpu", gpu)
+    assert (checked.returncode, checked.stdout) == (ExitCode.DEVICE, "")
+    assert checked.stderr.startswith(f"rl-stub: error: --gpu {gpu}: ")
+    both = call("--config", "run.yaml", "--check", "--gpu", gpu, "--set", "sed=1")
+    assert (both.returncode, both.stderr.count("\n")) == (ExitCode.CONFIG, 2)
+    assert call("--config", "run.yaml", "--check", "--gpu", "1").returncode == ExitCode.OK
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ, "a check chooses none"
 
 
 def test_a_daemon_works_in_the_folder_of_its_file(
