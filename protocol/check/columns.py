@@ -6,6 +6,7 @@ Guarantee: it reads a bounded part of one file. What needs a library to be read 
 import csv
 import gzip
 import json
+import os
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ _CHARACTERS = 2**20
 
 def files_of(path: str) -> list[Path]:
     """Return the files that a path, or a pattern of paths, names; none if there is none."""
-    return [Path(path)] if Path(path).exists() else [Path(name) for name in sorted(glob(path))]
+    try:
+        return [Path(path)] if os.path.exists(path) else [Path(name) for name in sorted(glob(path))]
+    except (OSError, ValueError):  # no file can have such a name
+        return []
 
 
 def columns_of(file: Path) -> frozenset[str] | None:

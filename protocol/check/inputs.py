@@ -48,7 +48,7 @@ class Inputs:
     def mistakes(self) -> Iterator[Mistake]:
         """Yield all that is wrong, but with what depends on a value that was left out."""
         folder = self.config.folder
-        if not Path(folder).is_dir():
+        if not os.path.isdir(folder):
             yield Mistake(("folder",), f"there is no folder {folder}; name another one")
             return
         with working_in(folder):
@@ -61,6 +61,7 @@ class Inputs:
         for mistakes, _ in sources:
             yield from mistakes
         yield from self._of_rewards([columns for _, columns in sources])
+        yield from self._of_named_columns([columns for _, columns in sources])
         yield from self._of_environments()
         yield from self._of_packages()
         self.not_looked_at += [
@@ -71,9 +72,13 @@ class Inputs:
 
     def _of_model(self) -> Iterator[Mistake]:
         model, place = self.config.model, ("model", "path")
-        folder = folder_on_disk(model.path, model.revision)
+        try:
+            folder = folder_on_disk(model.path, model.revision)
+        except OSError as error:
+            yield Mistake(place, f"no model can have this name: {error.strerror}")
+            return
         if folder.is_dir():
-            is_whole = Path(model.path).is_dir()  # and not a part of what the hub has
+            is_whole = os.path.isdir(model.path)  # and not a part of what the hub has
             for problem in base_problems(folder, trust_remote_code=model.trust_remote_code) if is_whole else ():
                 yield Mistake(place, problem)
             yield from size_problems(self.config, folder)
@@ -86,7 +91,7 @@ class Inputs:
         adapter = self.config.lora_section.get("init_from")
         if isinstance(adapter, str) and os.path.isabs(adapter):
             for problem in (
-                adapter_problems(Path(adapter)) if Path(adapter).is_dir() else [f"there is no folder {adapter}"]
+                adapter_problems(Path(adapter)) if os.path.isdir(adapter) else [f"there is no folder {adapter}"]
             ):
                 yield Mistake(("lora", "init_from"), problem)
 
@@ -151,7 +156,7 @@ class Inputs:
         for number, function in enumerate(self.config.rewards.functions):
             place = ("rewards", "functions", number)
             everywhere = function.environments is None and len(columns) == len(known)
-            if function.model is not None and os.path.isabs(function.model) and not Path(function.model).is_dir():
+            if function.model is not None and os.path.isabs(function.model) and not os.path.isdir(function.model):
                 yield Mistake(
                     (*place, "model"), f"there is no folder {function.model}{near_file(Path(function.model))}"
                 )
@@ -173,6 +178,18 @@ class Inputs:
         )
         for problem in dict.fromkeys(problems):
             yield Mistake(place, f"{spec}: {problem}")
+
+    def _of_named_columns(self, known: list[frozenset[str] | None]) -> Iterator[Mistake]:
+        """Yield the columns that other sections name and that rows of the dataset do not have."""
+        of_dataset = known[: len(self.config.dataset.sources) or 1] if not self.config.environment.atropos else []
+        named: list[tuple[Place, Any]] = [(("loss", "weights_column"), self.config.loss.weights_column)]
+        named += [(("sft", key), self.config.sft.get(key)) for key in ("completion_column", "messages_column")]
+        for place, name in named:
+            for one in of_dataset:
+                if isinstance(name, str) and one is not None and name not in one:
+                    has = nearest(name, sorted(one), f"they have {', '.join(sorted(one)) or 'only the prompt'}")
+                    yield Mistake(place, f"rows of the dataset have no column `{name}`; {has}", DatasetError)
+                    break
 
     def _of_environments(self) -> Iterator[Mistake]:
         alone: list[tuple[Place, Any]] = [(("environment",), self.config.environment)]

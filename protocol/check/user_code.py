@@ -6,6 +6,7 @@ Guarantee: no user's code is imported. A file that makes names in ways that read
 import ast
 import functools
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,14 +33,14 @@ class Code(NamedTuple):
 def file_of(place: str) -> Path | None:
     """Return the file of `file.py` or of a module in this folder; None where Python would have to find it."""
     file = Path(place if place.endswith(".py") else place.replace(".", "/") + ".py")
-    return file if place.endswith(".py") or file.is_file() else None
+    return file if place.endswith(".py") or os.path.isfile(file) else None
 
 
 def is_installed(module: str) -> bool:
     """Tell whether the package of a module is here. Nothing is imported."""
     top = module.partition(".")[0]
     try:
-        return Path(top).is_dir() or importlib.util.find_spec(top) is not None
+        return os.path.isdir(top) or importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
         return False
 
@@ -85,7 +86,7 @@ def problem_of(spec: str) -> str | None:
             if is_installed(place)
             else f"there is neither a module {place} nor a file {place.replace('.', '/')}.py"
         )
-    if not file.is_file():
+    if not os.path.isfile(file):
         return f"there is no file {file}" + near_file(file)
     code = code_of(file)
     if code.problem or code.is_open or name in code.names:
@@ -109,7 +110,7 @@ def plain_function(spec: str) -> Function | None:
     """Return the definition of a function; None where it is something else, decorated, or not found."""
     place, _, name = spec.rpartition(":")
     file = file_of(place)
-    statement = code_of(file).names.get(name) if file is not None and file.is_file() else None
+    statement = code_of(file).names.get(name) if file is not None and os.path.isfile(file) else None
     return statement if isinstance(statement, Function) and not statement.decorator_list else None
 
 

@@ -16,6 +16,10 @@ from protocol.config.mistakes import Mistake, collected, places_of_keys
 from protocol.config.run import RunConfig
 
 
+_JUDGED = {"lora": ("r",)}
+"""Keys of libraries whose type our own rules look at."""
+
+
 class Checked(NamedTuple):
     """A configuration without mistakes. `not_looked_at` has a line for each thing that another command looks at."""
 
@@ -54,10 +58,12 @@ def check_library_sections(path: str, overrides: list[str] | None = None) -> Run
 
 def library_mistakes(values: dict[str, Any]) -> Iterator[Mistake]:
     """Yield what the classes of libraries would refuse in their sections."""
+    places = places_of_keys(RunConfig)
     for name in RESERVED:
         if isinstance(section := values.get(name), dict):
-            places = places_of_keys(RunConfig)
-            yield from value_mistakes(name, section, placed_keys(name, section), OWN_KEYS.get(name, {}), places)
+            own = {*OWN_KEYS.get(name, {}), *_JUDGED.get(name, ())}
+            section = {key: value for key, value in section.items() if isinstance(key, str)}
+            yield from value_mistakes(name, section, placed_keys(name, section), own, places)
 
 
 def _without_library() -> Iterator[str]:

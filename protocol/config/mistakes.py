@@ -163,7 +163,7 @@ def _text(problem: Any, place: Place, field: FieldInfo | None, schema: type[Base
         return str(problem["msg"]).removeprefix("Value error, ")
     if kind == "finite_number":
         return "expected a finite number"
-    if kind == "invalid_key":
+    if kind == "invalid_key" or "[key]" in problem["loc"]:
         return "the name of a key must be text; put it in quotes"
     if kind in _LENGTHS:
         name, words = _LENGTHS[kind]

@@ -24,7 +24,7 @@ def row_file_ending(name: str) -> str | None:
 def is_local(model: str, folder: Path) -> bool:
     """Tell whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in
     `folder`."""
-    return model.startswith((".", "~", "/")) or (folder / model).is_dir()
+    return model.startswith((".", "~", "/")) or os.path.isdir(folder / model)
 
 
 def _path(value: str, folder: Path) -> str:

@@ -98,6 +98,9 @@ def test_a_run_whose_inputs_are_here_passes_and_tells_what_was_not_looked_at() -
         ("lora={layers_to_transform: [0]}", ConfigError, "all-linear`, the default"),
         ("trainer.report_to=wandbb", ConfigError, "did you mean `wandb`?"),
         ("lora.init_from=./adapter", ConfigError, "there is no folder"),
+        ("loss.weights_column=wight", DatasetError, "no column `wight`"),
+        ("sft.completion_column=ansr", DatasetError, "did you mean `answer`?"),
+        ("model.path=" + "long" * 100, ConfigError, "no model can have this name"),
         ("folder=./nowhere", ConfigError, "there is no folder"),
     ],
 )
@@ -126,6 +129,8 @@ def test_what_is_not_there_or_does_not_fit_is_named(override: str, kind: type[Sl
         "lora.target_modules='.*q_proj'",
         "lora.target_modules=[q_proj, nothing]",
         "trainer.report_to=[none]",
+        "loss.weights_column=level",
+        "dataset.path=" + "long" * 100,
     ],
 )
 def test_what_may_be_right_passes(override: str) -> None:

@@ -96,6 +96,13 @@ def test_the_line_is_that_of_the_key_also_in_what_is_merged_in_and_in_lists(run_
     assert said[-1].startswith("--set rewards.functions.0.wieght=2: ")
 
 
+@pytest.mark.parametrize("section", ["trainer", "lora", "engine", "sft"])
+@pytest.mark.parametrize("given", ["hello", "[1]", "true", "{5: 1}", "{[a]: 1}"])
+def test_a_library_section_of_another_form_is_named(run_yaml: Path, section: str, given: str) -> None:
+    [said] = mistakes(run_yaml, f"{MINIMAL}{section}: {given}\n")
+    assert said.startswith(f"run.yaml:{NEXT}: ")
+
+
 def test_a_secret_of_the_command_line_is_not_repeated(run_yaml: Path) -> None:
     [said] = mistakes(run_yaml, MINIMAL, ["trainer.hub_token=hf_secret"])
     assert "--set trainer.hub_token=...: " in said
