@@ -26,7 +26,7 @@ from isal.isal_zlib import crc32
 
 from protocol.wire.messages import Lease, Message
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of the wire, and of the groups in a journal. Raise it with every change of a message."""
 
 _MAGIC = b"SL"

@@ -17,7 +17,7 @@ JOURNAL = Path("run/journal.sqlite")
 FACTS = {
     "base_model_digest": "base",
     "tokenizer_digest": "tokens",
-    "wire_schema": "1",
+    "wire_schema": str(SCHEMA_VERSION),
     "num_generations": "4",
     "max_completion_length": "6",
     "vocab_size": "64",
@@ -37,7 +37,7 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "reward_names": '["exact", "style"]',
         "reward_weights": "[1.0, 0.1]",
         "credit": "",
-        "wire_schema": "1",
+        "wire_schema": str(SCHEMA_VERSION),
         "num_generations": "4",
         "max_completion_length": "6",
         "vocab_size": "64",

@@ -3,7 +3,7 @@
 import pytest
 
 from campaigns.fuzz.mutations import sealed
-from protocol.wire.codec import encode
+from protocol.wire.codec import SCHEMA_VERSION, encode
 from protocol.wire.messages import Bye, Group, Heartbeat, Hello, Lease, Nack, PolicyInfo, Reject, Welcome
 from tests.scripted import facts
 from tests.unit.consumer.link.builders import BLOB, DIGEST, SAMPLING, Producer, Start, only
@@ -42,7 +42,7 @@ def test_another_release_is_told_so_and_counted(start: Start) -> None:
     trainer.tick()
     [reject] = client.poll(0.0)
     assert reject == Reject(
-        ["peer speaks protocol schema 7, this process speaks 1: install the same release on both sides"]
+        [f"peer speaks protocol schema 7, this process speaks {SCHEMA_VERSION}: install the same release on both sides"]
     )
     assert trainer.replay.totals["bad_frames"] == 1
 

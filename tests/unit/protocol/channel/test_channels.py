@@ -10,7 +10,7 @@ import pytest
 
 from campaigns.fuzz.mutations import sealed
 from protocol.channel.channel import BadFrame
-from protocol.wire.codec import encode
+from protocol.wire.codec import SCHEMA_VERSION, encode
 from protocol.wire.messages import BlobChunk, BlobMissing, Heartbeat, Lease, Sampling
 from tests.unit.protocol.channel_harness import (
     MESSAGE,
@@ -119,7 +119,7 @@ def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: 
         BadFrame("frame of 0 bytes is shorter than the 8-byte prefix"),
         BadFrame("frame starts with b'GE', not b'SL'"),
         BadFrame("checksum mismatch"),
-        BadFrame("peer speaks protocol schema 9, this process speaks 1", peer_schema=9),
+        BadFrame(f"peer speaks protocol schema 9, this process speaks {SCHEMA_VERSION}", peer_schema=9),
     ]
     for frame in bad:
         harness.inject_to_server(client, frame)
