@@ -129,7 +129,7 @@ class Run(TrainerCallback):
                 batches = map(of_rows.add_to, batches)
         trackers = TrackerRuns(Path(setup.config.run_dir), self.start.run_id, setup.arguments.report_to)
         trackers.set_variables()
-        with loading("transformers, PEFT or TRL refused to build the trainer"):
+        with loading(f"model.path ({setup.model_folder}), lora and trainer do not go together"):
             trainer = SlipstreamTrainer(
                 setup.config, setup.arguments, setup.lora, setup.model_folder, batches, self.commit_checkpoint, ranks,
                 self.recorded,

@@ -183,9 +183,16 @@ def load_model(folder: Path, **options: Any) -> Any:
     """Load the whole checkpoint, by `from_pretrained` with these options.
 
     Raises:
-        ConfigError: it lacks weights, which transformers would draw.
+        ConfigError: it lacks weights, which transformers would draw, or has them in other shapes.
     """
-    model, loaded = _automatic(folder).from_pretrained(folder, output_loading_info=True, **options)
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loaded = _automatic(folder).from_pretrained(folder, **report, **options)
+    if differing := sorted(loaded["mismatched_keys"]):
+        name, there, here = differing[0]
+        raise ConfigError(
+            f"model.path: {folder}/config.json does not fit {len(differing)} of its weights, such as {name}: {list(there)}, and "
+            f"by the configuration {list(here)}; take configuration and weights of one model"
+        )
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
             f"model.path: {folder} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}; take all "

@@ -1,5 +1,6 @@
 """Where the base is loaded, what is refused for its size, and what an error of loading it ends the trainer with."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def test_weights_that_are_not_in_the_files_are_named_and_not_drawn(
     name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
     save_file({other: tensor for other, tensor in tensors.items() if other != name}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"^model.path: {folder} lacks 1 weights .* {name}; "):
+        base_loading.load_model(folder, dtype=torch.float32)
+
+
+@pytest.mark.long
+def test_weights_of_other_shapes_are_named(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
+    said = rf"^model.path: {folder}/config.json does not fit .*mlp.down_proj.weight: .*, 24\]; "
+    with pytest.raises(ConfigError, match=said):
         base_loading.load_model(folder, dtype=torch.float32)
 
 
