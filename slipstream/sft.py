@@ -95,7 +95,8 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
     options = chosen.pop("model_init_kwargs", None) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"sft.model_init_kwargs: expected a mapping (got {options!r})")
-    defaults = {"report_to": "none", "bf16": casts(config, chosen, on_gpu=on_gpu)}
+    order = "random" if config.dataset.shuffle else "sequential"
+    defaults = {"report_to": "none", "bf16": casts(config, chosen, on_gpu=on_gpu), "train_sampling_strategy": order}
     with former_names():
         return build(
             "sft",

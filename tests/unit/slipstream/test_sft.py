@@ -104,6 +104,17 @@ def test_messages_reach_the_trainer_as_they_are(
     assert trained == [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
 
 
+def test_rows_are_shuffled_as_those_of_the_run(tmp_path: Path) -> None:
+    def order(**options: Any) -> str:
+        config = run_config(tmp_path, dataset={"path": "rows.jsonl", "shuffle": False}, **options)
+        return str(sft.build_sft_arguments(config, tmp_path, on_gpu=False).train_sampling_strategy)
+
+    assert order() == "sequential"
+    assert order(sft={"train_sampling_strategy": "random"}) == "random"
+    plain = run_config(tmp_path, dataset={"path": "rows.jsonl"})
+    assert sft.build_sft_arguments(plain, tmp_path, on_gpu=False).train_sampling_strategy == "random"
+
+
 def test_several_gpus_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(DeviceError, match="--gpu 0,1: slipstream sft, a short warm start, trains on one GPU"):
         sft.run(run_config(tmp_path, tiny_model), [0, 1], to=tmp_path / "sft")
