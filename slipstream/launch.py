@@ -3,12 +3,15 @@
 Guarantee: the commands are those that services run, as a user would start them by hand.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.config.loader import load_config
+from protocol.gpu.cards import sharing_of
+from protocol.gpu.memory import known_gpu
 from protocol.gpu.nvml import VISIBLE, visible_gpus
 from slipstream.cluster.plan import start_command
 from slipstream.tables import duration, percent
@@ -16,6 +19,8 @@ from slipstream.tables import duration, percent
 if TYPE_CHECKING:
     from protocol.config.run import RunConfig
     from slipstream.status.reading import View
+
+logger = logging.getLogger(__name__)
 
 
 class Places(NamedTuple):
@@ -44,9 +49,23 @@ class Places(NamedTuple):
         first = producer or beside(trainer)
         return cls(first, trainer or beside(first))
 
+    @classmethod
+    def here(cls, config: "RunConfig", producer: str | None, trainer: str | None) -> "Places":
+        """Choose among the GPUs of this machine."""
+        on_cpu = producer == trainer == "cpu"
+        return cls.of(config, 0 if on_cpu else len(visible_gpus(os.environ.get(VISIBLE))), producer, trainer)
+
     @property
     def are_shared(self) -> bool:
         return self.producer == self.trainer != "cpu"
+
+    def sharing(self, config: "RunConfig") -> tuple[str, str] | None:
+        """Return the value of `pipeline.gpu` that is chosen for a run on one GPU, and the reason; None where it is not chosen.
+        Raises ConfigError if the run has no room there."""
+        if not self.are_shared or config.pipeline.gpu != "own":
+            return None
+        gpu = known_gpu(self.trainer)
+        return ("shared", "the GPU does not say its memory") if gpu is None else sharing_of(config, gpu.total_bytes)
 
 
 class Launch(NamedTuple):
@@ -76,15 +95,23 @@ class Launch(NamedTuple):
             resume: go on from what the run's folder holds.
         """
         loaded = load_config(config, list(overrides))
-        on_cpu = producer_gpus == trainer_gpus == "cpu"
-        count = 0 if on_cpu else len(visible_gpus(os.environ.get(VISIBLE)))
-        places = Places.of(loaded, count, producer_gpus, trainer_gpus)
+        places = Places.here(loaded, producer_gpus, trainer_gpus)
         settings = ["--config", config, *(part for override in overrides for part in ("--set", override))]
-        if places.are_shared and loaded.pipeline.gpu == "own":
-            settings += ["--set", "pipeline.gpu=shared"]
+        sharing = with_sharing(loaded, producer_gpus, trainer_gpus).pipeline.gpu
+        if sharing != loaded.pipeline.gpu:
+            settings += ["--set", f"pipeline.gpu={sharing}"]
         trainer = [*start_command("rl-trainer", [places.trainer]), *settings, *(["--resume"] if resume else [])]
         producer = [*start_command("rl-producer", [places.producer]), *settings]
         return cls(Path(loaded.run_dir), trainer, producer)
+
+
+def with_sharing(config: "RunConfig", producer_gpus: str | None, trainer_gpus: str | None) -> "RunConfig":
+    """Return the configuration with the value of `pipeline.gpu` that is chosen for this machine, and say why."""
+    sharing = Places.here(config, producer_gpus, trainer_gpus).sharing(config)
+    if sharing is None:
+        return config
+    logger.info("one GPU for both, with pipeline.gpu: %s: %s", *sharing)
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": sharing[0]})})
 
 
 def progress(view: "View") -> str:

@@ -39,7 +39,7 @@ def run(
 
     from protocol.check.whole import check_file
     from protocol.runtime import logs
-    from slipstream.launch import Launch
+    from slipstream.launch import Launch, with_sharing
 
     logs.configure(program())
     gpus = {"--producer-gpus": producer_gpus, "--trainer-gpus": trainer_gpus}
@@ -47,7 +47,8 @@ def run(
         config, overrides, lambda _: chain.from_iterable(gpu_mistakes(gpu, flag) for flag, gpu in gpus.items())
     )
     if check:
-        return show_checked(checked, trainer_gpus)
+        chosen = with_sharing(checked.config, producer_gpus, trainer_gpus)
+        return show_checked(checked._replace(config=chosen), trainer_gpus)
     launch = Launch.of(config, overrides, producer_gpus=producer_gpus, trainer_gpus=trainer_gpus, resume=resume)
     code = asyncio.run(_run(launch))
     return code if code >= 0 else 128 - code

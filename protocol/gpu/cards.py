@@ -80,6 +80,38 @@ def fits(config: RunConfig, model: ModelShape, num_ranks: int = 1) -> dict[str, 
     }
 
 
+def sharing_of(config: RunConfig, total: int) -> tuple[str, str]:
+    """Choose how trainer and producer use one GPU where the configuration does not say it: with `shared` if both fit beside each
+    other, else in `turns`. Return the value of `pipeline.gpu`, and the reason.
+
+    Args:
+        total: bytes of the GPU.
+
+    Raises:
+        ConfigError: they fit in neither way.
+    """
+    try:
+        model = model_shape(folder_on_disk(config.model.path, config.model.revision))
+    except ConfigError:
+        return "shared", "the files of model.path do not say what fits"
+    trainer, engine = trainer_needs(config, model), engine_needs(config, model)
+    of_shared = f"the trainer's {gib(trainer.least)} and the engine's {gib(engine.least)} at least"
+    refused = []
+    for sharing, needs in (("shared", of_shared), ("turns", f"the larger one of {of_shared}")):
+        pipeline = config.pipeline.model_copy(update={"gpu": sharing})
+        if not _is_accepted(config, sharing):
+            refused.append(f"{sharing} does not go together with other keys")
+        elif _has_room(config.model_copy(update={"pipeline": pipeline}), sharing, total, trainer, engine):
+            return sharing, "; ".join([*refused, f"{sharing} has room for {needs}"])
+        else:
+            refused.append(f"{sharing} has no room for {needs}")
+    raise ConfigError(
+        f"pipeline.gpu: trainer and producer do not fit on a GPU of {gib(total)}, of which CUDA leaves "
+        f"{gib(max(0, room_of(total, 2)))}: {'; '.join(refused)}. Take model.quantization: nf4, engine.quantization, a shorter "
+        "engine.max_model_len or sampling.max_completion_length, or a GPU each"
+    )
+
+
 def _is_accepted(config: RunConfig, sharing: str) -> bool:
     """Tell whether the other keys go together with this value of `pipeline.gpu`."""
     pipeline = config.pipeline.model_dump() | {"gpu": sharing}

@@ -404,7 +404,7 @@ def preview(config: RunConfig, choice: str) -> Iterator[str]:
         yield "shares of the GPU: computed at the start, from the files of model.path, which are not on this machine"
         return
     needs, engine = needs_of(config, folder)
-    gpu = _gpu(choice)
+    gpu = known_gpu(choice)
     if gpu is not None:
         yield f"shares of GPU {gpu.index}: {shares_of(config, gpu.total_bytes, needs, engine).in_words()}"
     else:
@@ -414,7 +414,8 @@ def preview(config: RunConfig, choice: str) -> Iterator[str]:
         )
 
 
-def _gpu(choice: str) -> Gpu | None:
+def known_gpu(choice: str) -> Gpu | None:
+    """Return what is known of the GPU that `--gpu` names; None if there is none, or there are several."""
     try:
         return gpu_facts(given_gpu(int(choice)).index) if choice.isdecimal() else None
     except DeviceError:
