@@ -3,6 +3,7 @@
 Guarantee: only what cannot work is a mistake: a length that no completion fits in, modules that the model does not have.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from protocol.errors import ConfigError
 from protocol.gpu.model_files import weights_of
 from protocol.wire.model_folder import json_object
 
+_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
@@ -23,10 +25,11 @@ def size_problems(config: RunConfig, folder: Path | None) -> Iterator[Mistake]:
     longest = None if folder is None else _longest(folder)
     asked, completion = config.engine.get("max_model_len"), config.sampling.max_completion_length
     asked = int(asked) if isinstance(asked, int | float) or (isinstance(asked, str) and asked.isdecimal()) else None
-    if asked is not None and longest is not None and asked > longest:
+    if asked is not None and longest is not None and asked > longest and os.environ.get(_LONGER) != "1":
         yield Mistake(
             ("engine", "max_model_len"), f"{asked} is more than the {longest} positions of the model; lower it"
         )
+    longest = None if asked is not None and os.environ.get(_LONGER) == "1" else longest
     limits = {"engine.max_model_len": asked, "the positions of the model": longest}
     rooms = [(length, name) for name, length in limits.items() if length is not None and length > 0]
     if not rooms:

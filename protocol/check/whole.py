@@ -15,7 +15,6 @@ from protocol.config.loader import read, strict
 from protocol.config.mistakes import Mistake, collected, places_of_keys
 from protocol.config.run import RunConfig
 
-
 _JUDGED = {"lora": ("r",)}
 """Keys of libraries whose type our own rules look at."""
 

@@ -45,7 +45,19 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Ended = subprocess.CompletedProcess[str]
-HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy", "uvicorn", "starlette")
+HEAVY = (
+    "torch",
+    "vllm",
+    "trl",
+    "transformers",
+    "peft",
+    "datasets",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "uvicorn",
+    "starlette",
+)
 
 
 def run(config: RunConfig, gpus: list[int]) -> ExitCode:
