@@ -93,7 +93,8 @@ def _gpu_option(default: str) -> Callable[[Function], Function]:
 @check_option
 @_gpu_option("0")
 @click.option("--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/sft)")
-def sft(to: Path | None, **options: Any) -> int:
+@click.option("--resume", is_flag=True, help="go on from the last checkpoint (sft.save_steps) of one that was cut off")
+def sft(to: Path | None, resume: bool, **options: Any) -> int:
     """Train an adapter as a warm start.
 
     It learns the completions of the dataset. The run takes it with lora.init_from.
@@ -105,7 +106,7 @@ def sft(to: Path | None, **options: Any) -> int:
         with gc_disabled():
             from slipstream.sft import run
 
-        return run(config, gpus, to=given or Path(config.run_dir) / "sft")
+        return run(config, gpus, to=given or Path(config.run_dir) / "sft", resume=resume)
 
     return run_configured(argparse.Namespace(**options), program(), work)
 

@@ -68,6 +68,7 @@ OWN_KEYS = {
         "completion_column": "Column with the wanted answer: a text, or a list of messages. Default: `completion`.",
         "messages_column": "Column with whole conversations instead: the last message is the completion, what is before it the "
         "prompt.",
+        "loraplus_lr_ratio": "Learning rate of the matrices B over that of A (LoRA+, arXiv:2402.12354), such as 16. Default: 1.",
     },
 }
 """Keys of ours in sections that otherwise belong to a library; they never reach it."""
@@ -140,7 +141,7 @@ def _problems(name: str, section: dict[str, Any]) -> Iterator[str]:
             yield f"`{key}` is set by Slipstream and cannot be given here{instead}"
     for key in OWN_KEYS.get(name, {}):
         value = section.get(key)
-        if value is not None and not (isinstance(value, str) and value.strip()):
+        if key != "loraplus_lr_ratio" and value is not None and not (isinstance(value, str) and value.strip()):
             yield f"`{key}` must be a text that is not empty, got {value!r}"
     options = section.get("model_init_kwargs")
     for key in options if isinstance(options, dict) else ():
@@ -177,6 +178,9 @@ def _of_lora(section: dict[str, Any]) -> Iterator[str]:
 def _of_sft(section: dict[str, Any]) -> Iterator[str]:
     if section.get("completion_column") and section.get("messages_column"):
         yield "`messages_column` and `completion_column` exclude each other; remove one"
+    ratio = section.get("loraplus_lr_ratio")
+    if ratio is not None and not (isinstance(ratio, int | float) and not isinstance(ratio, bool) and ratio >= 1):
+        yield f"`loraplus_lr_ratio` must be a number of at least 1, got {ratio!r}"
 
 
 def _unless_positive(key: str, value: Any) -> Iterator[str]:

@@ -88,9 +88,8 @@ def test_prompts_are_counted_by_its_tokenizer(model: Path) -> None:
 def test_an_adapter_is_trained_by_imitation_and_exported_with_its_code(model: Path) -> None:
     config = config_of(model, sft={"max_steps": 1, "gradient_checkpointing": False})
     arguments = build_sft_arguments(config, model.parent / "sft", on_gpu=False)
-    trained = train(
-        model, arguments, build_lora(config), Dataset.from_list([{"prompt": "1+1=", "completion": "2"}] * 2)
-    )
+    rows = Dataset.from_list([{"prompt": "1+1=", "completion": "2"}] * 2)
+    trained = train(config, model, arguments, build_lora(config), rows, "", None)
     trained.save_pretrained(model.parent / "adapter")
     to = model.parent / "merged"
     assert export.run(config, [], which=str(model.parent / "adapter"), to=to, repository=None) == 0

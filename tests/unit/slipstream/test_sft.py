@@ -19,12 +19,111 @@ from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.trl_reference import slipstream_trainer
 
 
-def run(folder: Path, model: Path, dtype: str = "float32", options: Any = (), **sections: Any) -> Path:
-    folder.mkdir()
-    (folder / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+def run(
+    folder: Path,
+    model: Path,
+    dtype: str = "float32",
+    options: Any = (),
+    *,
+    resume: bool = False,
+    rows: int = 1,
+    **sections: Any,
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    texts = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(1, 1 + rows)]
+    (folder / "train.jsonl").write_text("".join(texts))
     config = run_config(folder, model, dtype, sft={"completion_column": "answer"} | dict(options), **sections)
-    sft.run(config, [], to=folder / "sft")
+    sft.run(config, [], to=folder / "sft", resume=resume)
     return folder / "sft"
+
+
+def cut_off_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    write = sft._Lines.on_log
+
+    def cut(self: Any, args: Any, state: Any, *others: Any, **named: Any) -> None:
+        if state.global_step == step:
+            raise KeyboardInterrupt
+        write(self, args, state, *others, **named)
+
+    monkeypatch.setattr(sft._Lines, "on_log", cut)
+
+
+SAVED = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [{"lora_dropout": 0.3}, None])
+def test_a_training_that_was_cut_off_ends_with_the_same_weights(
+    lora: dict[str, Any] | None, tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(folder: Path, resume: bool = False, **others: Any) -> Path:
+        return run(folder, one_layer_model, "bfloat16", SAVED | others, resume=resume, rows=7, lora=lora)
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    made(whole)
+    assert sorted(file.name for file in whole.iterdir()) == ["sft", "train.jsonl"]
+    with pytest.raises(ConfigError, match="--resume: there is no checkpoint"):
+        made(cut, resume=True)
+    with monkeypatch.context() as patch:
+        cut_off_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            made(cut)
+    assert sorted(file.name for file in cut.iterdir()) == ["sft-checkpoints", "train.jsonl"]
+    with pytest.raises(ConfigError, match="checkpoint-4 of a training that was cut off"):
+        made(cut)
+    with pytest.raises(ConfigError, match="other rows or of another model"):
+        made(cut, resume=True, learning_rate=0.5)
+    made(cut, resume=True, logging_steps=2)
+    [weights] = whole.glob("sft/*model.safetensors")
+    expected, found = load_file(weights), load_file(cut / "sft" / weights.name)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert sorted(file.name for file in cut.iterdir()) == ["sft", "train.jsonl"]
+
+
+def built(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Path, rows: int = 1, **options: Any) -> Any:
+    """The trainer, before its first step."""
+    trainers: list[Any] = []
+
+    def end(self: Any, **_: Any) -> None:
+        trainers.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sft.WarmStartTrainer, "train", end)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, model, options=options, rows=rows)
+    return trainers[0]
+
+
+def rates_of(trainer: Any) -> dict[str, float]:
+    trainer.create_optimizer()
+    rates = {id(each): group["lr"] for group in trainer.optimizer.param_groups for each in group["params"]}
+    return {name: rates[id(each)] for name, each in trainer.model.named_parameters() if each.requires_grad}
+
+
+def test_lora_plus_trains_the_matrices_b_faster(
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plus = rates_of(built(monkeypatch, tmp_path / "plus", one_layer_model, learning_rate=1e-4, loraplus_lr_ratio=16))
+    assert {round(rate, 9) for name, rate in plus.items() if "lora_B" in name} == {1.6e-3}
+    assert {rate for name, rate in plus.items() if "lora_A" in name} == {1e-4}
+    assert set(rates_of(built(monkeypatch, tmp_path / "plain", one_layer_model, learning_rate=1e-4)).values()) == {1e-4}
+    with pytest.raises(ConfigError, match=r"sft\.loraplus_lr_ratio: with `lora: null`"):
+        run(tmp_path / "whole", one_layer_model, "bfloat16", {"loraplus_lr_ratio": 16}, lora=None)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_packed_batches_count_rows(
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"per_device_train_batch_size": 8, "packing": True, "max_length": 15}
+    trainer = built(monkeypatch, tmp_path / "run", one_layer_model, rows=32, **options)
+    sequences = len(trainer.train_dataset)
+    assert 8 < sequences < 32
+    assert trainer.args.per_device_train_batch_size == round(8 * sequences / 32)
+    assert trainer.rows_per_step == pytest.approx(8, rel=0.2)
+    assert len(trainer.get_train_dataloader()) == pytest.approx(4, abs=1)
+    assert f"packed in {sequences} sequences of at most 15 tokens" in "".join(capsys.readouterr())
 
 
 @pytest.mark.long
@@ -70,8 +169,9 @@ def test_modules_beside_an_adapter_train_in_float32(tmp_path: Path, one_layer_mo
 def test_a_training_that_fails_leaves_nothing(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(model_folder: Path, arguments: Any, *_: Any) -> Any:
-        (Path(arguments.output_dir) / "begun").touch()
+    def failing(config: Any, model_folder: Path, arguments: Any, *_: Any) -> Any:
+        begun = Path(arguments.output_dir) / ".partial" / "checkpoint-1"
+        begun.mkdir(parents=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sft, "train", failing)
@@ -94,7 +194,7 @@ def test_messages_reach_the_trainer_as_they_are(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     trained: list[dict[str, Any]] = []
 
-    def keep(model_folder: Path, arguments: Any, lora: Any, given: Any, trainable: Any) -> Any:
+    def keep(config: Any, model_folder: Path, arguments: Any, lora: Any, given: Any, *_: Any) -> Any:
         trained.extend(given)
         raise KeyboardInterrupt
 
@@ -118,6 +218,33 @@ def test_rows_are_shuffled_as_those_of_the_run(tmp_path: Path) -> None:
 def test_several_gpus_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(DeviceError, match="--gpu 0,1: slipstream sft, a short warm start, trains on one GPU"):
         sft.run(run_config(tmp_path, tiny_model), [0, 1], to=tmp_path / "sft")
+
+
+def test_a_thinking_model_without_thoughts_in_its_rows_is_named(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The template writes no thought itself unless thinking is off."""
+    tokenizer = byte_bpe_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    )
+
+    def warned(completion: list[dict[str, str]], **template: bool) -> bool:
+        caplog.clear()
+        rows = [(ASK, {"completion": ANSWER}), (ASK, {"completion": completion})]
+        config = run_config(
+            tmp_path, tiny_model, dataset={"path": str(tmp_path / "train.jsonl"), "chat_template_kwargs": template}
+        )
+        sft.check_thoughts(made(*rows), Rows(*rows), tokenizer, config)
+        return "it would learn not to think" in caplog.text
+
+    assert warned(ANSWER)
+    assert not warned(ANSWER, enable_thinking=False)
+    assert not warned([{"role": "assistant", "content": "<think>1 and 1</think>2"}])
+    assert not warned([{"role": "assistant", "content": "2", "reasoning_content": "1 and 1"}])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert not warned(ANSWER)
 
 
 ASK = [{"role": "user", "content": "1+1="}]

@@ -29,9 +29,8 @@ def test_a_warm_start_begins_a_run_and_its_export_is_a_whole_checkpoint(tmp_path
     (checkpoint / "preprocessor_config.json").write_text('{"do_resize": true}')
     config = run_config(tmp_path, checkpoint, sft={"max_steps": 2, "learning_rate": 0.1})
     arguments, lora = build_sft_arguments(config, tmp_path / "sft", on_gpu=False), build_lora(config)
-    train(checkpoint, arguments, lora, Dataset.from_list([{"prompt": "1+1=", "completion": "2"}] * 2)).save_pretrained(
-        adapter
-    )
+    rows = Dataset.from_list([{"prompt": "1+1=", "completion": "2"}] * 2)
+    train(config, checkpoint, arguments, lora, rows, "", None).save_pretrained(adapter)
 
     trainer = slipstream_trainer(config, checkpoint)
     trainer.start_from(initial_adapter(str(adapter), build_lora(config)), resumed=False)
