@@ -18,7 +18,7 @@ from protocol import __version__
 from protocol.command_line import leave, print_progress
 from protocol.command_line import main as run_configured
 from protocol.errors import ConfigError, DatasetError, ExitCode
-from protocol.gpu.nvml import select_gpus
+from protocol.gpu.nvml import VISIBLE, select_gpus, visible_gpus
 from protocol.runtime import logs
 from protocol.runtime.processes import gc_disabled
 from protocol.runtime.signals import end_on_signals
@@ -83,15 +83,19 @@ def slipstream() -> None:
     """
 
 
-def _gpu_option(default: str) -> Callable[[Function], Function]:
+def _gpu_option() -> Callable[[Function], Function]:
+    def or_first(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
+        return value or ("0" if visible_gpus(os.environ.get(VISIBLE)) else "cpu")
+
     text = "index as nvidia-smi counts, a list, a UUID, or cpu"
-    return click.option("--gpu", metavar="N[,N]|cpu", show_default=default, help=text)
+    default = "0, or cpu where there is none"
+    return click.option("--gpu", metavar="N[,N]|cpu", callback=or_first, show_default=default, help=text)
 
 
 @click.command(cls=Command)
 @config_options
 @check_option
-@_gpu_option("0")
+@_gpu_option()
 @click.option("--to", metavar="FOLDER", type=click.Path(path_type=Path), help="a new folder (default: RUN_DIR/sft)")
 @click.option("--resume", is_flag=True, help="go on from the last checkpoint (sft.save_steps) of one that was cut off")
 def sft(to: Path | None, resume: bool, **options: Any) -> int:
@@ -114,7 +118,7 @@ def sft(to: Path | None, resume: bool, **options: Any) -> int:
 @click.command(cls=Command)
 @config_options
 @check_option
-@_gpu_option("0")
+@_gpu_option()
 @click.option(
     "--checkpoint",
     metavar="WHICH",
@@ -239,10 +243,10 @@ def reward() -> None:
     type=click.Path(path_type=Path),
     help='score these instead: {"prompt": ..., "completions": [...]} with the columns that the rewards need, one per line',
 )
-@_gpu_option("cpu")
+@_gpu_option()
 @click.option("--json", "as_json", is_flag=True, help="for programs: one JSON object")
 def try_rewards(
-    config: str, overrides: list[str], n: int, prompts: int, completions: Path | None, gpu: str | None, as_json: bool
+    config: str, overrides: list[str], n: int, prompts: int, completions: Path | None, gpu: str, as_json: bool
 ) -> ExitCode:
     """Score completions of the base model, or given ones, and show the result of every reward.
 
@@ -252,7 +256,7 @@ def try_rewards(
     from protocol.config.places import working_in
 
     loaded = load_config(config, overrides)
-    gpus = select_gpus(gpu or "cpu")
+    gpus = select_gpus(gpu)
 
     from slipstream.reward import given, report, sampled, scored, show
     from slipstream.run_inputs import RunInputs

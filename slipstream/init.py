@@ -40,7 +40,7 @@ sampling:
 
 pipeline:
   groups_per_step: 16 # prompts of an optimizer step
-  max_staleness: 1 # steps by which the policy may have moved on since a completion was sampled
+  max_staleness: 1 # versions by which the policy may have moved on since a completion was sampled
 
 # evaluation: # of prompts that are not trained on
 #   dataset: {{path: eval.jsonl}}

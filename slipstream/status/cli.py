@@ -1,7 +1,7 @@
 """`slipstream status` shows what a run does now, in a terminal or as JSON.
 
 Guarantee: it only reads, imports no heavy library, and works with whichever daemons answer. With `--once`, `ExitCode.NO_ANSWER`
-means that no daemon answers.
+means that no daemon answers, and that the run has not finished.
 """
 
 import io
@@ -79,7 +79,8 @@ def _once(watch: "Watch", every_s: float | None, *, as_json: bool) -> ExitCode:
     else:
         console = Console()
         console.print(_rendered(shown, console))
-    return ExitCode.OK if shown.answers else ExitCode.NO_ANSWER
+    has_finished = shown.ended is not None and shown.ended.finished
+    return ExitCode.OK if shown.answers or has_finished else ExitCode.NO_ANSWER
 
 
 def _rendered(shown: "View", console: "Console") -> "RenderableType":

@@ -179,3 +179,16 @@ def test_versions_for_a_report_of_a_bug_are_there_without_the_libraries(capsys: 
     assert re.search(r"^slipstream \d+\.\d+\.\d+$", told, re.M)
     assert re.search(r"^trl (\d+\.\d+\.\d+|is not installed)$", told, re.M)
     assert "\ngpu " in told
+
+
+@pytest.mark.parametrize("command", [cli.sft, cli.export, cli.try_rewards])
+@pytest.mark.parametrize(("gpus", "expected"), [([], "cpu"), (["GPU-1"], "0")])
+def test_a_command_that_names_no_gpu_takes_the_first_or_the_cpu(
+    command: click.Command, gpus: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "visible_gpus", lambda given: gpus)
+    [option] = [parameter for parameter in command.params if parameter.name == "gpu"]
+    context = click.Context(command)
+    assert option.callback is not None
+    assert option.callback(context, option, None) == expected
+    assert option.callback(context, option, "1") == "1"
