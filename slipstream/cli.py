@@ -191,7 +191,7 @@ def inspect(config: str, overrides: list[str], n: int, as_json: bool) -> None:
 @click.command(cls=Command)
 @config_options
 @check_option
-@_gpu_option("0")
+@_gpu_option()
 @click.option(
     "--rows",
     metavar="FILE.jsonl",

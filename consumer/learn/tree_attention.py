@@ -182,6 +182,7 @@ def _tried(model: Any, chosen: ChosenKernel, longest: int | None) -> str | None:
         try:
             with windows_within(model):
                 problem = _differs(model, chosen, rows_to_try(model, SHORT), is_short=True)
+            backbone.config._attn_implementation = before  # the model's own computes the rows alone
             if problem is None and (length := long_length(model, longest)) is not None:
                 problem = _differs(model, chosen, rows_to_try(model, length), is_short=False)
         except Exception as error:  # of a kernel, a compiler or the model: all mean that this does not work

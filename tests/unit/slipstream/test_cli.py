@@ -181,7 +181,7 @@ def test_versions_for_a_report_of_a_bug_are_there_without_the_libraries(capsys: 
     assert "\ngpu " in told
 
 
-@pytest.mark.parametrize("command", [cli.sft, cli.export, cli.try_rewards])
+@pytest.mark.parametrize("command", [cli.sft, cli.export, cli.score, cli.try_rewards])
 @pytest.mark.parametrize(("gpus", "expected"), [([], "cpu"), (["GPU-1"], "0")])
 def test_a_command_that_names_no_gpu_takes_the_first_or_the_cpu(
     command: click.Command, gpus: list[str], expected: str, monkeypatch: pytest.MonkeyPatch

@@ -117,8 +117,15 @@ def test_float32_weights_under_autocast_take_trees() -> None:
         assert difference(of_embeddings(model, in_tree), of_embeddings(model, alone)) < 0.05
 
 
-def test_the_softcap_is_that_of_the_model() -> None:
-    """SDPA has none; transformers' own computation has."""
+def test_the_softcap_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA has none, and refuses one from transformers 5.23 on; transformers' own computation has it."""
+    attend = tree_attention.sdpa_attention_forward
+
+    def refuses(*arguments: Any, softcap: float | None = None, **options: Any) -> Any:
+        assert softcap is None
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(tree_attention, "sdpa_attention_forward", refuses)
     settings = ATTENTION["Gemma2"] | {"attn_logit_softcapping": 0.5}
     model, reference = build("Gemma2", **settings), build("Gemma2", **settings)
     reference.set_attn_implementation("eager")
