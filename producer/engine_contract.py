@@ -173,6 +173,9 @@ class Engine(Protocol):
     def check_alive(self) -> None:
         """Raise EngineError if the engine is dead, also while it has no requests."""
 
+    def note_end(self) -> None:
+        """Called before `shutdown` if the run is finished."""
+
     def shutdown(self) -> None:
         """End the engine. What is asked of it from then on is an `EngineError`."""
 

@@ -97,6 +97,8 @@ def _train_live(setup: Setup, watch: Watch, placement: Placement, stop: StopFlag
         finished = False
         try:
             finished = run.train()
+            if finished and config.engine_server is not None and config.engine_server.final_name is not None:
+                run.await_final()
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")

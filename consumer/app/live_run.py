@@ -6,6 +6,7 @@ is published while training goes on. What no checkpoint needs any more leaves th
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,13 @@ from consumer.link.policy_store import PublishedPolicy, Snapshot
 from consumer.link.publisher import Publisher
 from protocol.errors import RankLostError
 from protocol.runtime.files import out_of_space
+from protocol.wire.messages import Heartbeat
 from replay.journal.retention import Retention
 from replay.journal.schema import MicroBatchPlan
 from replay.journal.writer import JournalFullError
 
 _PAUSE_S = 0.25
+_FINAL_S = 60.0  # for producers to take the last version
 
 
 @dataclass(eq=False)
@@ -55,6 +58,20 @@ class LiveRun(Run):
 
     def flush(self) -> None:
         self._publisher.flush()
+
+    def await_final(self) -> None:
+        """Wait, at most `_FINAL_S`, until every producer that does not refuse it serves the newest version."""
+        self.flush()
+        fleet, until = self.intake.fleet, time.monotonic() + _FINAL_S
+        version = fleet.store.newest.version
+
+        def is_behind(heartbeat: Heartbeat) -> bool:
+            return heartbeat.policy_version < version and heartbeat.num_refused == 0
+
+        while any(is_behind(session.heartbeat) for session in list(fleet.sessions.values())):
+            if self.setup.stop() or time.monotonic() > until:
+                return
+            time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         self._publisher.close()

@@ -50,12 +50,11 @@ class TrackerRuns(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Keep the id that MLflow gave, which takes none from others."""
-        if "mlflow" in self._names:
-            if (
-                run := importlib.import_module("mlflow").active_run()
-            ) is not None and "MLFLOW_RUN_ID" not in os.environ:
-                self._ids["mlflow"] = run.info.run_id
-                self._keep()
+        if "mlflow" not in self._names or "MLFLOW_RUN_ID" in os.environ:
+            return
+        if (run := importlib.import_module("mlflow").active_run()) is not None:
+            self._ids["mlflow"] = run.info.run_id
+            self._keep()
 
     def _kept(self, run_id: str) -> dict[str, str] | None:
         try:

@@ -102,6 +102,7 @@ async def _main_loop(parts: Producer) -> None:
             await asyncio.wait({asked}, timeout=_SIGNAL_GRACE_S)
         if not asked.done():
             tasks.outcome.result()
+            parts.supervision.engine.note_end()
     finally:
         asked.cancel()
 

@@ -71,6 +71,9 @@ class VllmEngine:
             can_sleep=vllm_config.model_config.enable_sleep_mode,
         )
 
+    def note_end(self) -> None:
+        """Do nothing: nothing is left of an engine of this process."""
+
     async def warm_up(self) -> None:
         """Sample one token on the base model. The first request compiles kernels for seconds, and no swap shall wait for that.
         vLLM's linear attention of CPUs takes no prompt of one token."""

@@ -107,6 +107,10 @@ class EngineServerSection(Section):
         None,
         description="Trusted certificates (PEM) for `https`. Default: those of the system.",
     )
+    final_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = Field(
+        "final",
+        description="Model name under which servers keep the final policy. null: none.",
+    )
     max_requests: Positive = Field(
         256,
         description="Completions of this producer in a server at once; shared out of the server's `--max-num-seqs`.",
@@ -120,6 +124,8 @@ class EngineServerSection(Section):
         yield from problems_of_servers(self.url)
         if any(urlsplit(url).path.rstrip("/").endswith("/v1") for url in self.url):
             yield "url: leave the `/v1` out, it is added to the address"
+        if (self.final_name or "").startswith("slipstream-"):
+            yield "final_name: names that begin with `slipstream-` are those of producers' own folders; choose another one"
         if self.ca_file and not any(url.startswith("https:") for url in self.url):
             yield "ca_file: it is for servers that are reached by https; use such a url, or leave it out"
 

@@ -1,13 +1,16 @@
 """A producer as the client of a real `vllm serve`: exact, and through the death of the server."""
 
 import asyncio
+import json
 import signal
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from producer.engine_contract import Completion
 from producer.plugins.engine_server.engine import server_engine
@@ -16,7 +19,7 @@ from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
-from tests.integration.pair import Daemon
+from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vllm_server import VllmServer
 from tests.policies import received_probe, registry_of
@@ -78,6 +81,28 @@ def test_log_probs_and_swaps_are_exact_and_a_policy_that_is_not_the_trainer_s_is
 
     asyncio.run(check())
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_server_goes_on_with_the_final_policy(server: VllmServer, short_dir: Path, daemons: list[Daemon]) -> None:
+    server.wait_until_ready()
+    section = {"url": server.url, "adapter_dir": str(short_dir / "shared"), "answer_timeout_s": 120.0}
+    rows = [{"prompt": f"{i}+1="} for i in range(8)]
+    options = {"max_steps": 2, "save_steps": 100, "learning_rate": 1e-3}
+    config = str(write_run(short_dir, "qwen2", rows, REWARD, engine_server=section, trainer=options))
+    without_engine = ("--config", config, "--set", "engine={}")
+    producer = Daemon("producer.app.cli", short_dir / "producer.log", *without_engine)
+    trainer = Daemon("consumer.app.cli", short_dir / "trainer.log", *without_engine)
+    daemons += [producer, trainer]
+    end_well(trainer, producer)
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as answer:
+        offered = {card["id"]: card["root"] for card in json.load(answer)["data"] if card["parent"]}
+    assert offered == {"final": str(short_dir / "shared" / "final")}
+    served, trained = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (Path(offered["final"]), short_dir / "run" / "adapter")
+    )
+    assert served.keys() == trained.keys()
+    assert all(torch.equal(served[name], trained[name].to(served[name].dtype)) for name in served)
 
 
 def test_a_run_goes_on_when_its_server_is_killed_and_starts_empty(

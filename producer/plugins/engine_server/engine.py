@@ -103,6 +103,7 @@ class ServerWeights:
     longest_row: Callable[[], int]  # in tokens
     base: dict[Row, Scored] = field(default_factory=dict)  # rows of the probe without an adapter
     survival: dict[str, float] = field(default_factory=dict)  # a server computes adapters beside its weights
+    current: Adapter | None = None
     _retired: list[tuple[float, Callable[[], None]]] = field(
         default_factory=list
     )  # since when, and the function that removes it
@@ -157,7 +158,8 @@ class ServerWeights:
                 raise error
 
     def activate(self, adapter: Adapter) -> None:
-        """Do nothing: a request may name an adapter as soon as it is loaded."""
+        """Note the adapter. A request may name one as soon as it is loaded."""
+        self.current = adapter
 
     async def discard(self, adapter: Adapter) -> None:
         self.needed.pop(adapter.id, None)
@@ -191,6 +193,7 @@ class ServerEngine:
         self.servers = servers
         self.weights = weights
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_over = False
 
     async def warm_up(self) -> None:
         """Wait until every server was asked and one is ready. Raises EngineError if one does not fit."""
@@ -286,12 +289,16 @@ class ServerEngine:
             if task.done() and not task.cancelled():
                 task.result()
 
+    def note_end(self) -> None:
+        self._is_over = True
+
     def shutdown(self) -> None:
         for task in self._tasks:
             task.cancel()
 
     async def say_goodbye(self) -> None:
-        """Unload everything from the servers, and wait until cancelled requests have left them."""
+        """Unload everything from the servers, and wait until cancelled requests have left them. After a run that is finished they
+        go on with its last policy."""
         self.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
@@ -301,6 +308,26 @@ class ServerEngine:
                             await server.api.unload(name)
                         if server.inspected is not None:  # this request queues behind them, through the whole server
                             await server.api.score(server.inspected.base, [3, 4])
+
+        section, current = self._config.engine_server, self.weights.current
+        if self._is_over and section is not None and section.final_name is not None and current is not None:
+            try:
+                await self._leave(current, section.final_name)
+            except (OSError, TimeoutError, ServerLostError, ServerRefusedError) as error:
+                logger.warning("no server goes on serving the final policy (engine_server.final_name): %s", error)
+
+    async def _leave(self, adapter: Adapter, name: str) -> None:
+        """Load the adapter under the name for those who come after this run, in place of one that a run left before."""
+        path = await asyncio.to_thread(self.weights.folder.settle, adapter.name, name)
+        async with asyncio.timeout(_GOODBYE_S):
+            for server in self.servers.ready:
+                named = [card for card in await server.api.models() if card.id == name]
+                if named and named[0].root != path:
+                    raise ServerRefusedError(409, f"{server.url} has another model of the name {name}")
+                if named:
+                    await server.api.unload(name)
+                await server.api.load(name, path)
+                logger.info("the server at %s goes on serving policy v%d as %s", server.url, adapter.version, name)
 
     async def _tidy(self) -> None:
         while True:

@@ -94,6 +94,15 @@ class ClientFolder:
         assert client.startswith(PREFIX)
         shutil.rmtree(self._parent / client, ignore_errors=True)
 
+    def settle(self, adapter: str, name: str) -> str:
+        """Move an adapter out of this client's folder, which it outlives, in place of an earlier one of that `name`. Return where
+        servers see it. Raises OSError."""
+        final = self._parent / name
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(self.path / f"{secrets.token_hex(4)}.old")  # what is here goes with this client
+        (self.path / adapter).rename(final)
+        return str(self._server_parent / name)
+
     def close(self) -> None:
         """Remove the folder. Later calls change nothing."""
         with self._changing:

@@ -306,3 +306,35 @@ def test_a_lost_rank_is_told_and_its_step_is_no_try(run: Run, taken_back: list[i
     run.run.lose_rank(error)
     assert run.heartbeat.errors.first is error
     assert taken_back == [4]
+
+
+def test_a_run_with_servers_ends_when_each_producer_serves_the_last_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or refuses it, or is gone, or a minute is over."""
+    now, slept = [0.0], list[float]()
+
+    def session(version: int, num_refused: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(heartbeat=SimpleNamespace(policy_version=version, num_refused=num_refused))
+
+    slow = session(4)
+    sessions = {b"a": session(5), b"b": session(3, 1), b"c": slow}
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += 10
+        if len(slept) == 3:
+            slow.heartbeat.policy_version = 5
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("consumer.app.live_run.time", clock)
+    fleet = SimpleNamespace(store=SimpleNamespace(newest=SimpleNamespace(version=5)), sessions=sessions)
+    stops = iter([False] * 6)
+    run: Any = SimpleNamespace(
+        flush=lambda: None, intake=SimpleNamespace(fleet=fleet), setup=SimpleNamespace(stop=lambda: next(stops, True))
+    )
+    LiveRun.await_final(run)
+    assert len(slept) == 3
+    slow.heartbeat.policy_version = 4
+    slept.append(0.0)
+    now[0] = 0.0
+    LiveRun.await_final(run)
+    assert len(slept) == 7, "then it was told to stop"

@@ -73,6 +73,9 @@ class Engine(FakeEngine):
         if asyncio.get_running_loop().time() > self.dies_at:
             raise EngineError("the engine core has ended")
 
+    def note_end(self) -> None:
+        self.is_over = True
+
     def shutdown(self) -> None:
         self.shut_down = True
 
