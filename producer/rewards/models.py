@@ -118,8 +118,8 @@ def loaded(
         raise ConfigError(f"{what}: {error}") from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, revision=options.revision)
-        model = getattr(transformers, head).from_pretrained(
-            path, revision=options.revision, dtype=getattr(torch, options.dtype)
+        model, report = getattr(transformers, head).from_pretrained(
+            path, revision=options.revision, dtype=getattr(torch, options.dtype), output_loading_info=True
         )
         model.eval().to(device)
     except Exception as error:
@@ -130,6 +130,10 @@ def loaded(
             ) from error
         with reading(what):
             raise
+    if (missing := sorted(report["missing_keys"])) and head != "AutoModel":  # whose unused layers may be missing
+        raise ConfigError(
+            f"{what}: it lacks {missing[0]}, which transformers would draw; take all files of a reward model"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id

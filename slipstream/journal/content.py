@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from protocol.errors import JournalError, SlipstreamError
+from protocol.library_errors import reason_of
 from protocol.wire.codec import CodecError, decode
 from protocol.wire.messages import Group, MissingReward
 from protocol.wire.model_folder import tokenizer_digest
@@ -134,10 +135,6 @@ def load_tokenizer(facts: dict[str, str]) -> Any:
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except SlipstreamError as error:
-        raise JournalError(_first_line(error)) from error
+        raise JournalError(str(error)) from error
     except Exception as error:  # transformers raises errors of many libraries
-        raise JournalError(f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise JournalError(f"the tokenizer of {folder} cannot be loaded: {reason_of(error)}") from error

@@ -14,6 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForTokenClassification,
     Qwen2Config,
@@ -175,6 +176,26 @@ def test_a_model_is_read_at_the_last_token_of_each_step(folder: Path, options: A
             ends, rewards = zip(*found[row]["characters"], strict=True)
             assert list(ends) == ENDS[row]
             assert rewards == pytest.approx(expected(folder, begin, TEXTS[row], ENDS[row], of), abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_head_that_is_not_in_the_files_is_named_and_not_drawn(tmp_path: Path) -> None:
+    path = built(tmp_path / "headless", Qwen2ForSequenceClassification, num_labels=1)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"cannot be loaded: it lacks score\.weight"):
+        reward_model(str(path), RewardModel())
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"{}"])
+def test_broken_files_are_named(tmp_path: Path, content: bytes) -> None:
+    path = built(tmp_path / "broken", Qwen2ForSequenceClassification, num_labels=1)
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=rf"^rewards.functions: model .* cannot be loaded: {path}/model\.safetensors is "
+    ):
+        reward_model(str(path), RewardModel())
 
 
 @pytest.mark.long
