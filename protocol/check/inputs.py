@@ -183,6 +183,8 @@ class Inputs:
         """Yield the columns that other sections name and that rows of the dataset do not have."""
         of_dataset = known[: len(self.config.dataset.sources) or 1] if not self.config.environment.atropos else []
         named: list[tuple[Place, Any]] = [(("loss", "weights_column"), self.config.loss.weights_column)]
+        limits = self.config.sampling.max_completion_length_column
+        named.append((("sampling", "max_completion_length_column"), limits))
         named += [(("sft", key), self.config.sft.get(key)) for key in ("completion_column", "messages_column")]
         for place, name in named:
             for one in of_dataset:

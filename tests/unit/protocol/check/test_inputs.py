@@ -101,6 +101,7 @@ def test_a_run_whose_inputs_are_here_passes_and_tells_what_was_not_looked_at() -
         ("trainer.report_to=wandbb", ConfigError, "did you mean `wandb`?"),
         ("lora.init_from=./adapter", ConfigError, "there is no folder"),
         ("loss.weights_column=wight", DatasetError, "no column `wight`"),
+        ("sampling.max_completion_length_column=limt", DatasetError, "no column `limt`"),
         ("sft.completion_column=ansr", DatasetError, "did you mean `answer`?"),
         ("model.path=" + "long" * 100, ConfigError, "no model can have this name"),
         ("folder=./nowhere", ConfigError, "there is no folder"),
