@@ -58,7 +58,7 @@ def fields_of_class(module: str, name: str) -> dict[str, LibraryField] | None:
     """Return the fields of a class by the name of its module; None if it is not found here."""
     try:
         return dict(_fields(*_found(module, name)))
-    except (_UnreadableError, OSError, SyntaxError, RecursionError):
+    except (_UnreadableError, OSError, SyntaxError, ValueError, RecursionError):
         return None
 
 
@@ -164,7 +164,7 @@ def _is_no_argument(value: ast.expr | None) -> bool:
 def _hint(statement: ast.AnnAssign, module: _Module) -> Any:
     try:
         return _type(statement.annotation, module)
-    except (_UnreadableError, OSError, SyntaxError, TypeError, ValueError):
+    except (_UnreadableError, OSError, SyntaxError, TypeError, ValueError, AttributeError, RecursionError):
         return Any
 
 
