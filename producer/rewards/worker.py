@@ -155,7 +155,7 @@ async def _await_one(function: Made, job: Job, limit_s: float) -> Scores:
             scores = checked(await function.call(**function.taken.of(_arguments(job, book))), job)
     except Exception:
         late = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
-        scores = late if limit.expired() else Scores(None, raised())
+        scores = late if limit.expired() else Scores(None, _raised())
     return msgspec.structs.replace(scores, seconds=time.monotonic() - started, logged=book.logged)
 
 
@@ -169,8 +169,15 @@ def _score(function: Made, job: Job) -> Scores:
     except MemoryError:
         scores = Scores(None, "ran out of memory", "memory")
     except Exception:
-        scores = Scores(None, raised())
+        scores = Scores(None, _raised())
     return msgspec.structs.replace(scores, seconds=time.monotonic() - started, logged=book.logged)
+
+
+def _raised() -> str:
+    """Return the exception that is handled, and what helps where a decorator hides what its function takes."""
+    problem = raised()
+    hint = "\nGive it **kwargs: a function whose decorator takes all arguments gets all of them, as in TRL"
+    return problem + hint if "unexpected keyword argument" in problem.splitlines()[-1] else problem
 
 
 def _arguments(job: Job, book: Logbook) -> dict[str, Any]:

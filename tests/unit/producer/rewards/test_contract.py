@@ -170,6 +170,15 @@ def test_a_decorator_gets_what_it_takes_itself():
     assert scored_by(length).rewards == [1.0, 1.0, 3.0]
 
 
+def test_a_decorator_that_takes_all_needs_a_function_that_does() -> None:
+    def timed(function):
+        return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+    assert "Give it **kwargs" in scored_by(timed(lambda completions: [1.0] * 3)).problem
+    assert scored_by(timed(lambda completions, **kwargs: [1.0] * 3)).rewards == [1.0] * 3
+    assert "Give it" + " **" not in scored_by(lambda completions: completions.missing).problem
+
+
 def test_a_function_that_takes_arguments_by_position_alone_is_refused():
     with pytest.raises(ConfigError, match="`completions` by its position"):
         Taken.by(lambda completions, /: [], "f")
