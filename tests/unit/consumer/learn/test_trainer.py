@@ -88,18 +88,17 @@ def test_options_of_the_user_reach_trl(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"learning_rat": 1e-5}, "trainer.learning_rat: unknown to trl.GRPOConfig; did you mean `learning_rate`?"),
-        ({"learning_rate": "fast"}, "trainer.learning_rate: Input should be a valid number"),
-        ({"max_steps": "many"}, "trainer.max_steps: Input should be a valid integer"),
-        ({"num_train_epochs": "two"}, "trainer.num_train_epochs: Input should be a valid number"),
+        ({"learning_rate": "fast"}, "trainer.learning_rate: expected a number"),
+        ({"max_steps": "many"}, "trainer.max_steps: expected a whole number"),
+        ({"num_train_epochs": "two"}, "trainer.num_train_epochs: expected a number"),
         ({"model_init_kwargs": "eager"}, "trainer.model_init_kwargs: expected a mapping (got 'eager')"),
-        ({"loss_type": "ppo"}, "trainer.loss_type: 'ppo' is unknown to TRL, which knows grpo, dr_grpo, dapo"),
-        ({"importance_sampling_level": "turn"}, "trainer.importance_sampling_level: 'turn' is unknown to TRL"),
+        ({"loss_type": "ppo"}, "trainer.loss_type: expected `grpo`, `dr_grpo`, `dapo`"),
+        ({"importance_sampling_level": "turn"}, "trainer.importance_sampling_level: expected `token` or `sequence`"),
         (
             {"scale_rewards": "epoch"},
-            "trainer.scale_rewards: 'epoch' is unknown to TRL, which knows group, batch, none",
+            "trainer.scale_rewards: expected `group`, `batch` or `none`",
         ),
-        ({"optim": "sgdd"}, "trainer: refused by trl.GRPOConfig: sgdd is not a valid OptimizerNames"),
-        ({"scale_rewards": True}, "trainer.scale_rewards: Input should be a valid string (got True)"),
+        ({"optim": "sgdd"}, "trainer.optim: expected `adamw_torch`"),
     ],
 )
 def test_what_trl_does_not_know_or_refuses(tmp_path: Path, options: dict[str, Any], words: str) -> None:
