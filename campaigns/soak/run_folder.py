@@ -108,6 +108,7 @@ def _shared(folder: Path, seed: int) -> dict[str, Any]:
         "transport": {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 3.0},
         "observability": {"progress": False, "rollouts_max_bytes": 65_536},
         "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        "checkpoints": {"keep_adapters": 2},  # by default they are 100 after a while, and would look like a leak
         "trainer": {
             "max_steps": 10_000_000,
             "learning_rate": 1e-4,
