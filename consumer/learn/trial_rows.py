@@ -98,9 +98,9 @@ def largest_difference(model: Any) -> float:
 
 
 def is_in_sixteen_bits(model: Any) -> bool:
-    """Tell whether a part of the model's arithmetic rounds to 16 bits."""
-    device, halves = model.get_input_embeddings().weight.device.type, (torch.float16, torch.bfloat16)
-    return torch.is_autocast_enabled(device) or any(each.dtype in halves for each in text_model(model).parameters())
+    """Tell whether a part of the model's arithmetic rounds to 16 bits or fewer, as that of a quantized base does."""
+    device = model.get_input_embeddings().weight.device.type
+    return torch.is_autocast_enabled(device) or any(each.dtype.itemsize < 4 for each in text_model(model).parameters())
 
 
 @contextmanager
