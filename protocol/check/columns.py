@@ -1,12 +1,15 @@
 """The columns of a dataset's local files, by their first rows.
 
-Guarantee: it reads a bounded part of one file. What needs a library to be read has no columns here.
+Guarantee: it parses a bounded part of one file. A column that only later rows have is never called missing. What needs a library
+to be read has no columns here.
 """
 
 import csv
 import gzip
 import json
+import mmap
 import os
+from collections.abc import Iterator, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -25,27 +28,55 @@ def files_of(path: str) -> list[Path]:
         return []
 
 
-def columns_of(file: Path) -> frozenset[str] | None:
-    """Return the names of all columns in the first rows; None where they cannot be told. Mistakes within the rows are left to who
-    reads them all."""
+class Columns:
+    """The names of columns: those of the first rows, and what the bytes of `later` files name in quotes."""
+
+    def __init__(self, names: frozenset[str], later: Sequence[Path] = ()) -> None:
+        self._names, self._later = names, later
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or any(_may_name(file, str(name)) for file in self._later)
+
+    def without(self, name: str) -> "Columns":
+        return Columns(self._names - {name}, self._later)
+
+
+def columns_of(files: Sequence[Path]) -> Columns | None:
+    """Return the columns of these files; None where they cannot be told, as in rows that are broken."""
+    file = files[0]
+    ending = row_file_ending(file.name)
     try:
         if file.is_dir():
-            return _of_saved(file)
-        ending = row_file_ending(file.name)
+            names = _of_saved(file)
+            return Columns(names) if names else None
         if ending in (".parquet", ".arrow", None):
             return None
         with gzip.open(file, "rt") if file.name.endswith(".gz") else file.open(encoding="utf-8-sig") as stream:
             text = stream.read(_CHARACTERS)
         if ending in (".csv", ".tsv"):
-            return frozenset(
-                next(csv.reader([text.partition("\n")[0]], delimiter="\t" if ending == ".tsv" else ","), [])
-            )
+            header = csv.reader([text.partition("\n")[0]], delimiter="\t" if ending == ".tsv" else ",")
+            return Columns(frozenset(next(header, [])))
         rows = _json_rows(text)
     except (OSError, ValueError, RecursionError, csv.Error, EOFError):
         return None
-    return (
-        frozenset(name for row in rows for name in row) if rows and all(isinstance(row, dict) for row in rows) else None
-    )
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        return None
+    is_whole = len(rows) < _ROWS and len(text) < _CHARACTERS
+    return Columns(frozenset(name for row in rows for name in row), files[1 if is_whole else 0 :])
+
+
+def _may_name(file: Path, name: str) -> bool:
+    """Tell whether a file of JSON has this name in quotes somewhere. A packed one may."""
+    if file.name.endswith(".gz"):
+        return True
+    try:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return any(content.find(json.dumps(name, ensure_ascii=escapes).encode()) >= 0 for escapes in (True, False))
+    except (OSError, ValueError):  # no such file any more, an empty one
+        return False
 
 
 def _json_rows(text: str) -> list[Any]:
@@ -68,14 +99,12 @@ def _json_rows(text: str) -> list[Any]:
     return rows
 
 
-def _of_saved(folder: Path) -> frozenset[str] | None:
-    """Return those of a folder of `save_to_disk`."""
+def _of_saved(folder: Path) -> frozenset[str]:
+    """Return those of a folder of `save_to_disk`; none where it does not tell."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         folder /= next(iter(json.loads(splits.read_text(encoding="utf-8"))["splits"]), "")
     info = folder / "dataset_info.json"
     return (
-        frozenset(json.loads(info.read_text(encoding="utf-8")).get("features") or ()) or None
-        if info.is_file()
-        else None
+        frozenset(json.loads(info.read_text(encoding="utf-8")).get("features") or ()) if info.is_file() else frozenset()
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.check.columns import columns_of, files_of
+from protocol.check.columns import Columns, columns_of, files_of
 from protocol.check.sizes import module_problems, size_problems
 from protocol.check.user_code import (
     argument_problems,
@@ -101,9 +101,7 @@ class Inputs:
         if self.config.evaluation is not None:
             yield ("evaluation", "dataset"), self.config.evaluation.dataset
 
-    def _of_sources(
-        self, place: Place, section: DatasetSection
-    ) -> Iterator[tuple[list[Mistake], frozenset[str] | None]]:
+    def _of_sources(self, place: Place, section: DatasetSection) -> Iterator[tuple[list[Mistake], Columns | None]]:
         """Yield the mistakes of each source, and the columns that its rows have beside the prompt; None: unknown."""
         sources: list[Any] = list(section.sources) or [section]
         for number, source in enumerate(sources):
@@ -125,14 +123,14 @@ class Inputs:
                 name = getattr(source, key)
                 if name is not None and made is not None and name not in made:
                     owner = f"what {source.transform} makes" if source.transform else source.path
-                    has = nearest(name, sorted(made), f"it has {', '.join(sorted(made))}")
+                    has = nearest(name, list(made), f"it has {', '.join(made)}")
                     mistakes.append(Mistake((*at, key), f"{owner} has no column `{name}`; {has}", DatasetError))
-            yield mistakes, None if made is None else made - {source.prompt_column}
+            yield mistakes, None if made is None else made.without(source.prompt_column)
 
-    def _columns(self, at: Place, source: Any, mistakes: list[Mistake]) -> frozenset[str] | None:
+    def _columns(self, at: Place, source: Any, mistakes: list[Mistake]) -> Columns | None:
         path = source.path
         if source.reasoning_gym is not None:
-            return frozenset({"prompt", "answer", "entry"})
+            return Columns(frozenset({"prompt", "answer", "entry"}))
         if not path:
             return None
         files, place = files_of(path), (*at, "path")
@@ -145,13 +143,13 @@ class Inputs:
         elif files[0].is_file() and not any(file.stat().st_size for file in files):
             mistakes.append(Mistake(place, f"{path} is empty", DatasetError))
         else:
-            columns = columns_of(files[0])
+            columns = columns_of(files)
             if columns is None:
                 self.not_looked_at.append(f"{dotted(place)}: the columns of {path}: {_TRY}")
             return columns
         return None
 
-    def _of_rewards(self, known: list[frozenset[str] | None]) -> Iterator[Mistake]:
+    def _of_rewards(self, known: list[Columns | None]) -> Iterator[Mistake]:
         columns = [one for one in known if one is not None]
         for number, function in enumerate(self.config.rewards.functions):
             place = ("rewards", "functions", number)
@@ -170,7 +168,7 @@ class Inputs:
             elif everywhere:
                 yield from _of_column(place, function, columns)
 
-    def _of_arguments(self, place: Place, spec: str, columns: Sequence[frozenset[str] | None]) -> Iterator[Mistake]:
+    def _of_arguments(self, place: Place, spec: str, columns: Sequence[Columns | None]) -> Iterator[Mistake]:
         function = plain_function(spec)
         given = OF_CALLS | ({"reasoning_tokens"} if self.config.rewards.reads_thinking else set())
         problems = (
@@ -179,7 +177,7 @@ class Inputs:
         for problem in dict.fromkeys(problems):
             yield Mistake(place, f"{spec}: {problem}")
 
-    def _of_named_columns(self, known: list[frozenset[str] | None]) -> Iterator[Mistake]:
+    def _of_named_columns(self, known: list[Columns | None]) -> Iterator[Mistake]:
         """Yield the columns that other sections name and that rows of the dataset do not have."""
         of_dataset = known[: len(self.config.dataset.sources) or 1] if not self.config.environment.atropos else []
         named: list[tuple[Place, Any]] = [(("loss", "weights_column"), self.config.loss.weights_column)]
@@ -189,7 +187,7 @@ class Inputs:
         for place, name in named:
             for one in of_dataset:
                 if isinstance(name, str) and one is not None and name not in one:
-                    has = nearest(name, sorted(one), f"they have {', '.join(sorted(one)) or 'only the prompt'}")
+                    has = nearest(name, list(one), f"they have {', '.join(one) or 'only the prompt'}")
                     yield Mistake(place, f"rows of the dataset have no column `{name}`; {has}", DatasetError)
                     break
 
@@ -223,12 +221,12 @@ def _of_function(place: Place, spec: str) -> Iterator[Mistake]:
         yield Mistake(place, problem)
 
 
-def _of_column(place: Place, function: RewardFunction, columns: list[frozenset[str]]) -> Iterator[Mistake]:
+def _of_column(place: Place, function: RewardFunction, columns: list[Columns]) -> Iterator[Mistake]:
     """Yield that a built-in reward reads a column that rows do not have."""
     name = getattr(function.settings, "column", None)
     for one in columns:
         if name is not None and name not in one:
-            has = nearest(name, sorted(one), f"they have {', '.join(sorted(one)) or 'only the prompt'}")
+            has = nearest(name, list(one), f"they have {', '.join(one) or 'only the prompt'}")
             key = (*place, "options", "column") if "column" in function.options else (*place, "function")
             said = f"{function.function} reads the column `{name}`, which rows do not have; set options.column"
             yield Mistake(key, f"{said}; {has}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from protocol.check.columns import Columns
 from protocol.config.section import nearest
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -114,30 +115,24 @@ def plain_function(spec: str) -> Function | None:
     return statement if isinstance(statement, Function) and not statement.decorator_list else None
 
 
-def argument_problems(function: Function, given: set[str], columns: frozenset[str] | None) -> Iterator[str]:
-    """Yield why a function cannot be called by names.
+def argument_problems(function: Function, given: set[str], columns: Columns | None) -> Iterator[str]:
+    """Yield why a function cannot be called with the arguments that it names.
 
     Args:
         given: names that every call has.
         columns: names of further arguments; None: unknown.
     """
     arguments = function.args
-    names = [one.arg for one in [*arguments.args, *arguments.kwonlyargs]]
-    required = [one.arg for one in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
-    required += [
-        one.arg for one, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is None
-    ]
-    for one in arguments.posonlyargs:
-        yield f"its argument `{one.arg}` has no name for who calls it; remove the `/`"
-    if columns is not None:
-        for name in required:
-            if name not in given | columns:
-                hint = nearest(name, sorted(columns), f"rows have {', '.join(sorted(columns)) or 'no other columns'}")
-                yield f"it takes `{name}`, which no row has; {hint}"
-    if arguments.kwarg is None:
-        more = sorted((given | (columns or frozenset())) - set(names))
-        if more:
-            yield f"it must take `**columns`, because it is called with {', '.join(more)} too"
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = positional[: len(positional) - len(arguments.defaults)]
+    required += [one for one, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is None]
+    for one in required:
+        name = one.arg
+        if one in arguments.posonlyargs:
+            yield f"its argument `{name}` has no name for who calls it; remove the `/`"
+        elif columns is not None and name not in given and name not in columns:
+            hint = nearest(name, list(columns), f"rows have {', '.join(columns) or 'no other columns'}")
+            yield f"it takes `{name}`, which no row has; {hint}"
 
 
 def takes_one(function: Function) -> bool:
@@ -148,7 +143,7 @@ def takes_one(function: Function) -> bool:
     return required <= 1 <= positional + (arguments.vararg is not None) and None not in arguments.kw_defaults
 
 
-def returned_columns(function: Function) -> frozenset[str] | None:
+def returned_columns(function: Function) -> Columns | None:
     """Return the keys of the dictionaries that a transform writes out; None where reading does not tell them."""
     made: set[str] = set()
     for node in _own(function):
@@ -160,7 +155,7 @@ def returned_columns(function: Function) -> frozenset[str] | None:
         if not all(isinstance(key, str) for key in keys):
             return None
         made |= {str(key) for key in keys}
-    return frozenset(made) or None
+    return Columns(frozenset(made)) if made else None
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:

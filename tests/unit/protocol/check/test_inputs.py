@@ -90,7 +90,6 @@ def test_a_run_whose_inputs_are_here_passes_and_tells_what_was_not_looked_at() -
         ("rewards.functions.0.function=rewards.py:exakt", ConfigError, "did you mean `exact`?"),
         ("rewards.functions.0.function=rewards:exakt", ConfigError, "did you mean `exact`?"),
         ("rewards.functions.0.function=rewards.py:of_solution", ConfigError, "takes `solution`, which no row has"),
-        ("rewards.functions.0.function=rewards.py:without_columns", ConfigError, "must take `**columns`"),
         ("environment.factory=rewards.py:Gamee", ConfigError, "did you mean `Game`?"),
         ("sampling.max_completion_length=512", ConfigError, "engine.max_model_len: 64"),
         ("dataset.max_prompt_tokens=60", ConfigError, "lower it to 56"),
@@ -224,17 +223,34 @@ def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_columns_of_files(tmp_path: Path, name: str, text: str, columns: set[str] | None) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
-    assert columns_of(tmp_path / name) == columns
+    assert set(columns_of([tmp_path / name]) or ()) == (columns or set())
+
+
+def test_a_column_that_later_rows_or_files_have_is_not_missing(tmp_path: Path) -> None:
+    first, second = tmp_path / "0.jsonl", tmp_path / "1.jsonl"
+    first.write_text('{"a": 1}\n' * 150 + '{"\\u00fc": 2}\n')
+    second.write_text('{"c": "b"}\n')
+    columns = columns_of([first, second])
+    assert columns is not None
+    assert [name in columns for name in ("a", "ü", "c", "d")] == [True, True, True, False]
+    alone = columns_of([second])
+    assert alone is not None
+    assert "b" not in alone
+
+
+def test_a_reward_function_needs_no_keyword_arguments() -> None:
+    check_file("run.yaml", ["rewards.functions.0.function=rewards.py:without_columns"])
 
 
 def test_columns_of_files_that_are_packed_or_saved(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as stream:
         stream.write('{"a": 1}\n')
-    assert columns_of(tmp_path / "rows.jsonl.gz") == {"a"}
+    assert set(columns_of([tmp_path / "rows.jsonl.gz"]) or ()) == {"a"}
     (tmp_path / "saved" / "train").mkdir(parents=True)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     (tmp_path / "saved" / "train" / "dataset_info.json").write_text(json.dumps({"features": {"a": {}, "b": {}}}))
-    assert columns_of(tmp_path / "saved") == columns_of(tmp_path / "saved" / "train") == {"a", "b"}
+    for folder in (tmp_path / "saved", tmp_path / "saved" / "train"):
+        assert set(columns_of([folder]) or ()) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
