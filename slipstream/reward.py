@@ -172,9 +172,11 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     columns = tuple(dict.fromkeys(name for group in groups for name in group.columns))
     plan = RunPlan(max(1, int(config.trainer.get("max_steps", 1))), columns=columns)
 
-    async def score(pool: RewardPool, group: Group) -> None:
+    async def score(pool: RewardPool, number: int, group: Group) -> None:
         try:
-            found = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+            found = await pool.score(
+                group.prompt, group.completions, group.completion_ids, group.columns, number=number
+            )
             group.rewards, group.spans, group.logged = found.rewards, found.spans, found.logged
             group.missing = msgspec.msgpack.encode(found.failures.entries())
         except LeaseFailure as failure:
@@ -187,7 +189,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
             await pool.start()
             pool.begin(plan)
             pool.read_with(tokenizer, config.dataset.chat_template_kwargs)
-            await asyncio.gather(*(score(pool, group) for group in groups))
+            await asyncio.gather(*(score(pool, number, group) for number, group in enumerate(groups)))
         finally:
             await pool.close()
 

@@ -137,10 +137,12 @@ class RewardPool:
         completion_ids: list[list[int]],
         columns: dict[str, Any],
         *,
+        number: int = 0,
         version: int = 0,
     ) -> "Scored":
-        """Score a group of this policy version with the functions for its environment. Its completions are texts, or lists of
-        messages if the prompt is one. Raise LeaseFailure, with the functions that failed, if nothing was scored."""
+        """Score a group of this prompt number and policy version with the functions for its environment. Its completions are
+        texts, or lists of messages if the prompt is one. Raise LeaseFailure, with the functions that failed, if nothing was
+        scored."""
         started, functions, environment = time.monotonic(), self._section.functions, environment_of(columns)
         job = Job(prompt, completions, completion_ids, columns, state=TrainerState.of(self._plan, version))
         reasoning = None
@@ -178,7 +180,8 @@ class RewardPool:
                     failed.add(function.name, *why, [row])
                 for row, found in scores.spans.items() if function.weight else ():
                     spans[row] += zip(found.ends, (function.weight * reward for reward in found.rewards), strict=True)
-            problems += [self._failed(function, prompt, *failure) for failure in failures]
+            subject = f"{number} ({str(prompt)[:_MAX_PROMPT_CHARS]!r})"
+            problems += [self._failed(function, subject, *failure) for failure in failures]
         rewards[list(excluded)] = np.nan
         spans = [[] if row in excluded else each for row, each in enumerate(spans)]
         if problems and np.isnan(rewards).all():
@@ -246,10 +249,10 @@ class RewardPool:
         assert scores is not None
         return scores if function.steps is None else reduced(scores, function.steps)
 
-    def _failed(self, function: RewardFunction, prompt: Any, count: int, reason: Failure, problem: str) -> str:
+    def _failed(self, function: RewardFunction, prompt: str, count: int, reason: Failure, problem: str) -> str:
         self._observer.reward_failed(function.name, reason, count)
         detail = f"{function.place} {problem}"
-        subject = f"{count} completion{'s' if count > 1 else ''} of prompt {str(prompt)[:_MAX_PROMPT_CHARS]!r}"
+        subject = f"{count} completion{'s' if count > 1 else ''} of prompt {prompt}"
         self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {subject} ({reason}): {detail}")
         return detail
 

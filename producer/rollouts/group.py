@@ -65,6 +65,7 @@ class GroupBuilder:
                 rollouts.completions,
                 [episode.token_ids for episode in rollouts.episodes],
                 lease.columns,
+                number=lease.prompt_id,
                 version=min(rollouts.versions, default=0),
             )
             for episode, found in zip(rollouts.episodes, spans, strict=False):  # empty if no function gave any

@@ -216,7 +216,7 @@ def test_a_function_that_failed_is_missing_and_the_others_count(rewards_of, capl
     assert [(one.function, one.reason, one.completions) for one in seen.missing] == [
         ("exits", "crashed", ()), ("fails_twice", "raised", ()), ("eats", "memory", ()),
     ]  # fmt: skip
-    assert "reward exits is missing for 3 completions of prompt '1+1=' (crashed)" in caplog.text
+    assert "reward exits is missing for 3 completions of prompt 0 ('1+1=') (crashed)" in caplog.text
 
 
 @pytest.mark.long

@@ -71,7 +71,7 @@ class Rewards:
 
     release: asyncio.Event | None = None
 
-    async def score(self, prompt, completions, completion_ids, columns, *, version):
+    async def score(self, prompt, completions, completion_ids, columns, *, number, version):
         if self.release is not None:
             await self.release.wait()
         if prompt == "unscorable":

@@ -22,7 +22,7 @@ class Rewards:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def score(self, prompt, completions, completion_ids, columns, *, version):
+    async def score(self, prompt, completions, completion_ids, columns, *, number, version):
         self.calls += 1
         assert (completions, completion_ids, columns) == (["a", "b"], [[10], [12]], {"answer": "2"})
         return Scored(np.array([[7.0], [8.0]], "f4"), 0.25, RewardFailures(), [[(1, 7.0)], [(1, 8.0)]])
