@@ -136,7 +136,8 @@ class RunConfig(Section):
 
     def all_problems(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
         for name in RESERVED:
-            for problem in library_problems(name, getattr(self, name) or {}):
+            section = getattr(self, name)
+            for problem in library_problems(name, section) if section is not None else ():
                 yield (name,), problem
         yield from super().all_problems()
 

@@ -36,8 +36,8 @@ def start(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     setup: Any = SimpleNamespace(
         answers=None,
         weights=None,
-        config=SimpleNamespace(changes_base=False),
-        arguments=None,
+        config=SimpleNamespace(changes_base=False, run_dir=""),
+        arguments=SimpleNamespace(report_to=()),
         lora=None,
         model_folder=None,
         initial_adapter=None,

@@ -73,6 +73,11 @@ def test_a_run_whose_inputs_are_here_passes_and_tells_what_was_not_looked_at() -
     assert any("slipstream reward try" in line for line in check_file("run.yaml").not_looked_at)
 
 
+@pytest.mark.parametrize("overrides", [["lora=null", "model.dtype=bfloat16"], ["engine={}"], ["trainer={}"]])
+def test_a_section_of_a_library_may_be_off_or_empty(overrides: list[str]) -> None:
+    check_file("run.yaml", overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "kind", "said"),
     [
