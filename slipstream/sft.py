@@ -50,7 +50,8 @@ from slipstream.run_inputs import RunInputs
 with block_import("vllm"):
     from trl import SFTConfig
 
-    from consumer.learn.warm_start import WarmStartTrainer
+    from consumer.learn.rotary import follow_engine
+from consumer.learn.warm_start import WarmStartTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ def train(
             peft_config=lora,
             callbacks=[_Lines()],
         )
+    follow_engine(trainer.model, config)
     if lora is None:
         choose_trainable(trainer.model, config.trainable)
     else:

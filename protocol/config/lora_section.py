@@ -48,6 +48,8 @@ def problems(section: dict[str, Any]) -> Iterator[str]:
     for key, allowed in LORA_REFUSED.items():
         if key in section and section[key] not in allowed:
             yield f"`{key}: {section[key]}` can neither be served by vLLM nor merged by the trainer; remove it"
+    if (task := section.get("task_type")) not in (None, "CAUSAL_LM"):
+        yield f"`task_type: {task}`: a policy writes texts, and PEFT would load its adapter as another kind of model; remove it"
     for key in ("layers_to_transform", "layers_pattern"):
         if section.get(key) is not None and isinstance(target := section.get("target_modules"), str):
             given = f"`{target}`, the default," if target == "all-linear" else f"`{target}`"

@@ -1,6 +1,7 @@
 """`slipstream sft` that ends before its adapter is whole leaves nothing."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,23 @@ def test_packed_batches_count_rows(
     assert trainer.rows_per_step == pytest.approx(8, rel=0.2)
     assert len(trainer.get_train_dataloader()) == pytest.approx(4, abs=1)
     assert f"packed in {sequences} sequences of at most 15 tokens" in "".join(capsys.readouterr())
+
+
+@pytest.mark.long
+def test_positions_that_length_scales_are_those_of_the_engine(
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "dynamic"
+    shutil.copytree(one_layer_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": scaled}))
+    model = built(monkeypatch, tmp_path, folder).model
+    ids, longest = torch.arange(8)[None], int(config["max_position_embeddings"])
+    positions = torch.stack([torch.arange(8), torch.arange(2 * longest - 8, 2 * longest)])
+    with torch.no_grad():
+        together = model(ids.expand(2, 8), position_ids=positions).logits
+        torch.testing.assert_close(together[:1], model(ids).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.long

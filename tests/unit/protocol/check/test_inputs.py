@@ -101,6 +101,7 @@ def test_a_section_of_a_library_may_be_off_or_empty(overrides: list[str]) -> Non
         ("engine.max_model_len=100000", ConfigError, "positions of the model"),
         ("lora.target_modules=q_proj", ConfigError, "write [q_proj]"),
         ("lora.target_modules=[q_porj]", ConfigError, "did you mean `q_proj`?"),
+        ("lora.task_type=SEQ_CLS", ConfigError, "task_type: SEQ_CLS"),
         ("lora={layers_to_transform: [0]}", ConfigError, "all-linear`, the default"),
         ("trainer.report_to=wandbb", ConfigError, "did you mean `wandb`?"),
         ("lora.init_from=./adapter", ConfigError, "there is no folder"),
