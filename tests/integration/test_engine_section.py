@@ -45,7 +45,7 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
     assert built.attention_backend.name == "FLASH_ATTN"
     said = refusal("engine", AsyncEngineArgs, {"max_model_length": 1}, model=str(tmp_path))
     assert said.startswith("engine.max_model_length: ")
-    assert "`max_model_len`" in said
+    assert said.endswith("max_model_len")
     for key, value in [
         ("max_model_len", "abc"),
         ("enforce_eager", "perhaps"),

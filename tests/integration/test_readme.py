@@ -53,8 +53,7 @@ def test_the_quick_start(short_dir: Path) -> None:
         done = subprocess.run(
             ["bash", "-c", command], cwd=task, env=environment, capture_output=True, text=True, timeout=600
         )
-        code = 68 if line.split()[1] == "status" else 0  # the run has ended by then
-        assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert [step["step"] for step in rotated_lines.read(task / "runs/sums/steps.jsonl")] == [1, 2]
     assert (task / "runs/sums/adapter/adapter_config.json").is_file()
     assert (task / "sums/config.json").is_file()
