@@ -52,7 +52,11 @@ def columns_of(files: Sequence[Path]) -> Columns | None:
         if file.is_dir():
             names = _of_saved(file)
             return Columns(names) if names else None
-        if ending in (".parquet", ".arrow", None):
+        if ending == ".parquet":
+            from pyarrow import parquet  # a tenth of a second, for these files alone
+
+            return Columns(frozenset(parquet.read_schema(file).names))
+        if ending in (".arrow", None):
             return None
         with gzip.open(file, "rt") if file.name.endswith(".gz") else file.open(encoding="utf-8-sig") as stream:
             text = stream.read(_CHARACTERS)

@@ -6,7 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from producer.rewards.contract import GIVEN
 from protocol.check.columns import columns_of
@@ -252,6 +254,8 @@ def test_columns_of_files_that_are_packed_or_saved(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as stream:
         stream.write('{"a": 1}\n')
     assert set(columns_of([tmp_path / "rows.jsonl.gz"]) or ()) == {"a"}
+    parquet.write_table(pyarrow.table({"a": [1], "b": ["x"]}), tmp_path / "rows.parquet")
+    assert set(columns_of([tmp_path / "rows.parquet"]) or ()) == {"a", "b"}
     (tmp_path / "saved" / "train").mkdir(parents=True)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     (tmp_path / "saved" / "train" / "dataset_info.json").write_text(json.dumps({"features": {"a": {}, "b": {}}}))
