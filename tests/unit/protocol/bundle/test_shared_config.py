@@ -322,6 +322,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "loss",
         "guards",
         "trainer",
+        "checkpoints",
         "sft",
         "producers",
         "trainable",

@@ -71,7 +71,7 @@ def test_the_watchdog_of_systemd_leaves_stacks(module: str) -> None:
     program = (
         f"import os, signal, sys\nfrom protocol import command_line\nfrom {module} import main\n"
         "def stuck(*given, **more):\n    os.kill(os.getpid(), signal.SIGABRT)\n"
-        "import protocol.config.loader\nprotocol.config.loader.load_config = stuck\n"
+        "import protocol.check.whole\nprotocol.check.whole.check_library_sections = stuck\n"
         "sys.argv[1:] = ['--config', 'run.yaml', '--gpu', 'cpu']\nmain()"
     )
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
