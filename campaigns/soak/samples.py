@@ -89,15 +89,16 @@ def scratch_of(pid: int) -> set[Path]:
 
 
 def of_run(run_dir: Path) -> dict[str, float]:
-    """Of its folder. Every producer leaves a timeline, so these are counted apart."""
+    """Of its folder. Every producer leaves a timeline and a log, so these are counted apart."""
     sizes: dict[Path, int] = {}
     for folder, _, names in os.walk(run_dir):
         for name in names:
             with contextlib.suppress(OSError):
                 sizes[Path(folder, name)] = os.stat(Path(folder, name)).st_size
-    timelines = [file for file in sizes if file.parent == run_dir and file.match("producer-*.jsonl")]
+    left = [file for file in sizes if file.parent == run_dir and file.match("producer-*")]
+    timelines = [file for file in left if file.suffix == ".jsonl"]
     return {
-        "files": float(len(sizes) - len(timelines)),
+        "files": float(len(sizes) - len(left)),
         "timelines": float(len(timelines)),
         "run_dir_bytes": float(sum(sizes.values())),
         "journal_bytes": float(sum(size for file, size in sizes.items() if file.name.startswith("journal.sqlite"))),
