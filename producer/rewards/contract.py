@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from protocol.config.functions import REWARD_ARGUMENTS
 from protocol.errors import ConfigError
 from protocol.wire.messages import LOGGED_CHARS, MOST_COLUMNS, MOST_METRICS, NAME_CHARS, Logged, RunPlan
 
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _COUNTED = "reasoning_tokens"  # for the function that asks for them
-NOT_COLUMNS = (*GIVEN, "prompt", "completion", _COUNTED)
+NOT_COLUMNS = (*REWARD_ARGUMENTS, "prompt", "completion", _COUNTED)
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -102,4 +102,4 @@ class Taken(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """The columns that the dataset must have."""
-        return [name for name in self.needed if name not in (*GIVEN, _COUNTED)]
+        return [name for name in self.needed if name not in (*REWARD_ARGUMENTS, _COUNTED)]

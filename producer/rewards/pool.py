@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.groups import LeaseFailure
-from producer.rewards.contract import GIVEN, TrainerState
+from producer.rewards.contract import TrainerState
 from producer.rewards.services import HttpReward, WorkerReward, sources_of
 from producer.rewards.spans import Spans
 from producer.rewards.steps import reduced
@@ -28,6 +28,7 @@ from producer.rewards.thinking import Thinking, view, with_hidden_rows
 from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
 from protocol.config.environments import environment_of
+from protocol.config.functions import REWARD_ARGUMENTS
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.errors import ConfigError
 from protocol.runtime.logs import Throttle
@@ -127,7 +128,7 @@ class RewardPool:
             if lacking := [name for name in needed if name not in plan.columns]:
                 raise ConfigError(
                     f"{where} needs `{'`, `'.join(lacking)}`, which nothing passes. {there}. Every function may take "
-                    f"{', '.join(GIVEN)}. Rename the argument, give it a default, or add the column"
+                    f"{', '.join(REWARD_ARGUMENTS)}. Rename the argument, give it a default, or add the column"
                 )
 
     async def score(

@@ -21,7 +21,7 @@ from protocol.check.user_code import (
     takes_one,
 )
 from protocol.config.data import DatasetSection
-from protocol.config.functions import is_plugin
+from protocol.config.functions import REWARD_ARGUMENTS, is_plugin
 from protocol.config.mistakes import Collected, Mistake, Place, dotted
 from protocol.config.places import ROW_FILES, row_file_ending, working_in
 from protocol.config.rewards import RewardFunction
@@ -32,8 +32,6 @@ from protocol.errors import DatasetError
 from protocol.wire.model_check import adapter_problems, base_problems
 from protocol.wire.model_source import folder_on_disk
 
-OF_CALLS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-"""The arguments of every call of a reward function, beside columns."""
 _TRY = "slipstream reward try"
 
 
@@ -170,7 +168,7 @@ class Inputs:
 
     def _of_arguments(self, place: Place, spec: str, columns: Sequence[Columns | None]) -> Iterator[Mistake]:
         function = plain_function(spec)
-        given = OF_CALLS | ({"reasoning_tokens"} if self.config.rewards.reads_thinking else set())
+        given = {*REWARD_ARGUMENTS, *(["reasoning_tokens"] if self.config.rewards.reads_thinking else [])}
         problems = (
             [problem for one in columns for problem in argument_problems(function, given, one)] if function else []
         )

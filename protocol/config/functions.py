@@ -24,6 +24,8 @@ from protocol.errors import ConfigError, DeviceError, is_device_failure
 
 PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
 ENVIRONMENT_PLUGINS = "slipstream.environments"
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""The arguments of every call of a reward function, beside columns."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -27,8 +27,9 @@ from consumer.learn.forward import ChunkedLogProbFunction
 from consumer.learn.options import GRPOConfig, build_arguments, build_lora, former_names
 from consumer.learn.row_passes import add_fused_lm_head
 from consumer.learn.trainer import SlipstreamTrainer
-from producer.rewards.contract import GIVEN, TrainerState
+from producer.rewards.contract import TrainerState
 from protocol.config import trainer_keys
+from protocol.config.functions import REWARD_ARGUMENTS
 from protocol.config.library_section import PEFT_DEFAULTS
 from replay.batch_selection import TrainingBatch
 from tests.integration.models import build_model
@@ -325,7 +326,7 @@ def test_reward_functions_are_passed_what_the_contract_has() -> None:
         "completions",
         "completion_ids",
     }
-    assert passed == {*GIVEN, "environments"}, (
+    assert passed == {*REWARD_ARGUMENTS, "environments"}, (
         "an argument that reward functions of TRL get is passed or named in the docs"
     )
     assert 'key not in ["prompt", "completion", "completion_ids"]' in source

@@ -36,7 +36,7 @@ def _no_handler_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """What Ctrl-C and SIGTERM do is as it was afterwards."""
+    """Restore the actions of Ctrl-C and SIGTERM after a test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -62,5 +62,5 @@ def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def stubs_are_slipstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stub of a test raises counts as raised by Slipstream, and not by a library."""
+    """Count an exception that a stub of a test raises as one of Slipstream, and not of a library."""
     monkeypatch.setattr(library_errors, "_OURS", (*library_errors._OURS, "tests"))

@@ -1,4 +1,4 @@
-"""What a model writes over and over costs a time that grows as its length: no pattern backtracks, no text is copied by part."""
+"""Repetitive texts of a model cost a time that grows as their length: no pattern backtracks, no text is copied by part."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What must stay as it was when a checkpoint is resumed from is refused by name; all else has its effect from then on."""
+"""Settings by which a checkpoint no longer fits are refused by name; all others have their effect from then on."""
 
 from dataclasses import fields
 from itertools import chain

@@ -206,7 +206,7 @@ def test_divergences_are_refused_where_logits_are_the_models_own(tmp_path: Path)
 
 
 def test_llama_4_of_text_alone(tmp_path: Path) -> None:
-    """Its `base_model` is the whole model."""
+    """The family's `base_model` is the whole model."""
     settings = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 16}
     model = build("llama4_text", **settings)
     assert text_model(model) is model.model

@@ -218,7 +218,7 @@ MARKS = [
 
 @pytest.fixture(scope="module")
 def of_trl() -> Callable[..., str]:
-    """What is trained with a chat template that TRL ships, for an answer and arguments of the template."""
+    """Return the text that is trained with a chat template that TRL ships, for an answer and arguments of the template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -10,9 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from producer.rewards.contract import GIVEN
 from protocol.check.columns import columns_of
-from protocol.check.inputs import OF_CALLS
 from protocol.check.whole import check_file
 from protocol.errors import ConfigError, DatasetError, SlipstreamError
 from tests.unit.protocol.gpu.models import write_model
@@ -150,10 +148,6 @@ def test_what_may_be_right_passes(override: str) -> None:
 def test_more_positions_than_the_model_has_are_the_user_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     check_file("run.yaml", ["engine.max_model_len=4096", "sampling.max_completion_length=2048"])
-
-
-def test_calls_of_rewards_have_the_arguments_that_producers_pass() -> None:
-    assert set(GIVEN) == OF_CALLS
 
 
 def test_columns_are_those_that_a_transform_writes_out() -> None:

@@ -116,7 +116,7 @@ def test_an_engine_loads_eight_bits_as_they_are_and_no_layers_for_speculation(tm
 
 
 def spec_bytes(layers: tuple[CacheLayer, ...], length: int, *, latent: bool) -> int:
-    """What vLLM asks for, for one row, with a step of one block."""
+    """Return the bytes that vLLM asks for, for one row, with a step of one block."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 

@@ -1,4 +1,4 @@
-"""What servers serve after a run."""
+"""Servers that are not ours serve the final policy after a run."""
 
 import logging
 from pathlib import Path
