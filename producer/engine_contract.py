@@ -16,14 +16,28 @@ from protocol.wire.messages import EngineFacts, Sampling
 from protocol.wire.model_folder import ANY_SIZE
 
 
+class EngineSteps(NamedTuple):
+    """Totals over the steps of an engine: their number, the tokens that they computed, the sequences that they sampled for, and
+    how many of them used a CUDA graph. None stands for what the engine does not tell."""
+
+    number: int | None = None
+    tokens: int | None = None
+    sequences: int | None = None
+    with_graph: int | None = None
+
+
+UNTOLD = EngineSteps()
+
+
 @dataclass(frozen=True)
 class EngineLoad:
-    """Last report of vLLM's scheduler, and how often it has preempted a request since it started."""
+    """Last report of vLLM's scheduler, how often it has preempted a request since it started, and its steps."""
 
     kv_cache_usage: float  # share of the blocks, from 0 to 1
     running: int  # requests, of which a group has one per completion
     waiting: int
     preemptions: int
+    steps: EngineSteps = UNTOLD
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
+from producer.engine_contract import UNTOLD, EngineSteps
 from protocol import __version__
 from protocol.runtime.metrics import Readings, Reexport
 
@@ -154,6 +155,7 @@ class Situation:
     group_limit: int
     num_workers: int
     num_idle_workers: int
+    steps: EngineSteps = UNTOLD
 
 
 GENERATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
@@ -161,7 +163,7 @@ REWARD_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 SWAP_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 LENGTH_BUCKETS_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
-_NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
+_NUMBERS: dict[str, tuple[str, Callable[[Situation], float | None]]] = {
     "rl_producer_policy_version": (
         "Policy version that requests start on; -1 while none.",
         lambda now: now.counters.policy_version,
@@ -174,6 +176,19 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
     "rl_producer_idle_seconds_total": (
         "Time connected to a trainer, awake, without a request in the engine.",
         lambda now: now.counters.idle_s,
+    ),
+    "rl_producer_engine_steps_total": ("Steps of the engine.", lambda now: now.steps.number),
+    "rl_producer_engine_step_tokens_total": (
+        "Tokens of engine steps.",
+        lambda now: now.steps.tokens,
+    ),
+    "rl_producer_engine_step_sequences_total": (
+        "Sequences of engine steps, added up.",
+        lambda now: now.steps.sequences,
+    ),
+    "rl_producer_engine_graph_steps_total": (
+        "Engine steps with a CUDA graph.",
+        lambda now: now.steps.with_graph,
     ),
     "rl_producer_asleep": (
         "1 while the engine sleeps in the trainer's turn.",
@@ -298,7 +313,7 @@ class ProducerMetrics:
         )
         readings.counters(
             "rl_producer_policy_downloads_total",
-            "Policies that arrived, by source (file and cache: of this host).",
+            "Policies that arrived (file and cache: of this host).",
             "source",
             lambda: sharing.counts.downloads,
         )

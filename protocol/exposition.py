@@ -308,7 +308,7 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
         lambda: resident_bytes(os.getpid()),
     )
     for what, documentation in (
-        ("used", "Memory in use on each GPU of this daemon, by any process."),
+        ("used", "Memory that any process uses on this daemon's GPUs."),
         ("total", "Memory of each GPU of this daemon."),
     ):
         name, read = f"{prefix}_gpu_memory_{what}_bytes", partial(_gpu_memory, gpus, what)

@@ -285,7 +285,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         skipped = evaluation.due.num_skipped if evaluation else 0
         return {outcome: counts[outcome] for outcome in ("scored", "incomplete")} | {"skipped": skipped}
 
-    text = "Evaluations since the start; incomplete: too few scores; skipped: the one before took too long."
+    text = "Evaluations; incomplete: too few scores; skipped: the former took too long."
     readings.counters("rl_trainer_evaluations_total", text, "outcome", totals)
 
 
@@ -313,7 +313,7 @@ def watch_turns(registry: CollectorRegistry, turns: GpuTurns | None) -> None:
 
 _RANK_WORK = {
     "step_s": ("step_seconds", "Duration of the last step on each rank."),
-    "waited_s": ("waiting_seconds", "Time of the last step in which each rank waited for others."),
+    "waited_s": ("waiting_seconds", "Time of the last step that each rank waited."),
     "num_tokens": ("tokens", "Tokens of the last step on each rank, without padding, shared ones once."),
     "memory_bytes": (
         "memory_bytes",

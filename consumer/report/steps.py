@@ -42,7 +42,7 @@ STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 _GAUGES = {
-    "reward": ("reward", "Mean weighted reward of the completions that arrived since the last step."),
+    "reward": ("reward", "Mean weighted reward of completions since the last step."),
     "reward_std": (
         "reward_std",
         "Standard deviation of rewards since the last step.",

@@ -23,7 +23,7 @@ from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import EndpointPlugin
 from producer.endpoint.serving import Serving, base_url, listening, read_keys
-from producer.engine_contract import Engine, most_groups
+from producer.engine_contract import UNTOLD, Engine, most_groups
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.contract import Environments
@@ -400,8 +400,9 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     link = Link(mailbox, hello, config.transport, base.sources, emit, counters, workload, beat)
 
     def read_status() -> Situation:
-        work, delivery = workload(), link.delivery()
-        return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle)
+        work, delivery, load = workload(), link.delivery(), engine.current_load()
+        steps = UNTOLD if load is None else load.steps
+        return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle, steps)
 
     base.metrics.watch(name, read_status, base.sources)
     health.check_ready("trainer", lambda: None if link.connected else "not connected")

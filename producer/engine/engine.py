@@ -6,7 +6,6 @@ refuses one adapter.
 """
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -18,7 +17,7 @@ from producer.engine.core import SCORING, EngineCore, logprobs_of, lora_request,
 from producer.engine.sampling import group_fields, limits
 from producer.engine.tool_calls import ToolCallParser
 from producer.engine.weights import AdapterWeights, InFlightRequest, MergedWeights, VllmWeights
-from producer.engine_contract import Adapter, Completion, EngineCapabilities, EngineLoad
+from producer.engine_contract import Adapter, Completion, EngineCapabilities, EngineLoad, EngineSteps
 from producer.groups import LeaseFailure
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
@@ -149,14 +148,36 @@ def _for_vllm(fields: dict[str, Any]) -> dict[str, Any]:
 
 class _LoadRecorder(StatLoggerBase):
     def __init__(self) -> None:
+        self._preemptions = self._steps = self._tokens = self._sequences = 0
+        self._with_graph: int | None = None  # while no step has told it
         self.load = EngineLoad(0.0, 0, 0, 0)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        preemptions = self.load.preemptions + (iteration_stats.num_preempted_reqs if iteration_stats else 0)
-        self.load = replace(self.load, preemptions=preemptions)
-        if scheduler_stats is not None:
-            stats = scheduler_stats
-            self.load = EngineLoad(stats.kv_cache_usage, stats.num_running_reqs, stats.num_waiting_reqs, preemptions)
+        if iteration_stats is not None:
+            self._preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats is None:
+            return
+        self._count(iteration_stats, scheduler_stats.cudagraph_stats)
+        self.load = EngineLoad(
+            scheduler_stats.kv_cache_usage,
+            scheduler_stats.num_running_reqs,
+            scheduler_stats.num_waiting_reqs,
+            self._preemptions,
+            EngineSteps(self._steps, self._tokens, self._sequences, self._with_graph),
+        )
+
+    def _count(self, iteration: Any, graph: Any) -> None:
+        """Count a step. One that only computes part of a prompt has no outputs, and so no `iteration`."""
+        if iteration is None and graph is None:
+            return
+        self._steps += 1
+        if iteration is not None:
+            self._sequences += len(iteration.time_to_first_tokens_iter) + len(iteration.inter_token_latencies_iter)
+        if graph is not None:
+            self._tokens += graph.num_unpadded_tokens
+            self._with_graph = (self._with_graph or 0) + (graph.runtime_mode != "NONE")
+        else:
+            self._tokens += iteration.prompt_token_stats.computed + iteration.num_generation_tokens
 
     def log_engine_initialized(self) -> None:
         pass

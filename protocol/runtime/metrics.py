@@ -22,7 +22,7 @@ from protocol.runtime.health import Health
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for every counter
 
-Number = Callable[[], float]
+Number = Callable[[], float | None]  # None: there is none, and no sample
 Numbers = Callable[[], Mapping[str, float] | Mapping[tuple[str, str], float]]  # by label value, or values
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
@@ -52,6 +52,8 @@ class Readings(Collector):
         for kind, name, documentation, names, read in self._readings:
             family, value = kind(name, documentation, labels=names), read()
             for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+                if number is None:
+                    continue
                 family.add_metric((labels,) if isinstance(labels, str) else labels, number)
             yield family
 

@@ -126,6 +126,9 @@ class ProducerView(Struct, frozen=True, kw_only=True):
     paused: bool | None = None
     idle_share: float | None = None
     tokens_per_s: float | None = None
+    sequences_per_step: float | None = None  # of the engine, as the next two
+    tokens_per_step: float | None = None
+    graph_share: float | None = None  # of the steps; None where there are no CUDA graphs
     swaps: dict[str, int] = {}
     swap_mean_s: float | None = None
     swap_last_s: float | None = None
@@ -241,6 +244,9 @@ def _producer(answer: Answer, said: list[Status], trainer: Status | None) -> Pro
         "paused": bool(number(now, "paused")),
         "idle_share": rates.share("idle_seconds"),
         "tokens_per_s": rates.per_second("completion_tokens"),
+        "sequences_per_step": rates.per("engine_step_sequences", "engine_steps"),
+        "tokens_per_step": rates.per("engine_step_tokens", "engine_steps"),
+        "graph_share": rates.per("engine_graph_steps", "engine_steps"),
         "swap_mean_s": rates.mean("swap_seconds"),
         "swap_last_s": newest_mean(said, "swap_seconds"),
         "teacher_failed_shares": rates.per_other("teacher_failures", "completions"),
@@ -311,8 +317,11 @@ class Rates:
     def share(self, name: str) -> float | None:
         return _ratio(self._increase(name), self._worked_s())
 
+    def per(self, name: str, other: str) -> float | None:
+        return _ratio(self._increase(name), self._increase(other))
+
     def mean(self, histogram: str) -> float | None:
-        return _ratio(self._increase(f"{histogram}_sum"), self._increase(f"{histogram}_count"))
+        return self.per(f"{histogram}_sum", f"{histogram}_count")
 
     def clock_per(self, name: str) -> float | None:
         """Seconds of work by which a total grows by one."""

@@ -54,6 +54,8 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
         parts.append(_ranks(trainer))
     if view.producers:
         parts.append(_producers(view.producers, width))
+    if any(producer.tokens_per_step is not None for producer in view.producers):
+        parts.append(_engines(view.producers))
     spaced = [piece for part in parts for piece in (part, Text())][:-1]
     now = time.strftime("%H:%M:%S", time.localtime(view.at)) if view.at else ""
     return Panel(
@@ -259,6 +261,21 @@ def _producers(producers: Sequence[ProducerView], width: int) -> Table:
             duration(producer.swap_last_s or producer.swap_mean_s),
         )
         table.add_row(shown, *cells)
+    return table
+
+
+def _engines(producers: Sequence[ProducerView]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
+    for name in ("engine", "sequences a step", "tokens a step", "steps with a graph"):
+        table.add_column(name, justify="left" if name == "engine" else "right", no_wrap=True)
+    for producer in producers:
+        if producer.tokens_per_step is not None:
+            table.add_row(
+                shortened(printable(producer.name), _LONGEST_SOURCE),
+                whole(producer.sequences_per_step),
+                whole(producer.tokens_per_step),
+                percent(producer.graph_share),
+            )
     return table
 
 

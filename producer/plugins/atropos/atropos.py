@@ -207,7 +207,7 @@ class Atropos:
     def watch(self, readings: Readings) -> None:
         readings.counters(
             "rl_producer_atropos_groups_total",
-            "Groups that environments posted, by outcome (environment.agent=atropos).",
+            "Groups posted (environment.agent=atropos).",
             "outcome",
             lambda: self.outcomes,
         )
@@ -219,12 +219,12 @@ class Atropos:
         )
         readings.gauge(
             "rl_producer_atropos_recorded_bytes",
-            "Bytes of calls that were sampled for environments and are not scored yet.",
+            "Bytes of sampled calls that are not scored yet.",
             lambda: self.calls.num_bytes,
         )
         readings.counter(
             "rl_producer_atropos_evicted_total",
-            "Calls of environments that were forgotten to make room, before they were scored.",
+            "Calls forgotten to make room before they were scored.",
             lambda: self.calls.evicted,
         )
 

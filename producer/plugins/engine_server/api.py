@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from producer.engine.sampling import group_fields
-from producer.engine_contract import NUM_SAMPLED, Completion, EngineLoad, Scored
+from producer.engine_contract import NUM_SAMPLED, UNTOLD, Completion, EngineLoad, EngineSteps, Scored
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.distillation import TeacherSection
 from protocol.config.environment_servers import OpenEnvOptions, SimulatedUserOptions
@@ -407,6 +407,7 @@ def _completion(choice: _Choice, prompt_ids: list[int], sampling: Sampling, vers
 _CACHE, _RUNNING, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _NEEDED = (_CACHE, _RUNNING, _WAITING, _PREEMPTIONS)
+_STEPS, _TOKENS = "vllm:iteration_tokens_total_count", "vllm:iteration_tokens_total_sum"
 _MOST = 2.0**53
 
 
@@ -422,10 +423,12 @@ def samples_of(metrics: str, names: tuple[str, ...]) -> list[Sample]:
 
 def scheduler_load(metrics: str) -> EngineLoad | None:
     """Read the load from the text of `/metrics`, which has a line for each engine of the server; None if lines are missing."""
-    found: dict[str, list[float]] = {name: [] for name in _NEEDED}
-    for sample in samples_of(metrics, _NEEDED):
+    found: dict[str, list[float]] = {name: [] for name in (*_NEEDED, _STEPS, _TOKENS)}
+    for sample in samples_of(metrics, tuple(found)):
         found.get(sample.name, []).append(sample.value)
-    if not all(values and all(0 <= value < _MOST for value in values) for values in found.values()):
+    told = {name for name, values in found.items() if values and all(0 <= value < _MOST for value in values)}
+    if not told.issuperset(_NEEDED):
         return None
-    running, waiting, preemptions = (round(sum(found[name])) for name in _NEEDED[1:])
-    return EngineLoad(max(found[_CACHE]), running, waiting, preemptions)
+    total = {name: round(sum(found[name])) for name in told}
+    steps = EngineSteps(total[_STEPS], total[_TOKENS]) if told.issuperset((_STEPS, _TOKENS)) else UNTOLD
+    return EngineLoad(max(found[_CACHE]), total[_RUNNING], total[_WAITING], total[_PREEMPTIONS], steps)

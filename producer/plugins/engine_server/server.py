@@ -12,9 +12,9 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from producer.engine_contract import Adapter, EngineLoad, Scored
+from producer.engine_contract import Adapter, EngineLoad, EngineSteps, Scored
 from producer.plugins.engine_server.api import ServerLostError, ServerMismatchError, ServerRefusedError, VllmApi
 from producer.plugins.engine_server.folder import ClientFolder
 from producer.plugins.engine_server.inspection import Inspected, Inspection
@@ -43,7 +43,7 @@ class OwnLoad:
             requests = max(1, in_flight, told.running + told.waiting)
             self._own += (told.preemptions - self._before) * in_flight / requests
         self._before = told.preemptions
-        self.load = EngineLoad(told.kv_cache_usage, told.running, told.waiting, int(self._own))
+        self.load = replace(told, preemptions=int(self._own))
 
 
 Row = tuple[int, ...]
@@ -275,4 +275,10 @@ def joined(loads: Iterable[EngineLoad | None]) -> EngineLoad | None:
         sum(load.running for load in known),
         sum(load.waiting for load in known),
         sum(load.preemptions for load in known),
+        EngineSteps(*map(_sum_if_told, *(load.steps for load in known))),
     )
+
+
+def _sum_if_told(*totals: int | None) -> int | None:
+    told = [total for total in totals if total is not None]
+    return sum(told) if len(told) == len(totals) else None

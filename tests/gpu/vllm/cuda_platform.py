@@ -55,9 +55,10 @@ def install() -> None:
     for question, smallest in _SMALLEST_CAPABILITIES.items():
         setattr(torch.ops._C, question, lambda *_, smallest=smallest: present.model.capability >= smallest)
     interpret_triton("nvidia")
-    import vllm._C  # kernels of the CPU build, by the names that both builds have
     import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
 
+    CpuPlatform.import_kernels()  # those of this CPU, by the names that both builds have
     platforms: Any = vllm.platforms
     platforms.vllm_version_matches_substr = lambda part: False  # of the build for CPUs, it asks
     platforms._current_platform = _platform()()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 
+from producer.engine_contract import EngineSteps
 from producer.metrics import Counters, Delivery, PolicyCounts, ProducerMetrics, Situation, Workload
 
 
@@ -14,7 +15,8 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
     work = Workload(waiting_floors=(3, 3), generating=4, scoring=1, busy_s=2.5)
     delivery = Delivery(connected=True, heard_ago_s=0.1, held=9, unacked=2, unacked_bytes=2048, full=False)
     sharing = SimpleNamespace(counts=PolicyCounts(), relayed_bytes=4096)
-    metrics.watch("p", lambda: Situation(counters, work, delivery, 5, 3, 1), sharing)
+    steps = EngineSteps(number=10, tokens=2400)
+    metrics.watch("p", lambda: Situation(counters, work, delivery, 5, 3, 1, steps), sharing)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -41,6 +43,11 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
     assert value("rl_producer_idle_seconds_total") == 0.5
     assert value("rl_producer_reward_workers", state="busy") == 2
     assert (value("rl_producer_connected"), value("rl_producer_paused")) == (1, 0)
+    assert (value("rl_producer_engine_steps_total"), value("rl_producer_engine_step_tokens_total")) == (10, 2400)
+    assert value("rl_producer_engine_graph_steps_total") is None, "nothing tells it, and it is not 0"
+    steps = EngineSteps(10, 2400, 2200, 9)
+    assert value("rl_producer_engine_step_sequences_total") == 2200
+    assert value("rl_producer_engine_graph_steps_total") == 9
 
     engine = Gauge("vllm:num_requests_running", "As vLLM has it.")
     try:

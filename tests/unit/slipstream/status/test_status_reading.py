@@ -43,6 +43,7 @@ def test_the_numbers_of_one_look() -> None:
     assert near.leases == {"waiting": 1, "generating": 20, "scoring": 0, "unacked": 1}
     assert near.idle_share == pytest.approx(0.1)
     assert near.tokens_per_s == pytest.approx(200.0)
+    assert (near.sequences_per_step, near.tokens_per_step, near.graph_share) == (220.0, 300.0, 0.75)
     assert (near.swap_mean_s, near.swap_last_s) == (pytest.approx(0.2), None)
     assert shown.answers
 

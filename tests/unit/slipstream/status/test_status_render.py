@@ -48,6 +48,8 @@ def test_every_line_is_as_wide_as_the_view_and_none_is_cut(width: int) -> None:
             "producer",
             "far-9-cd",
             "gpu0-7-ab",
+            "engine",
+            "gpu0-7-ab",
         ),
     ], "one line for each, so that none was wrapped"
     assert "…" not in "".join(shown)
@@ -73,6 +75,7 @@ def test_the_view_says_what_the_numbers_are() -> None:
         assert text in shown, text
     assert re.search(r"far-9-cd +- +- +20 held +- +- +- *$", shown, re.M)
     assert re.search(r"gpu0-7-ab +v29 +1 +1 · 20 · 0 · 1 +200/s +10 % +200 ms *$", shown, re.M)
+    assert re.search(r"gpu0-7-ab +220 +300 +75 % *$", shown, re.M)
 
 
 def test_each_of_several_sources_has_a_row() -> None:

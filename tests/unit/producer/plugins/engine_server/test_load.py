@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from producer.engine_contract import EngineLoad
+from producer.engine_contract import EngineLoad, EngineSteps
 from producer.plugins.engine_server.api import scheduler_load
 from producer.plugins.engine_server.server import OwnLoad, joined
 from producer.rollouts.admission import Admission
@@ -23,10 +23,25 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
 vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
 vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
 """
+STEPS = """
+vllm:iteration_tokens_total_bucket{engine="0",le="256.0",model_name="m"} 9.0
+vllm:iteration_tokens_total_count{engine="0",model_name="m"} 10.0
+vllm:iteration_tokens_total_sum{engine="0",model_name="m"} 2400.0
+vllm:iteration_tokens_total_count{engine="1",model_name="m"} 30.0
+vllm:iteration_tokens_total_sum{engine="1",model_name="m"} 5600.0
+"""
 
 
 def test_the_engines_of_a_server_are_taken_together() -> None:
     assert scheduler_load(METRICS) == EngineLoad(0.75, 15, 5, 7)
+    assert scheduler_load(METRICS + STEPS) == EngineLoad(0.75, 15, 5, 7, EngineSteps(40, 8000))
+    assert scheduler_load(METRICS + STEPS.replace("2400.0", "NaN")) == EngineLoad(0.75, 15, 5, 7)
+
+
+def test_the_steps_of_several_servers_are_added_up_if_all_tell_them() -> None:
+    some, none = EngineLoad(0.5, 1, 0, 0, EngineSteps(40, 8000)), EngineLoad(0.5, 1, 0, 0)
+    assert joined([some, some, None]) == EngineLoad(0.5, 2, 0, 0, EngineSteps(80, 16_000))
+    assert joined([some, none]) == EngineLoad(0.5, 2, 0, 0)
 
 
 @pytest.mark.parametrize(
