@@ -112,13 +112,13 @@ class Served:
     async def computed(self, probe: ReceivedProbe, blob: bytes | None, fault: str = "") -> list[Scored]:
         """Return what the engine computes with this policy (None: its base), whose files have this fault."""
         if blob is None:
-            return [await self._weights.verify(None, list(row)) for row in probe.rows]
+            return await self._weights.verify(None, probe.rows)
         adapter = self._unpacked(blob)
         if fault:
             spoil(adapter.path, fault)
             adapter = replace(adapter, checksum=None)
         await self._weights.load(adapter)
-        found = [await self._weights.verify(adapter, list(row)) for row in probe.rows]
+        found = await self._weights.verify(adapter, probe.rows)
         self._weights.activate(adapter)
         await self._weights.discard(adapter)
         return found

@@ -4,7 +4,7 @@ Guarantee: nothing here imports a library, so every part can be tested with stan
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,8 @@ class AdapterFailedError(AdapterRefusedError):
 
 
 class Scored(NamedTuple):
-    """An engine's numbers of a row of tokens: the log-prob of each but the first, and of tokens that it sampled next as a
-    rollout does, `sampled` there and then and `rescored` without its prefix cache (both empty for the base). `cached` counts the
+    """An engine's numbers of a row of tokens: the log-prob of each but the first, and of tokens that may come next, `sampled` as
+    a rollout gets them and `rescored` without the prefix cache (both empty where they were not asked for). `cached` counts the
     tokens of the row whose keys and values the first request of this version found in the prefix cache."""
 
     logprobs: list[float]
@@ -91,6 +91,7 @@ class Scored(NamedTuple):
 
 
 NUM_SAMPLED = 8  # tokens after each row
+Rows = Sequence[Sequence[int]]
 
 
 class ToolParser(Protocol):
@@ -111,8 +112,8 @@ class PolicyWeights(Protocol):
         seconds of each phase, where there are several. Raises AdapterRefusedError if the policy cannot be read, or is not held;
         nothing has changed then."""
 
-    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
-        """Compute the log-probs of this row, as much of it as fits, with a loaded policy, or with the base (None). Raises
+    async def verify(self, adapter: Adapter | None, rows: Rows) -> list[Scored]:
+        """Compute the log-probs of rows of tokens, as much of each as fits, with a loaded policy, or with the base (None). Raises
         AdapterRefusedError if it does not score them, or has no base any more."""
 
     def activate(self, adapter: Adapter) -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from producer.endpoint.openai import Answer, Call, Sampled, ServedRequest
-from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities, Scored
+from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities, Rows, Scored
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
 from tests.scripted import facts
 
@@ -67,7 +67,7 @@ class NoWeights:
 
     async def load(self, adapter: Adapter) -> None: ...
 
-    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+    async def verify(self, adapter: Adapter | None, rows: Rows) -> list[Scored]:
         raise AdapterRefusedError("there are no weights here")
 
     def activate(self, adapter: Adapter) -> None: ...

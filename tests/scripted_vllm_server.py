@@ -176,13 +176,15 @@ class ScriptedVllmServer:
         if body.get("prompt_logprobs", 0) > self.flags.max_logprobs:
             said = f"greater than max allowed: {self.flags.max_logprobs} (parameter=prompt_logprobs)"
             return refusal(400, f"Requested prompt logprobs of {body['prompt_logprobs']}, which is {said}")
-        if "prompt_logprobs" in body and max(body["prompt"]) >= self.flags.vocabulary:
-            return refusal(400, f"Token id {max(body['prompt'])} is out of vocabulary")
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        if "prompt_logprobs" in body and (highest := max(map(max, prompts))) >= self.flags.vocabulary:
+            return refusal(400, f"Token id {highest} is out of vocabulary")
         if body["max_tokens"] > 1:
             self.waiting += 1
             await self.is_open.wait()
             self.waiting -= 1
-        choices = [self._choice(body, index) for index in range(body.get("n", 1))]
+        bodies = [body | {"prompt": prompt} for prompt in prompts for _ in range(body.get("n", 1))]
+        choices = [self._choice(one, index) for index, one in enumerate(bodies)]
         answer = {"model": model, "choices": choices}
         self.spoil(answer)
         return web.json_response(answer)

@@ -88,11 +88,11 @@ async def _sample(config: RunConfig, policy: Path, prompts: list[list[int]], sam
         engine.weights.activate(adapter)
         groups = await asyncio.gather(*(engine.generate(prompt, sampling, adapter) for prompt in prompts))
         pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
-        verified = (engine.weights.verify(adapter, prompt + one.token_ids) for prompt, one in pairs)
+        verified = (engine.weights.verify(adapter, [prompt + one.token_ids]) for prompt, one in pairs)
         scores = await asyncio.gather(*verified)
         return [
             Sampled(prompt, one.token_ids, one.logprobs, score.logprobs[len(prompt) - 1 :])
-            for (prompt, one), score in zip(pairs, scores, strict=True)
+            for (prompt, one), (score,) in zip(pairs, scores, strict=True)
         ]
     finally:
         engine.shutdown()

@@ -19,7 +19,7 @@ from producer.engine.exchange_worker import ExchangeWorker
 from producer.engine.patch_worker import Patcher
 from producer.engine.weight_map import Checkpoint
 from producer.engine.weights import MergedWeights
-from producer.engine_contract import Adapter, AdapterRefusedError, Completion
+from producer.engine_contract import Adapter, AdapterRefusedError, Completion, Rows
 from producer.link.fetch import _Download
 from tests.scripted_engine import DEFAULT_PACE, ScriptedEngine
 
@@ -75,7 +75,7 @@ class Worker(ExchangeWorker):
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         return [getattr(self, method)(*arguments)]
 
-    async def verify(self, row: list[int], lora: None, salt: str, *, is_base: bool) -> NoReturn:
+    async def verify(self, rows: Rows, lora: None, salt: str, *, is_base: bool) -> NoReturn:
         raise AdapterRefusedError("this engine computes nothing with its weights")
 
 

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from producer.engine_contract import NUM_SAMPLED, Adapter, AdapterFailedError, AdapterRefusedError, Scored
+from producer.engine_contract import NUM_SAMPLED, Adapter, AdapterFailedError, AdapterRefusedError, Rows, Scored
 from protocol.errors import EngineError
 from protocol.runtime.scratch import scratch_folder
 from protocol.runtime.user import plain_path
@@ -90,12 +90,17 @@ class EngineCore:
             self._breach = f"vLLM sampled on {output.lora_request}, and the request was for {lora}"
             raise EngineError(self._breach)
 
-    async def verify(self, row: list[int], lora: LoRARequest | None, salt: str, *, is_base: bool) -> Scored:
-        """Sample `NUM_SAMPLED` tokens after the row, as a rollout does, and score the row and these tokens. For the base, score
-        the row alone. Raise AdapterRefusedError if vLLM refuses to score them, and AdapterFailedError if it failed."""
-        row = row[: self.llm.model_config.max_model_len - NUM_SAMPLED - 1]
+    async def verify(self, rows: Rows, lora: LoRARequest | None, salt: str, *, is_base: bool) -> list[Scored]:
+        """Sample `NUM_SAMPLED` tokens after each row, as a rollout does, and score the row and these tokens. For the base, score
+        the row alone. A step of the engine computes at most one row more than its requests. Raise AdapterRefusedError if vLLM
+        refuses to score them, and AdapterFailedError if it failed."""
+        longest = self.llm.model_config.max_model_len - NUM_SAMPLED - 1
+        fitting = [list(row[:longest]) for row in rows]
         if is_base:
-            return Scored(await self._score(row, lora, salt))
+            return [Scored(await self._score(row, lora, salt)) for row in fitting]
+        return [await self._verify(row, lora, salt) for row in fitting]
+
+    async def _verify(self, row: list[int], lora: LoRARequest | None, salt: str) -> Scored:
         output = await self._ask(row, lora, salt, max_tokens=NUM_SAMPLED, ignore_eos=True, logprobs=0)
         (sample,) = output.outputs
         if len(token_ids := list(sample.token_ids)) != NUM_SAMPLED:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from producer.engine.exchange_worker import completion_of
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Scored
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Rows, Scored
 from protocol.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class AdapterWeights:
             raise
         self.loaded_ids.add(adapter.id)
 
-    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+    async def verify(self, adapter: Adapter | None, rows: Rows) -> list[Scored]:
         lora = None if adapter is None else self.lora_request(adapter)
-        return await self.core.verify(row, lora, "", is_base=adapter is None)
+        return await self.core.verify(rows, lora, "", is_base=adapter is None)
 
     def activate(self, adapter: Adapter) -> None:
         """Do nothing: a request may name an adapter as soon as it is loaded."""
@@ -173,10 +173,10 @@ class MergedWeights:
         phases = zip(("prepare", "flip", "bits"), itertools.pairwise(times), strict=True)
         return {name: ended - began for name, (began, ended) in phases}
 
-    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+    async def verify(self, adapter: Adapter | None, rows: Rows) -> list[Scored]:
         if adapter is None and self._present is not None:
             raise AdapterRefusedError("the engine has a policy in place of its base")
-        return await self.core.verify(row, None, self.salt, is_base=adapter is None)
+        return await self.core.verify(rows, None, self.salt, is_base=adapter is None)
 
     def activate(self, adapter: Adapter) -> None:
         assert adapter is self._present

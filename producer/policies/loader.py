@@ -106,7 +106,7 @@ class PolicyLoader:
         if self._probed is None:
             return None
         try:
-            return await self._scored(adapter, self._probed)
+            return await self.weights.verify(adapter, self._probed.rows)
         except AdapterRefusedError:
             return None
 
@@ -122,21 +122,17 @@ class PolicyLoader:
             return
         engine = None
         try:
-            engine = await self._scored(None, probe)
+            engine = await self.weights.verify(None, probe.rows)
         except AdapterFailedError:
             raise
         except AdapterRefusedError as error:
             logger.info("swaps are proved by changes from here on, not by changes since the base: %s", error)
         self.proof.note_base(probe, engine)
 
-    async def _scored(self, adapter: Adapter | None, probe: ReceivedProbe) -> list[Scored]:
-        """Ask row by row: a step of the engine then computes at most one row more than its requests."""
-        return [await self.weights.verify(adapter, list(row)) for row in probe.rows]
-
     async def _verify(self, adapter: Adapter, probe: ReceivedProbe) -> Verdict | None:
         """Judge the policy; None where the engine does not score. Raises AdapterFailedError where it failed to."""
         try:
-            engine = await self._scored(adapter, probe)
+            engine = await self.weights.verify(adapter, probe.rows)
         except AdapterFailedError:
             raise
         except AdapterRefusedError as error:

@@ -21,12 +21,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.engine_contract import Scored
+from producer.engine_contract import Rows, Scored
 from producer.metrics import Comparison, Verdict
 from protocol.wire.messages import PolicyOffer
 
 Numbers = NDArray[np.float64]
-Rows = Sequence[tuple[int, ...]]
 
 _CLEAR = 5.0  # z, for at most one wrong refusal in 40,000 comparisons
 _LOUD = 6.0  # times the noise between engine and trainer
@@ -211,7 +210,7 @@ def _stale(version: Measured, engine: Sequence[Scored], rows: Rows) -> str:
     """Describe why the prefix cache is not this version's; "" if it may be. The first requests of a version can find no more of a
     row than another row begins with. Log-probs of tokens that were sampled with the cache, as rollouts are, are compared with
     their scores without it."""
-    shared = max((_shared(*pair) for pair in itertools.pairwise(sorted(rows))), default=0)
+    shared = max((_shared(*pair) for pair in itertools.pairwise(sorted(map(tuple, rows)))), default=0)
     if (cached := max(row.cached for row in engine)) > shared:
         return (
             f"the first request of this version found {cached} tokens in the engine's prefix cache, which no request of this "

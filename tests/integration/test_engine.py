@@ -178,7 +178,7 @@ async def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_
     await registry.publish(live.downloaded(1))
     with registry.pin() as adapter:
         for _ in range(2):
-            scores = torch.tensor((await live.engine.weights.verify(adapter, tokens)).logprobs)
+            scores = torch.tensor((await live.engine.weights.verify(adapter, [tokens]))[0].logprobs)
             torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
@@ -462,7 +462,7 @@ def test_a_policy_is_verified_while_the_engine_is_full_of_long_completions(live)
         ]
         while live.engine.current_load().running < can.max_num_seqs:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.01)
-        await live.engine.weights.verify(adapter, PROMPT)
+        await live.engine.weights.verify(adapter, [PROMPT])
         assert not any(group.done() for group in groups)
         await asyncio.gather(*groups)
         await live.engine.weights.discard(adapter)

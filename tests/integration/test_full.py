@@ -54,7 +54,7 @@ async def generate(live: LiveEngine, registry: AdapterRegistry, length: int, n: 
 
 async def logprobs(live: LiveEngine, registry: AdapterRegistry) -> list[float]:
     with registry.pin() as current:
-        return (await live.engine.weights.verify(current, PROBE)).logprobs
+        return (await live.engine.weights.verify(current, [PROBE]))[0].logprobs
 
 
 def test_a_patched_engine_computes_as_one_that_has_loaded_the_patched_checkpoint(live, registry, tmp_path):
@@ -70,7 +70,7 @@ def test_a_patched_engine_computes_as_one_that_has_loaded_the_patched_checkpoint
 
     found = live.run(body())
     with live_engine(live.peft_folder(2), tmp_path, **FULL, **GRAPHS) as fresh:
-        expected = fresh.run(fresh.engine.weights.verify(None, PROBE)).logprobs
+        expected = fresh.run(fresh.engine.weights.verify(None, [PROBE]))[0].logprobs
     assert found[2] == expected
     assert found[1] != expected
 
@@ -108,7 +108,7 @@ def test_a_refused_patch_leaves_none_of_its_tokens_and_the_former_bits(live, reg
         await asyncio.sleep(0.05)
         refused = live.adapter(2, 200)
         await live.engine.weights.load(refused)
-        assert (await live.engine.weights.verify(refused, PROBE)).logprobs != first
+        assert (await live.engine.weights.verify(refused, [PROBE]))[0].logprobs != first
         await live.engine.weights.discard(refused)
         completions = await running  # other requests in a step may change the last bits on a CPU
         assert await logprobs(live, registry) == first

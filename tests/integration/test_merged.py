@@ -121,7 +121,7 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
     async def body():
         assert await registry.publish(live.downloaded(1))
         with registry.pin() as current:
-            first = (await live.engine.weights.verify(current, PROBE)).logprobs
+            first = (await live.engine.weights.verify(current, [PROBE]))[0].logprobs
             running = [asyncio.create_task(generate(live, registry, 240, n=16)) for _ in range(3)]
             for number in range(10):
                 for version in (2, 1):
@@ -129,16 +129,16 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
                     await live.engine.weights.load(adapter)
                     live.engine.weights.activate(adapter)
             groups = await asyncio.gather(*running)  # other requests in a step may change the last bits on a CPU
-            assert (await live.engine.weights.verify(current, PROBE)).logprobs == first
+            assert (await live.engine.weights.verify(current, [PROBE]))[0].logprobs == first
 
             refused = live.adapter(2, 200)
             late = asyncio.create_task(generate(live, registry, 240, n=16))
             await asyncio.sleep(0.05)
             await live.engine.weights.load(refused)
-            assert (await live.engine.weights.verify(refused, PROBE)).logprobs != first
+            assert (await live.engine.weights.verify(refused, [PROBE]))[0].logprobs != first
             await live.engine.weights.discard(refused)
             completions = await late
-            assert (await live.engine.weights.verify(current, PROBE)).logprobs == first
+            assert (await live.engine.weights.verify(current, [PROBE]))[0].logprobs == first
             return completions, groups
 
     late, groups = live.run(body())

@@ -35,7 +35,7 @@ def test_family(family, tmp_path):
             generating = asyncio.create_task(live.engine.generate(prompt_ids, sampling, adapter))
             await asyncio.sleep(0)
             # In steps that also decode, which ended the engine once.
-            scores = (await live.engine.weights.verify(adapter, prompt_ids)).logprobs
+            scores = (await live.engine.weights.verify(adapter, [prompt_ids]))[0].logprobs
             return scores, await generating
 
         scores, completions = live.run(body())
@@ -73,7 +73,7 @@ def test_positions_are_scaled_as_the_engine_scales_them(length, tmp_path):
         async def body():
             adapter = live.adapter(1, 1)
             await live.engine.weights.load(adapter)
-            return (await live.engine.weights.verify(adapter, row)).logprobs
+            return (await live.engine.weights.verify(adapter, [row]))[0].logprobs
 
         scores = torch.tensor(live.run(body()))
         expected = {}

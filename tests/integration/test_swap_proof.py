@@ -137,10 +137,10 @@ def test_merged_weights_that_are_wrong_are_refused_and_the_former_ones_come_back
         first = merged.adapter(1, number)
         await weights.load(first)
         weights.activate(first)
-        before = (await weights.verify(first, TOKENS)).logprobs
+        before = (await weights.verify(first, [TOKENS]))[0].logprobs
         with pytest.raises(AdapterRefusedError, match=re.escape(said)):
             await weights.load(adapter(merged, number + 1, fault))
-        assert (await weights.verify(first, TOKENS)).logprobs == before
+        assert (await weights.verify(first, [TOKENS]))[0].logprobs == before
 
     merged.run(check())
 

@@ -72,7 +72,7 @@ def test_vllm_and_peft_agree(family: str, mode: str, tmp_path: Path) -> None:
             adapter = live.adapter(1, 1)
             await live.engine.weights.load(adapter)
             assert live.engine.capabilities.placeholders == seen.placeholders
-            scores = (await live.engine.weights.verify(adapter, scored)).logprobs
+            scores = (await live.engine.weights.verify(adapter, [scored]))[0].logprobs
             live.engine.weights.activate(adapter)
             return scores, await live.engine.generate(PROMPT, Sampling(8, 24, 1.0), adapter)
 

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from producer.engine.sampling import group_fields
-from producer.engine_contract import NUM_SAMPLED, UNTOLD, Completion, EngineLoad, EngineSteps, Scored
+from producer.engine_contract import UNTOLD, Completion, EngineLoad, EngineSteps, Scored
 from protocol.channel.keys import read_private, secret_line
 from protocol.config.distillation import TeacherSection
 from protocol.config.environment_servers import OpenEnvOptions, SimulatedUserOptions
@@ -301,7 +301,7 @@ class VllmApi:
     async def score_with_top(self, model: str, token_ids: list[int], top_k: int) -> tuple[Numbers, Numbers, Numbers]:
         """Return, as `score`, log-probs (N,), and the `top_k` likeliest tokens in each place, (N, k), with theirs, (N, k)."""
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
-        (choice,) = (await self._complete(model, token_ids, 1, asked)).choices
+        (choice,) = (await self._complete(model, [token_ids], 1, asked)).choices
         return await asyncio.to_thread(_scores, token_ids, choice.prompt_logprobs or [], top_k)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
@@ -309,34 +309,38 @@ class VllmApi:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return (await self._http.ask("/tokenize", body, _Tokens)).tokens
 
-    async def verify(self, model: str, row: list[int], *, is_base: bool) -> Scored:
-        """Sample tokens after the row as a rollout does, unless it is for the base, and score all of them."""
-        if is_base:
-            return Scored(await self.score(model, row))
-        sampling = Sampling(num_generations=1, max_completion_length=NUM_SAMPLED, temperature=1.0, ignore_eos=True)
-        answer = await self._complete(model, row, 1, _every_parameter(**group_fields(sampling)))
-        sample = _completion(answer.choices[0], row, sampling, 0)
-        logprobs = await self.score(model, row + sample.token_ids)
-        return Scored(logprobs[: len(row) - 1], sample.logprobs, logprobs[len(row) - 1 :], answer.cached)
+    async def verify(self, model: str, rows: list[list[int]], *, is_base: bool) -> list[Scored]:
+        """Score rows at once, without cached KV. Unless it is for the base, ask for the next token of the first row before, as a
+        rollout does: two steps of the engine."""
+        asked = _next_token(1.0)
+        first = None if is_base else await self._complete(model, rows[:1], 1, asked)
+        choices = (await self._complete(model, rows, 1, asked | {"prompt_logprobs": 0})).choices
+        scored = [
+            Scored(list(_scores(row, choice.prompt_logprobs or [], 0)[0].tolist()))
+            for row, choice in zip(rows, choices, strict=True)
+        ]
+        if first is not None:
+            cached, anew = _likeliest(first.choices[0]), _likeliest(choices[0])
+            rescored = [anew.get(token, min(anew.values())) for token in cached]
+            scored[0] = Scored(scored[0].logprobs, list(cached.values()), rescored, first.cached)
+        return scored
 
     async def next_token(self, model: str, token_ids: list[int], temperature: float) -> dict[str, float]:
         """Return the log-probs of the `TOP` likeliest next tokens, by token."""
-        asked = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP, "return_tokens_as_token_ids": True}
-        (choice,) = (await self._complete(model, token_ids, 1, _every_parameter() | asked)).choices
-        first = (choice.logprobs.top_logprobs or [None])[0] if choice.logprobs else None
-        if not first:
-            raise ServerMismatchError(f"returns no log-probs of the {TOP} likeliest tokens")
-        return dict(sorted(first.items(), key=lambda item: -item[1])[:TOP])  # without the sampled token beside them
+        return _likeliest((await self._complete(model, [token_ids], 1, _next_token(temperature))).choices[0])
 
     async def sample(self, model: str, prompt_ids: list[int], sampling: Sampling, version: int) -> list[Completion]:
         """Sample a group on the adapter `model`, which is this version. The caller sets the deadline."""
         asked = _every_parameter(**group_fields(sampling))
-        answer = await self._complete(model, prompt_ids, sampling.num_generations, asked)
+        answer = await self._complete(model, [prompt_ids], sampling.num_generations, asked)
         return [_completion(choice, prompt_ids, sampling, version) for choice in answer.choices]
 
-    async def _complete(self, model: str, prompt_ids: list[int], count: int, asked: dict[str, Any]) -> _Completions:
-        body = {"model": model, "prompt": prompt_ids, "return_token_ids": True} | asked
-        tokens = len(prompt_ids) * count * (1 + asked.get("prompt_logprobs", 0))
+    async def _complete(
+        self, model: str, prompts: list[list[int]], per_prompt: int, asked: dict[str, Any]
+    ) -> _Completions:
+        prompt, count = prompts[0] if len(prompts) == 1 else prompts, per_prompt * len(prompts)
+        body = {"model": model, "prompt": prompt, "return_token_ids": True} | asked
+        tokens = sum(map(len, prompts)) * per_prompt * (1 + asked.get("prompt_logprobs", 0))
         tokens += asked["max_tokens"] * count * max(1, asked.get("logprobs", 0))
         answer = await self._http.ask(
             _COMPLETIONS,
@@ -383,6 +387,18 @@ def _scores(
 def _every_parameter(**given: Any) -> dict[str, Any]:
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return neutral | {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False} | given
+
+
+def _next_token(temperature: float) -> dict[str, Any]:
+    asked = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP, "return_tokens_as_token_ids": True}
+    return _every_parameter() | asked
+
+
+def _likeliest(choice: _Choice) -> dict[str, float]:
+    first = (choice.logprobs.top_logprobs or [None])[0] if choice.logprobs else None
+    if not first:
+        raise ServerMismatchError(f"returns no log-probs of the {TOP} likeliest tokens")
+    return dict(sorted(first.items(), key=lambda item: -item[1])[:TOP])  # without the sampled token beside them
 
 
 def _completion(choice: _Choice, prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:

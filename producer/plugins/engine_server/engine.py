@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from producer.engine_contract import (
-    NUM_SAMPLED,
     Adapter,
     AdapterRefusedError,
     Completion,
     EngineCapabilities,
     EngineLoad,
     EnginePlugin,
+    Rows,
     Scored,
     ToolParser,
 )
@@ -121,25 +121,25 @@ class ServerWeights:
                 raise AdapterRefusedError(f"the server refuses it: {error}") from error
             raise
 
-    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+    async def verify(self, adapter: Adapter | None, rows: Rows) -> list[Scored]:
         """Return what the first server computes. A server that computes something else is not used."""
         policy = None if adapter is None else self.needed[adapter.id]
-        fitting = tuple(row[: self.longest_row()])
+        fitting = [tuple(row[: self.longest_row()]) for row in rows]
         scored = self.base if policy is None else policy.scored
-        while fitting not in scored:
+        while missing := [row for row in dict.fromkeys(fitting) if row not in scored]:
             server = await self.servers.pick()
             with server.losing():
                 try:
                     if policy is None:
-                        scored[fitting] = await server.base(fitting)
+                        scored |= await server.base(missing)
                     else:
-                        await server.measure(policy, fitting)
+                        await server.measure(policy, missing)
                 except ServerRefusedError as error:
                     server.lose(f"refuses to score a probe: {error}")
         while policy is not None and not self._everywhere(policy):
             await self.servers.wait_until(lambda: bool(self.servers.ready))
             await self._ensure(policy)
-        return scored[fitting]
+        return [scored[row] for row in fitting]
 
     def _everywhere(self, policy: NeededPolicy) -> bool:
         ready = self.servers.ready
@@ -371,7 +371,7 @@ async def server_engine(config: RunConfig) -> AsyncIterator[ServerEngine]:
         proof = SwapProof(config.probe_tolerance, config.probe_slack)
         inspection = Inspection(config, model_folder, folder, proof, config.sampling.max_completion_length + 1)
         servers, needed = Servers(), dict[int, NeededPolicy]()
-        weights = ServerWeights(servers, needed, folder, lambda: inspection.min_model_len - NUM_SAMPLED - 1)
+        weights = ServerWeights(servers, needed, folder, lambda: inspection.min_model_len - 1)
         for url in section.url:
             api = VllmApi(HttpClient(session, url.rstrip("/"), section.answer_timeout_s))
             servers.all.append(Server(api, inspection, folder, needed, weights.base, servers.note_change))

@@ -86,7 +86,7 @@ class Server:
         self._expected_base = expected_base
         self._on_change = on_change
         self._proved: set[tuple[int, Row]] = set()
-        self._asked: set[tuple[str, Row]] = set()  # rows under a name, whose KV the server may have
+        self._asked: set[str] = set()  # names under which the server may have the KV of a probe
         self._base: dict[Row, Scored] = {}
         self._limits: set[asyncio.Timeout] = set()  # of requests in the server
         self._numbers = itertools.count(1)
@@ -174,40 +174,41 @@ class Server:
             if adapter.id in self._needed and not self.has(policy):
                 await self._prove(policy)
 
-    async def measure(self, policy: NeededPolicy, row: Row) -> None:
-        """Compute a row of the probe on this server first. The other servers have to compute the same."""
+    async def measure(self, policy: NeededPolicy, rows: list[Row]) -> None:
+        """Compute rows of the probe on this server first. The other servers have to compute the same."""
         async with self._loading:
             name = self.names.get(policy.adapter.id)
             if name is None:
                 raise ServerLostError(f"has lost policy v{policy.adapter.version}")
-            policy.scored[row] = await self._score(name, row)
-            self._proved.add((policy.adapter.id, row))
+            policy.scored |= await self._score(name, rows)
+            self._proved |= {(policy.adapter.id, row) for row in rows}
 
-    async def base(self, row: Row) -> Scored:
-        """Compute a row of the probe without an adapter, once for every inspection."""
-        if row not in self._base:
+    async def base(self, rows: list[Row]) -> dict[Row, Scored]:
+        """Compute rows of the probe without an adapter, once for every inspection."""
+        if missing := [row for row in rows if row not in self._base]:
             if self.inspected is None:
                 raise ServerLostError("has not been inspected")
-            self._base[row] = await self.api.verify(self.inspected.base, list(row), is_base=True)
-        return self._base[row]
+            scored = await self.api.verify(self.inspected.base, [list(row) for row in missing], is_base=True)
+            self._base |= zip(missing, scored, strict=True)
+        return {row: self._base[row] for row in rows}
 
     async def discard(self, adapter: Adapter) -> None:
         """Unload an adapter. A server that is not ready unloads it at its next inspection."""
         async with self._loading:
             name = self.names.pop(adapter.id, None)
             self._proved = {(number, row) for number, row in self._proved if number != adapter.id}
-            self._asked = {(other, row) for other, row in self._asked if other != name}
+            self._asked.discard(str(name))
             if name is not None and self.is_ready:
                 with self.losing(), contextlib.suppress(ServerRefusedError):  # the server may have lost it
                     await self.api.unload(name)
 
     async def _prove(self, policy: NeededPolicy) -> None:
-        adapter, proof = policy.adapter, self._inspection.proof
-        for row, expected in list(policy.scored.items()):
-            scored = await self._score(self.names[adapter.id], row)
-            known = self._expected_base.get(row)
-            bases = None if known is None else (await self.base(row), known)
-            problem = proof.unlike(scored, expected, bases, list(policy.scored))
+        adapter, proof, rows = policy.adapter, self._inspection.proof, list(policy.scored)
+        known = self._expected_base
+        base = await self.base([row for row in rows if row in known])
+        for row, scored in (await self._score(self.names[adapter.id], rows)).items():
+            bases = (base[row], known[row]) if row in base else None
+            problem = proof.unlike(scored, policy.scored[row], bases, rows)
             if problem:
                 self.names.pop(adapter.id)
                 raise ServerMismatchError(
@@ -216,12 +217,12 @@ class Server:
                 )
             self._proved.add((adapter.id, row))
 
-    async def _score(self, name: str, row: Row) -> Scored:
-        """Compute a row under the adapter `name`. After the first try, whose answer may be lost, the prefix cache has the row."""
-        was_asked = (name, row) in self._asked
-        self._asked.add((name, row))
-        scored = await self.api.verify(name, list(row), is_base=False)
-        return scored._replace(cached=0) if was_asked else scored
+    async def _score(self, name: str, rows: list[Row]) -> dict[Row, Scored]:
+        """Compute rows under the adapter `name`. After the first try, whose answer may be lost, the prefix cache has them."""
+        was_asked = name in self._asked
+        self._asked.add(name)
+        scored = await self.api.verify(name, [list(row) for row in rows], is_base=False)
+        return dict(zip(rows, [one._replace(cached=0) for one in scored] if was_asked else scored, strict=True))
 
     async def _watch(self) -> None:
         """Check the server's health while it is ready."""
@@ -255,7 +256,7 @@ class Server:
         offered = {card.id: card.root or "" for card in await self.api.models() if card.parent is not None}
         self.names = {number: name for number, name in self.names.items() if name in offered and number in self._needed}
         self._proved = {(number, row) for number, row in self._proved if number in self.names}
-        self._asked = {(name, row) for name, row in self._asked if name in self.names.values()}
+        self._asked &= set(self.names.values())
         for name, root in offered.items():
             owner = self._folder.owner_of(root)
             is_left = owner == self._folder.name and name not in self.names.values()

@@ -67,7 +67,7 @@ def test_adapters_are_computed_by_the_lora_kernels_of_gpus(adapters: LiveEngine)
     async def check() -> None:
         adapter = live.adapter(1, 1)
         await live.engine.weights.load(adapter)
-        scores = (await live.engine.weights.verify(adapter, TOKENS)).logprobs
+        scores = (await live.engine.weights.verify(adapter, [TOKENS]))[0].logprobs
         assert difference(live, 1, scores) < 0.05
         assert difference(live, 0, scores) > 0.2
         [completion] = await live.engine.generate(TOKENS, Sampling(1, LENGTH, 1.0), adapter)
@@ -86,16 +86,16 @@ def test_merged_weights_are_installed_from_pinned_memory_and_taken_back(merged: 
         weights = live.engine.weights
         first, second = live.adapter(1, 1), live.adapter(2, 2)
         await weights.load(first)
-        before = (await weights.verify(first, TOKENS)).logprobs
+        before = (await weights.verify(first, [TOKENS]))[0].logprobs
         assert difference(live, 1, before) < 1e-4
         weights.activate(first)
         for completion in await live.engine.generate(TOKENS, Sampling(1, LENGTH, 1.0), first):
             assert completion.token_versions == [1] * len(completion.token_ids)
             assert worst_difference(live, 1, completion) < 1e-4
         await weights.load(second)
-        assert difference(live, 2, (await weights.verify(second, TOKENS)).logprobs) < 1e-4
+        assert difference(live, 2, (await weights.verify(second, [TOKENS]))[0].logprobs) < 1e-4
         await weights.discard(second)
-        assert (await weights.verify(first, TOKENS)).logprobs == before
+        assert (await weights.verify(first, [TOKENS]))[0].logprobs == before
 
     live.run(check())
 
@@ -107,17 +107,17 @@ def test_patches_are_written_into_the_weights_of_the_gpu_and_taken_back(full: Li
 
     async def check() -> None:
         weights = live.engine.weights
-        base = (await weights.verify(None, TOKENS)).logprobs
+        base = (await weights.verify(None, [TOKENS]))[0].logprobs
         first, second = live.adapter(1, 1), live.adapter(2, 2)
         await weights.load(first)
-        before = (await weights.verify(first, TOKENS)).logprobs
+        before = (await weights.verify(first, [TOKENS]))[0].logprobs
         assert before != base
         weights.activate(first)
         for completion in await live.engine.generate(TOKENS, Sampling(1, LENGTH, 1.0), first):
             assert completion.token_versions == [1] * len(completion.token_ids)
         await weights.load(second)
-        assert (await weights.verify(second, TOKENS)).logprobs != before
+        assert (await weights.verify(second, [TOKENS]))[0].logprobs != before
         await weights.discard(second)
-        assert (await weights.verify(first, TOKENS)).logprobs == before
+        assert (await weights.verify(first, [TOKENS]))[0].logprobs == before
 
     live.run(check())

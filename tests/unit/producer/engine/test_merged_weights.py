@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from producer.engine.weights import InFlightRequest, MergedWeights
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Scored
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Rows, Scored
 from protocol.errors import ConfigError, EngineError
 from tests.unit.producer.loop import asynchronous, settle
 
@@ -30,10 +30,10 @@ class Workers:
         self.reasons = ["", ""]  # why they cannot exchange their weights
         self.survivals: list[dict[str, tuple[float, float]]] = [{}, {}]
 
-    async def verify(self, row: list[int], lora: Any, salt: str, *, is_base: bool) -> Scored:
+    async def verify(self, rows: Rows, lora: Any, salt: str, *, is_base: bool) -> list[Scored]:
         assert lora is None
         assert not is_base
-        return Scored([-float(salt.removeprefix("weights-"))] * (len(row) - 1))
+        return [Scored([-float(salt.removeprefix("weights-"))] * (len(row) - 1)) for row in rows]
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         await asyncio.sleep(0)
@@ -174,7 +174,7 @@ async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing(state: str,
     await weights.discard(second)
     assert workers.paths == ["base", "/adapters/1"]
     assert weights.salt == "weights-1"
-    assert (await weights.verify(adapter(1), [5, 6])).logprobs == [-1.0]
+    assert await weights.verify(adapter(1), [[5, 6]]) == [Scored([-1.0])]
 
 
 @asynchronous

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Completion, Scored
+from producer.engine_contract import Adapter, AdapterFailedError, AdapterRefusedError, Completion, Rows, Scored
 from producer.groups import LeaseFailure
 from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import DownloadedPolicy
@@ -56,12 +56,12 @@ class FakeEngine:
     ) -> list[Completion]:
         raise NotImplementedError
 
-    async def verify(self, adapter: Adapter | None, row: list[int]) -> Scored:
+    async def verify(self, adapter: Adapter | None, rows: Rows) -> list[Scored]:
         assert adapter is None or adapter.id in self.loaded
         version = -1 if adapter is None else adapter.version
         if (score := self.score_of.get(version, -0.5)) is None:
             raise AdapterRefusedError("too long")
-        return Scored([score] * (len(row) - 1))
+        return [Scored([score] * (len(row) - 1)) for row in rows]
 
     async def load(self, adapter: Adapter) -> dict[str, float]:
         self.loading += 1
@@ -347,7 +347,7 @@ async def test_a_version_that_failed_for_a_reason_that_may_pass_comes_again_afte
     assert pauses[-1] == 1.0, "the pauses of one version are not those of the next"
 
 
-async def unscored(adapter: Adapter, token_ids: list[int]) -> list[float]:
+async def unscored(adapter: Adapter, rows: Rows) -> list[Scored]:
     raise AdapterFailedError("vLLM ended the scoring of 2 tokens with finish_reason='error'")
 
 
@@ -392,13 +392,13 @@ async def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_l
 
 @working
 async def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup):
-    async def verify(adapter: Adapter | None, row: list[int]) -> Scored:
+    async def verify(adapter: Adapter | None, rows: Rows) -> list[Scored]:
         if adapter is None:
-            return Scored([-0.5])
+            return [Scored([-0.5])]
         running.__exit__(None, None, None)
         await settle()
         assert adapter.id in setup.engine.loaded
-        return Scored([-0.5])
+        return [Scored([-0.5])]
 
     await setup.publish(0)
     running = setup.registry.pin()

@@ -17,6 +17,7 @@ from tests.scripted_vllm_server import Flags, ScriptedVllmServer
 
 PROMPT = [5, 6, 7]
 PROBE = [4, 9, 2, 11, 3]
+ROWS = [PROBE, [9, 9, 4, 2, 7]]
 SAMPLING = Sampling(num_generations=3, max_completion_length=6, temperature=0.7)
 
 
@@ -70,20 +71,20 @@ def adapter(folder: Path, version: int) -> Adapter:
 
 
 async def publish(engine: ServerEngine, policy: Adapter) -> list[float]:
-    await engine.weights.verify(None, PROBE)
+    await engine.weights.verify(None, [PROBE])
     await engine.weights.load(policy)
-    scored = await engine.weights.verify(policy, PROBE)
+    (scored,) = await engine.weights.verify(policy, [PROBE])
     assert scored.sampled == pytest.approx(scored.rescored, abs=1e-9)
     engine.weights.activate(policy)
     return scored.logprobs
 
 
-def probe_of(server: ScriptedVllmServer, policy: Adapter | None) -> list[float]:
+def probe_of(server: ScriptedVllmServer, policy: Adapter | None, row: list[int] = PROBE) -> list[float]:
     """What a trainer would say of a policy, or of the base."""
     name = server.flags.model if policy is None else "reference"
     if policy is not None:
         server.adapters[name] = str(policy.path)
-    values = [float(server.logprobs(name, PROBE[:n], 1.0)[PROBE[n]]) for n in range(1, len(PROBE))]
+    values = [float(server.logprobs(name, row[:n], 1.0)[row[n]]) for n in range(1, len(row))]
     server.adapters.pop("reference", None)
     return values
 

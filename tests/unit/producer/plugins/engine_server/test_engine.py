@@ -27,6 +27,7 @@ from tests.unit.producer.loop import asynchronous, until
 from tests.unit.producer.plugins.engine_server.running import (
     PROBE,
     PROMPT,
+    ROWS,
     SAMPLING,
     adapter,
     check_exact,
@@ -427,6 +428,56 @@ async def test_of_two_servers_the_one_that_computes_something_else_is_not_used(t
         check_exact(used, policy, await generate(engine, policy))
 
 
+@asynchronous
+async def test_a_swap_asks_twice_whatever_the_number_of_rows_and_waits_for_no_second_token(tmp_path: Path) -> None:
+    """Each request waits for a step of a busy server."""
+    async with servers() as started, running(tmp_path, started) as engine:
+        (server,) = started
+        before = server.asked["/v1/completions"]
+        await engine.weights.verify(None, ROWS)
+        assert server.asked["/v1/completions"] == before + 1
+        bodies: list[dict[str, Any]] = []
+        choice = server._choice
+        server._choice = lambda body, index: bodies.append(body) or choice(body, index)  # type: ignore[method-assign]
+        await engine.weights.load(policy := adapter(tmp_path, 1))
+        scored = await engine.weights.verify(policy, ROWS)
+        assert server.asked["/v1/completions"] == before + 3
+        assert [(body["prompt"], "prompt_logprobs" in body, body["max_tokens"]) for body in bodies] == [
+            (ROWS[0], False, 1),
+            (ROWS[0], True, 1),
+            (ROWS[1], True, 1),
+        ], "what reads the prefix cache comes before what fills it"
+        assert [one.logprobs for one in scored] == [
+            pytest.approx(probe_of(server, policy, row), abs=1e-9) for row in ROWS
+        ]
+        assert [len(one.sampled) for one in scored] == [8, 0]
+
+
+@asynchronous
+async def test_a_cache_of_another_version_shows_in_the_next_token(tmp_path: Path) -> None:
+    """The server computes requests that may use its cache as the base does."""
+    async with servers() as started, running(tmp_path, started) as engine:
+        (server,) = started
+        await engine.weights.load(policy := adapter(tmp_path, 1))
+        logprobs = server.logprobs
+        name = server.names[-1]
+
+        def choice(body: dict[str, Any], index: int, whole: Any = server._choice) -> Any:
+            is_stale = body["model"] == name and "prompt_logprobs" not in body
+            model = server.flags.model if is_stale else name
+            server.logprobs = lambda _, *where: logprobs(model, *where)  # type: ignore[method-assign]
+            return whole(body, index)
+
+        server._choice = choice  # type: ignore[method-assign]
+        (scored,) = await engine.weights.verify(policy, [PROBE])
+        base, right = (logprobs(model, PROBE, 1.0) for model in (server.flags.model, name))
+        likeliest = sorted(range(len(base)), key=lambda token: -base[token])[:8]
+        least = sorted(right)[-8]
+        assert scored.sampled == pytest.approx([base[token] for token in likeliest], abs=1e-9)
+        assert scored.rescored == pytest.approx([max(right[token], least) for token in likeliest], abs=1e-9)
+        assert max(abs(a - b) for a, b in zip(scored.sampled, scored.rescored, strict=True)) > 0.1
+
+
 def finds_cached(server: ScriptedVllmServer) -> None:
     """Let a server say that its prefix cache had four tokens of each prompt, as vLLM does with --enable-prompt-tokens-details."""
     server.spoil = lambda answer: answer.update(
@@ -441,10 +492,10 @@ async def test_a_server_tells_what_its_cache_had_for_the_first_request_of_a_vers
         for version, usage in ((1, None), (2, {"prompt_tokens_details": None})):
             server.spoil = lambda answer, usage=usage: answer.update(usage=usage)  # type: ignore[misc]
             await engine.weights.load(policy := adapter(tmp_path, version))
-            assert (await engine.weights.verify(policy, PROBE)).cached == 0
+            assert (await engine.weights.verify(policy, [PROBE]))[0].cached == 0
         finds_cached(server)
         await engine.weights.load(policy := adapter(tmp_path, 3))
-        assert (await engine.weights.verify(policy, PROBE)).cached == 4
+        assert (await engine.weights.verify(policy, [PROBE]))[0].cached == 4
 
 
 @asynchronous
@@ -454,16 +505,16 @@ async def test_what_the_cache_has_after_a_lost_answer_counts_for_nothing(tmp_pat
         await engine.weights.load(policy := adapter(tmp_path, 1))
         finds_cached(server)
         server.answers["/v1/completions"] = deque([lambda: refusal(502, "the answer was lost")])
-        assert (await engine.weights.verify(policy, PROBE)).cached == 0
+        assert (await engine.weights.verify(policy, [PROBE]))[0].cached == 0
 
 
 @asynchronous
 async def test_of_two_servers_the_one_whose_cache_is_of_another_version_is_not_used(tmp_path: Path) -> None:
     async with servers(2) as started, running(tmp_path, started) as engine:
         finds_cached(started[1])
-        await engine.weights.verify(None, PROBE)
+        await engine.weights.verify(None, [PROBE])
         await engine.weights.load(policy := adapter(tmp_path, 1))
-        await engine.weights.verify(policy, PROBE)
+        await engine.weights.verify(policy, [PROBE])
         assert [server.url for server in engine.servers.ready] == [started[0].url]
 
 
