@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import httpx
 import torch
 import transformers
-from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer, TrainerCallback
 
 from benchmarks.tasks import TASKS, reward_of
 from benchmarks.trainer_step_async import replace_kernels
+from benchmarks.whole_runs import BEGAN
 from consumer.learn.options import build_lora
 from protocol.config.loader import load_config
 from protocol.runtime.processes import block_import
@@ -40,27 +39,21 @@ _COLUMNS = {
 }
 
 
-_SAMPLED = "vllm:generation_tokens_total"
-
-
 class _Steps(TrainerCallback):
-    """Writes a line when TRL logs a step, with the tokens that the server has sampled by then."""
+    """Notes when TRL's rollout process has begun, and writes a line when TRL logs a step."""
 
-    def __init__(self, file: Path, url: str) -> None:
-        self._file, self._url = file, url
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        (self._folder / BEGAN).write_text(str(time.time()))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "reward" in logs:
             line = {"step": state.global_step, "t": time.time()}
             line |= {name: logs.get(key) for name, key in _COLUMNS.items()}
-            line["sampled"] = _sampled(self._url)
-            with self._file.open("a") as out:
+            with (self._folder / "steps.jsonl").open("a") as out:
                 out.write(json.dumps(line) + "\n")
-
-
-def _sampled(url: str) -> int:
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
-    return int(sum(one.value for family in families for one in family.samples if one.name == _SAMPLED))
 
 
 class MessagesReward:
@@ -109,8 +102,8 @@ def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=build_lora(config),
-        callbacks=[_Steps(run_dir / "steps.jsonl", url)],
     )  # fmt: skip
+    trainer.add_callback(_Steps(run_dir))  # behind TRL's own, which starts the rollout process and waits for it
     trainer.train()
     trainer.save_model(str(run_dir / "adapter"))
 

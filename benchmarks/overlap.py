@@ -1,9 +1,10 @@
-"""`make bench-overlap`: generation beside training, as the pair does it, in turns, and as TRL's asynchronous trainer does it.
+"""`make bench-overlap`: generation beside training, as the pair does it, and as TRL's asynchronous trainer does it.
 
-Guarantee: all arms learn the same task (`benchmarks.tasks`) on the same cores or the same GPU
-(`benchmarks.whole_runs`). The arms take turns, in another order each round. TRL is tuned: the first round runs it with each
-number of tasks in flight, the others with the fastest. Every finished run is a line of `--out`, with accuracy at its checkpoints,
-and is not repeated.
+Guarantee: all arms learn the same task (`benchmarks.tasks`) on the same cores or the same GPU (`benchmarks.whole_runs`). The arms
+take turns, in another order each round. TRL runs with its own number of tasks in flight and tuned: the first round runs it with
+each of some numbers, the others with the fastest. Seconds and sampled tokens count, in all arms, from the first request for a
+completion: engine or server and trainer are ready then. Checkpoints are evaluated after the run. Every finished run is a line of
+`--out` and is not repeated.
 """
 
 import argparse
@@ -16,21 +17,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.finished_runs import FinishedRuns
-from benchmarks.overlap_report import OWN, SERVED, TRL, WARM_UP, draw, fastest, table
+from benchmarks.overlap_report import ITS_OWN, OWN, SERVED, TRL, WARM_UP, fastest, ratios, table
 from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
-from benchmarks.whole_runs import CHECKPOINTS, Run, sampled_until, scores, steps
+from benchmarks.whole_runs import BEGAN, Run, first_request, journaled, scores, steps
 from examples.folders import fresh_folder
 from producer.engine.own_arguments import served_modules
 from protocol.errors import DeviceError
 from protocol.gpu.nvml import select_gpus
 
 FOLDER = Path("runs/bench/overlap").absolute()
+STEPS = {"sums": 40, "smollm2": 12, "lcm": 20, "times": 20}
+SAVE_STEPS = {"sums": 2, "smollm2": 1, "lcm": 2, "times": 2}
+INFLIGHT = {"sums": [32, 64], "smollm2": [24], "lcm": [24], "times": [24]}
+"""Tasks in flight with which TRL is tuned, beside its own number."""
+
 _END_S = 3600.0
 
 
 class Case(NamedTuple):
-    """One run. `inflight` counts TRL's tasks, and is 0 for ours."""
+    """One run. `inflight` counts TRL's tasks: -1 is its default, and 0 is ours, which has none."""
 
     task: str
     arm: str
@@ -46,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def save_steps(self) -> int:
-        return max(1, self.steps // CHECKPOINTS)
+        return SAVE_STEPS[self.task]
 
     @property
     def settings(self) -> list[str]:
@@ -71,11 +77,11 @@ def serve(run: Run, case: Case) -> str:
 
 def run(case: Case, *, on_gpu: bool) -> dict[str, Any]:
     fresh_folder(case.folder)
-    began = time.time()
+    started = time.time()
     with ExitStack() as stack:
         watch = stack.enter_context(Watch())
         run = Run(case, stack, watch, on_gpu=on_gpu)
-        url = serve(run, case) if case.arm != OWN else None
+        url = run.tokens.url = serve(run, case) if case.arm != OWN else None
         served = time.time()
         if case.arm == TRL:
             _train_trl(run, case, str(url))
@@ -84,16 +90,17 @@ def run(case: Case, *, on_gpu: bool) -> dict[str, Any]:
         ended = time.time()
         lines = steps(case, case.steps)
         used = watch.between(lines[0]["t"], lines[-1]["t"])
+    began = float((case.folder / BEGAN).read_text()) if case.arm == TRL else first_request(case.folder)
+    at = [began, *(line["t"] for line in lines)]
+    sampled = [count - run.tokens.at([began])[0] for count in run.tokens.at(at)]
+    names = ("t", "reward", "wait_s", "step_s", "tokens", "sync_s")
     found = scores(case, "trl" if case.arm == TRL else "checkpoints")
-    if case.arm != TRL:
-        for line, sampled in zip(lines, sampled_until(case.folder, [line["t"] for line in lines]), strict=True):
-            line["sampled"] = sampled
-    names = ("t", "reward", "wait_s", "step_s", "tokens", "sampled", "sync_s")
     return case._asdict() | used | {
-        "server_start_s": round(served - began, 1), "whole_s": round(ended - served, 1),
+        "server_start_s": round(served - started, 1), "whole_s": round(ended - served, 1),
         "dropped": _dropped(case, lines, run.config.sampling.num_generations),
+        "journaled_tokens": None if case.arm == TRL else journaled(case.folder),
         "steps_of": {name: [line.get(name) for line in lines] for name in names},
-        "accuracy": [[lines[number - 1]["t"] - lines[0]["t"], number, score] for number, score in found],
+        "accuracy": [[round(at[number] - began, 3), number, sampled[number], score] for number, score in found],
     }  # fmt: skip
 
 
@@ -112,28 +119,28 @@ def _train_trl(run: Run, case: Case, url: str) -> None:
 
 def cases(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[Case]:
     """Yield the runs of each round; `known` grows meanwhile, and says which of TRL's settings was the fastest."""
+    task, staleness, steps = options.task, options.staleness, options.steps or STEPS[options.task]
     for number in range(1, options.rounds + 1):
-        found = [Case(options.task, OWN, staleness, 0, number, options.steps) for staleness in (0, *options.staleness)]
-        found += [Case(options.task, SERVED, staleness, 0, number, options.steps) for staleness in options.staleness]
-        for staleness in options.staleness:
-            tried = options.inflight if number == 1 else [fastest(known, options.task, staleness)]
-            found += [Case(options.task, TRL, staleness, inflight, number, options.steps) for inflight in tried]
-        yield from (case for case in (found if number % 2 else reversed(found)) if case.arm in options.arms)
+        arms = [(OWN, 0), (SERVED, 0), (TRL, ITS_OWN)]
+        tried = options.inflight or INFLIGHT[task] if number == 1 else [fastest(known, task)]
+        arms += [(TRL, inflight) for inflight in tried if inflight != ITS_OWN]
+        for arm, inflight in arms if number % 2 else reversed(arms):
+            if arm in options.arms:
+                yield Case(task, arm, staleness, inflight, number, steps)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--task", choices=STEPS, default="sums")
     parser.add_argument("--arms", nargs="+", choices=(OWN, SERVED, TRL), default=[OWN, SERVED, TRL])
     parser.add_argument("--gpu", default="cpu", metavar="N|cpu", help="where all run (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, help=f"(default: {STEPS})")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--inflight", type=int, nargs="+", default=[16, 32, 64, 128], help="TRL's tasks at once")
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--inflight", type=int, nargs="+", help=f"TRL's tasks, beside its own (default: {INFLIGHT})")
     parser.add_argument("--out", type=Path, default=FOLDER.with_suffix(".jsonl"), help="file to append to")
-    parser.add_argument("--plot", type=Path, help="picture to write, of all runs of the task in --out")
     options = parser.parse_args(argv)
-    if options.steps < WARM_UP + 2:
+    if (options.steps or STEPS[options.task]) < WARM_UP + 2:
         parser.error(f"--steps: the first {WARM_UP} are not timed, and two more are needed")
     try:
         on_gpu = bool(select_gpus(options.gpu))
@@ -144,11 +151,8 @@ def main(argv: list[str] | None = None) -> None:
     runs = FinishedRuns(options.out)
     for case in cases(options, runs.lines):
         if (found := runs.make(case, partial(run, on_gpu=on_gpu))) is not None:
-            print(*case, f"{found['whole_s']} s, accuracy {found['accuracy'][-1][2]:.3f}", flush=True)
-    shown = [one for one in runs.lines if one["task"] == options.task]
-    print(table(shown))
-    if options.plot is not None:
-        draw(shown, options.plot)
+            print(*case, f"{found['whole_s']} s, accuracy {found['accuracy'][-1][3]:.3f}", flush=True)
+    print(table(runs.lines), ratios(runs.lines), sep="\n\n")
 
 
 if __name__ == "__main__":

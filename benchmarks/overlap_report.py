@@ -1,176 +1,204 @@
-"""What the runs of `benchmarks.overlap` say together: a table in Markdown, and accuracy over time as a picture.
+"""What the runs of `benchmarks.overlap` say together: tables in Markdown, and accuracy over tokens and time as a picture.
 
-Guarantee: seconds of a step are between the ends of two steps, from the `WARM_UP`-th on. Ratios are between runs of one round.
+    python -m benchmarks.overlap_report RESULTS [--plot PICTURE]
+
+Guarantee: seconds and sampled tokens count from the first request. Rates and waits are those of the steps after the first
+`WARM_UP`. Ratios are of medians, and their quartiles are of ratios between two runs of one round.
 """
 
-import itertools
+import argparse
 import statistics
-from collections import defaultdict
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
-from benchmarks.whole_runs import WORTH
+import numpy as np
+
+from benchmarks.tasks import TASKS
+from benchmarks.whole_runs import cost_to
+from protocol.runtime import json_lines
 
 Result = dict[str, Any]
-Arm = tuple[str, int, int, int]
-"""An arm is its name, the staleness, the number of TRL's tasks in flight, and the steps."""
 
 OWN, SERVED, TRL = "own engine", "vLLM server", "TRL AsyncGRPO"
-WARM_UP = 5
+TUNED, DEFAULT = "TRL, tuned", "TRL, default"
+ITS_OWN = -1
+"""Stands for TRL's own number of tasks in flight."""
+
+WARM_UP = 3
+_SECONDS, _TOKENS = 0, 2  # columns of a checkpoint
+_COLORS = {OWN: "#1f6fb4", SERVED: "#6fb38a", TUNED: "#e07b39", DEFAULT: "#b9a58c"}
 
 
-def walls(one: Result) -> list[float]:
-    """Return the seconds of each step after the first ones."""
-    return [after - before for before, after in itertools.pairwise(one["steps_of"]["t"][WARM_UP - 1 :])]
+def span(one: Result) -> float:
+    """Return the seconds of the steps after the first ones."""
+    times = one["steps_of"]["t"]
+    return float(times[-1] - times[WARM_UP - 1])
 
 
 def step_s(one: Result) -> float:
-    return fmean(walls(one))
+    return span(one) / (len(one["steps_of"]["t"]) - WARM_UP)
 
 
 def trained_per_s(one: Result) -> float:
-    """Return the trained tokens of a second."""
-    return float(sum(one["steps_of"]["tokens"][WARM_UP:]) / sum(walls(one)))
+    return float(sum(one["steps_of"]["tokens"][WARM_UP:]) / span(one))
 
 
-def sync_s(one: Result) -> float:
-    """Return the seconds of a step that the trainer stops for to hand over its weights, as TRL measures them. For the pair they
-    are all that is neither waiting nor training, which is more."""
-    of = {name: values[WARM_UP:] for name, values in one["steps_of"].items()}
-    if one["arm"] == TRL:
-        return fmean(of["sync_s"])
-    return fmean(
-        wall - waited - trained for wall, waited, trained in zip(walls(one), of["wait_s"], of["step_s"], strict=True)
-    )
+def sampled_per_s(one: Result) -> float:
+    """Return the sampled tokens of a second until the last checkpoint."""
+    last = one["accuracy"][-1]
+    return float(last[_TOKENS] / last[_SECONDS])
 
 
-def fastest(results: list[Result], task: str, staleness: int) -> int:
+def waits(one: Result) -> float:
+    """Return the share of the time that the trainer waited for completions."""
+    return sum(value or 0.0 for value in one["steps_of"]["wait_s"][WARM_UP:]) / span(one)
+
+
+def fastest(results: list[Result], task: str) -> int:
     """Return the number of TRL's tasks in flight with which the first round's steps were the shortest."""
-    tried = [
-        one for one in results
-        if (one["task"], one["arm"], one["staleness"], one["round"]) == (task, TRL, staleness, 1)
-    ]  # fmt: skip
+    tried = [one for one in results if (one["task"], one["arm"], one["round"]) == (task, TRL, 1)]
     return int(min(tried, key=step_s)["inflight"])
 
 
-def reached(one: Result, accuracy: float) -> tuple[float, int] | None:
-    """Return the seconds from the first step to the first checkpoint with this accuracy, and its step; None if no checkpoint has
-    it."""
-    return next(((at, number) for at, number, score in one["accuracy"] if score >= accuracy), None)
+def cost(one: Result, goal: float, column: int) -> float | None:
+    """Return the seconds or sampled tokens until an accuracy is reached; None if it is not."""
+    return cost_to(goal, [point[3] for point in one["accuracy"]], [point[column] for point in one["accuracy"]])
 
 
-def seconds_to(one: Result, accuracy: float) -> float | None:
-    """Return the seconds until an accuracy is reached; None if it is not."""
-    found = reached(one, accuracy)
-    return found and found[0]
-
-
-def tokens_to(one: Result, accuracy: float) -> int | None:
-    """Return the tokens sampled until an accuracy is reached; None if it is not, or tokens were not counted."""
-    found, counted = reached(one, accuracy), one["steps_of"].get("sampled")
-    return found and counted and counted[found[1] - 1]
-
-
-def by_arm(results: list[Result]) -> dict[Arm, list[Result]]:
-    found: dict[Arm, list[Result]] = defaultdict(list)
-    for one in results:
-        found[one["arm"], one["staleness"], one["inflight"], one["steps"]].append(one)
-    return dict(sorted(found.items()))
-
-
-def table(results: list[Result]) -> str:
-    """Return a row for each arm: means over its rounds, and ratios to our own engine at the same staleness (in turns: at 1)."""
-    goal = WORTH * max(one["accuracy"][-1][2] for one in results)
-    rows = [
-        f"| arm | staleness | in flight | steps | runs | seconds a step (quartiles) | beside `{OWN}` | trained tokens/s "
-        "| trainer waits | seconds for a sync | CPU: engine, trainer | completions dropped | peak memory | accuracy "
-        f"| seconds to {goal:.2f} | sampled tokens to it |",
-        f"|{'---|' * 16}",
-    ]
-    reference = {(one["staleness"], one["round"]): step_s(one) for one in results if one["arm"] == OWN}
-    for (arm, staleness, inflight, steps), runs in by_arm(results).items():
-        low, high = quartiles([wall for one in runs for wall in walls(one)])
-        beside = [
-            step_s(one) / reference[staleness or 1, one["round"]]
-            for one in runs
-            if (staleness or 1, one["round"]) in reference
-        ]
-        shares = [f"{fmean(one['cpu_share'].get(side, 0.0) for one in runs):.2f}" for side in ("engine", "trainer")]
-        seconds_of = [seconds for one in runs if (seconds := seconds_to(one, goal)) is not None]
-        sampled = [tokens for one in runs if (tokens := tokens_to(one, goal)) is not None]
-        cells = [
-            *(arm, str(staleness), str(inflight or "-"), str(steps), str(len(runs))),
-            f"{fmean(map(step_s, runs)):.2f} ({low:.2f} to {high:.2f})",
-            f"{fmean(beside):.2f}" if beside else "-",
-            f"{fmean(map(trained_per_s, runs)):,.0f}",
-            f"{fmean(map(_share_of_waiting, runs)):.0%}",
-            f"{fmean(map(sync_s, runs)):.2f}",
-            ", ".join(shares),
-            f"{fmean(one['dropped'] for one in runs):.0f}",
-            f"{max(one['peak_memory'] for one in runs) / 2**30:.1f} GiB",
-            f"{fmean(one['accuracy'][-1][2] for one in runs):.3f}",
-            f"{fmean(seconds_of):.0f} ({len(seconds_of)} of {len(runs)})" if seconds_of else "-",
-            f"{fmean(sampled):,.0f}" if sampled else "-",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _share_of_waiting(one: Result) -> float:
-    waited = one["steps_of"]["wait_s"][WARM_UP:]
-    return sum(value or 0.0 for value in waited) / sum(walls(one))
+def arms_of(results: list[Result], task: str) -> dict[str, list[Result]]:
+    """Return the runs of a task by arm. Of TRL they are those with its own number of tasks in flight, and the fastest ones."""
+    runs = [one for one in results if one["task"] == task]
+    arms = {arm: [one for one in runs if one["arm"] == arm] for arm in (OWN, SERVED)}
+    if theirs := [one for one in runs if one["arm"] == TRL]:
+        chosen = {TUNED: fastest(runs, task), DEFAULT: ITS_OWN}
+        arms |= {arm: [one for one in theirs if one["inflight"] == number] for arm, number in chosen.items()}
+    return {arm: found for arm, found in arms.items() if found}
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
 
 
+def _with_quartiles(values: list[float], digits: int, of: int, middle: float | None = None) -> str:
+    if not values:
+        return f"- (0 of {of})"
+    low, high = quartiles(values)
+    shown = f"{median(values) if middle is None else middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+    return shown if len(values) == of else f"{shown}, {len(values)} of {of}"
+
+
+def _costs(runs: list[Result], goal: float, column: int) -> dict[int, float]:
+    """Return the costs by round, of the runs that reach the goal."""
+    return {one["round"]: found for one in runs if (found := cost(one, goal, column)) is not None}
+
+
+def _columns(task: str) -> list[tuple[int, float]]:
+    return [(column, goal) for column in (_SECONDS, _TOKENS) for goal in TASKS[task].goals]
+
+
+_COSTS = "seconds half way | near the end | sampled tokens half way | near the end"
+
+
+def table(results: list[Result]) -> str:
+    """Return a row for each arm of each task, with medians and quartiles over its rounds."""
+    rows = [
+        f"| task | arm | runs | {_COSTS} | trained tokens/s | sampled tokens/s | trainer waits | dropped | held out |",
+        f"|{'---|' * 12}",
+    ]
+    for task in _tasks(results):
+        for arm, runs in arms_of(results, task).items():
+            costs = [list(_costs(runs, goal, column).values()) for column, goal in _columns(task)]
+            name = f"{task} ({', '.join(f'{goal:.2f}' for goal in TASKS[task].goals)})"
+            inflight = {one["inflight"] for one in runs} - {0, ITS_OWN}
+            cells = [
+                *(name, f"{arm} ({inflight.pop()} in flight)" if inflight else arm, str(len(runs))),
+                *(_with_quartiles(values, 0, len(runs)) for values in costs),
+                *(f"{median(map(rate, runs)):,.0f}" for rate in (trained_per_s, sampled_per_s)),
+                f"{median(map(waits, runs)):.0%}",
+                f"{median(one['dropped'] for one in runs):.0f}",
+                f"{median(one['accuracy'][-1][3] for one in runs):.3f}",
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def ratios(results: list[Result]) -> str:
+    """Return what our arms cost beside each of TRL's."""
+    rows = [f"| task | arm | beside | {_COSTS} |", f"|{'---|' * 7}"]
+    for task in _tasks(results):
+        arms = arms_of(results, task)
+        for ours, theirs in ((ours, theirs) for ours in (OWN, SERVED) for theirs in (TUNED, DEFAULT)):
+            if ours in arms and theirs in arms:
+                cells = [_ratio(arms[ours], arms[theirs], goal, column) for column, goal in _columns(task)]
+                rows.append(f"| {' | '.join([task, ours, theirs, *cells])} |")
+    return "\n".join(rows)
+
+
+def _ratio(ours: list[Result], theirs: list[Result], goal: float, column: int) -> str:
+    above, below = (_costs(runs, goal, column) for runs in (ours, theirs))
+    paired = [above[number] / below[number] for number in above if number in below]
+    middle = median(above.values()) / median(below.values()) if above and below else None
+    return _with_quartiles(paired, 2, max(len(ours), len(theirs)), middle)
+
+
+def _tasks(results: list[Result]) -> list[str]:
+    return [task for task in TASKS if any(one["task"] == task for one in results)]
+
+
 def draw(results: list[Result], file: Path) -> None:
-    """Draw accuracy over the seconds since the first step, over steps and, where they were counted, over sampled tokens: a thin
-    line for each run, a colour for each arm, a row for each staleness. Of TRL only the fastest setting is drawn."""
+    """Draw accuracy over sampled tokens and over seconds, a column for each task: the median of an arm's runs, and a band from
+    the lowest to the highest."""
     import matplotlib as mpl  # half a second
     from matplotlib import pyplot as plt
 
     mpl.use("Agg")
-    stalenesses = sorted({one["staleness"] for one in results} - {0})
-    overs = {"seconds since the first step": _over_seconds, "steps": _over_steps}
-    if all("sampled" in one["steps_of"] for one in results):
-        overs["sampled tokens"] = _over_tokens
-    figure, grid = plt.subplots(
-        len(stalenesses), len(overs), sharex="col", sharey=True, squeeze=False, layout="constrained",
-        figsize=(3.2 * len(overs), 0.6 + 2.4 * len(stalenesses)),
-    )  # fmt: skip
-    colors = {OWN: "#1f6fb4", SERVED: "#7fb3dc", TRL: "#e07b39", "in turns": "#777777"}
-    for staleness, row in zip(stalenesses, grid, strict=True):
-        row[0].set_ylabel(f"held out, staleness {staleness}")
-        shown_runs = [
-            one for one in results
-            if one["staleness"] in (0, staleness)
-            and (one["arm"] != TRL or one["inflight"] == fastest(results, one["task"], staleness))
-        ]  # fmt: skip
-        for axes, over in zip(row, overs.values(), strict=True):
+    tasks, overs = _tasks(results), {"sampled tokens": _TOKENS, "seconds": _SECONDS}
+    size = {"figsize": (0.6 + 2.5 * len(tasks), 5.0), "sharey": "col", "squeeze": False, "layout": "constrained"}
+    figure, grid = plt.subplots(len(overs), len(tasks), **size)
+    for axes, task in zip(grid[0], tasks, strict=True):
+        axes.set_title(task, fontsize=10)
+    for row, (label, column) in zip(grid, overs.items(), strict=True):
+        row[0].set_ylabel("held-out accuracy")
+        for axes, task in zip(row, tasks, strict=True):
+            for arm, runs in arms_of(results, task).items():
+                places, low, middle, high = curve(runs, column)
+                axes.fill_between(places, low, high, color=_COLORS[arm], alpha=0.2, linewidth=0)
+                axes.plot(places, middle, color=_COLORS[arm], linewidth=1.5, label=arm)
+            axes.set_xlabel(label)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            axes.tick_params(labelsize=8)
+            axes.locator_params(axis="x", nbins=4)
             axes.grid(alpha=0.25)
-            for one in shown_runs:
-                name = one["arm"] if one["staleness"] else "in turns"
-                accuracy = [score for *_, score in one["accuracy"]]
-                axes.plot(over(one), accuracy, color=colors[name], linewidth=1.2, label=name)
-    for axes, label in zip(grid[-1], overs, strict=True):
-        axes.set_xlabel(label)
     shown = dict(zip(*reversed(grid[0][0].get_legend_handles_labels()), strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(file, dpi=110)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.savefig(file, dpi=100)
     plt.close(figure)
 
 
-def _over_seconds(one: Result) -> list[float]:
-    return [at for at, _, _ in one["accuracy"]]
+def curve(runs: list[Result], column: int) -> tuple[Any, Any, Any, Any]:
+    """Return places of a column as far as all runs go, and the lowest, median and highest accuracy there."""
+    places = np.linspace(0.0, min(one["accuracy"][-1][column] for one in runs), 200)
+    scores = [
+        np.interp(places, [point[column] for point in one["accuracy"]], [point[3] for point in one["accuracy"]])
+        for one in runs
+    ]
+    return places, np.min(scores, 0), np.median(scores, 0), np.max(scores, 0)
 
 
-def _over_steps(one: Result) -> list[float]:
-    return [number for _, number, _ in one["accuracy"]]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    results = json_lines.read(options.results)
+    print(table(results), ratios(results), sep="\n\n")
+    if options.plot is not None:
+        draw(results, options.plot)
 
 
-def _over_tokens(one: Result) -> list[float]:
-    return [one["steps_of"]["sampled"][number - 1] for _, number, _ in one["accuracy"]]
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,14 @@
-"""The tasks that benchmarks of whole runs learn: the demo's sums, six digits of a model of its kind, two of
-SmolLM2-135M-Instruct, sums and a sparse one, and the calculator, in two turns.
+"""The tasks that benchmarks of whole runs learn: the demo's sums, six digits of a model of its kind, three of
+SmolLM2-135M-Instruct, sums and two sparse ones, and the calculator, in two turns.
 
 Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of a configuration. Accuracy is greedy and held
 out.
 """
 
 import functools
+import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from protocol.config.reward_options import SHIPPED
 
 _CHATML = "<|im_start|>assistant\n", r"<\|im_end\|>"
 _LCM = "What is the least common multiple of {} and {}? Answer with the number alone."
+_TIMES = "You are a calculator. Write the result after an equals sign.", "What is {} times {}?"
 _HELD_OUT = 100
 _DIGITS = Path("runs/digits-base")
 _CALCULATOR = Path("runs/calculator-base")
@@ -40,6 +43,7 @@ class Task(NamedTuple):
         rows: the file in `base` with the prompts to train.
         template: the chat template that TRL's asynchronous trainer needs, which takes messages alone; None for the model's own.
         start, end: the last text before an answer, and a pattern of what ends it.
+        goals: accuracies to which costs are compared: about half of what is learned, and near the end.
     """
 
     config: str
@@ -50,6 +54,7 @@ class Task(NamedTuple):
     start: str
     end: str
     rows: str = "train.jsonl"
+    goals: tuple[float, ...] = ()
 
     @property
     def dataset(self) -> Path:
@@ -99,11 +104,20 @@ def smollm2_hard(row: dict[str, Any]) -> bool:
 
 def lcm_easy(row: dict[str, Any]) -> bool:
     """Tell whether one number is the answer: a filter of rows."""
-    return row["answer"] in re.findall(r"\d+", row["prompt"][0]["content"])
+    return row["answer"] in re.findall(r"\d+", row["prompt"][-1]["content"])
 
 
 def lcm_hard(row: dict[str, Any]) -> bool:
     return not lcm_easy(row)
+
+
+def times_easy(row: dict[str, Any]) -> bool:
+    """Tell whether both factors have one digit: a filter of rows."""
+    return not re.search(r"\d\d", row["prompt"][-1]["content"])
+
+
+def times_hard(row: dict[str, Any]) -> bool:
+    return not times_easy(row)
 
 
 def _base_and_adapter(base: Path, trained: Path | None) -> tuple[Path, Path | None]:
@@ -159,8 +173,47 @@ def _build_lcm() -> None:
         {"prompt": [{"role": "user", "content": _LCM.format(*numbers)}], "answer": answer}
         for numbers, answer in asked.items()
     ]
-    for name, part in (("eval", rows[:_HELD_OUT]), ("train", rows[_HELD_OUT:])):
-        (smollm2.BASE / f"lcm-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    _write("lcm", rows[:_HELD_OUT], rows[_HELD_OUT:])
+
+
+def _build_times() -> None:
+    """Write products of 2 to 12 behind a system prompt, on which SmolLM2 is right once in 14 samples. Held out are 20 pairs of
+    factors, in both orders."""
+    smollm2.build_base_model()
+    _write("times", *times_rows())
+
+
+def times_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows that are held out, and those to train."""
+    system, question = _TIMES
+    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
+    random.Random(1).shuffle(pairs)
+    held_out = [pair for pair in pairs if pair[0] != pair[1]][:20]
+
+    def row(first: int, second: int) -> dict[str, Any]:
+        messages = [("system", system), ("user", question.format(first, second))]
+        prompt = [{"role": role, "content": text} for role, text in messages]
+        return {"prompt": prompt, "answer": str(first * second)}
+
+    parts = held_out, [pair for pair in pairs if pair not in held_out]
+    evaluated, trained = ([row(*one) for pair in part for one in sorted({pair, pair[::-1]})] for part in parts)
+    return evaluated, trained
+
+
+def _write(task: str, evaluated: list[dict[str, Any]], trained: list[dict[str, Any]]) -> None:
+    for name, rows in (("eval", evaluated), ("train", trained)):
+        (smollm2.BASE / f"{task}-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@functools.cache
+def _smollm2() -> tuple[Any, Any]:
+    """Load the base and its tokenizer, once for all adapters that are evaluated."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.BASE, padding_side="left")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(smollm2.BASE, dtype=torch.float32).to(device).eval(), tokenizer
 
 
 def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
@@ -168,37 +221,50 @@ def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
     import datasets
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2.BASE, padding_side="left")
+    model, tokenizer = _smollm2()
     folder, adapter = _base_and_adapter(smollm2.BASE, trained)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter))
     rows = datasets.load_dataset("json", data_files=str(smollm2.BASE / rows_file), split="train")
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     longest = load_config(smollm2.CONFIG).sampling.max_completion_length
-    with torch.no_grad():
-        output = model.eval().generate(**inputs, max_new_tokens=longest, do_sample=False)
+    if adapter is not None:
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    elif folder != smollm2.BASE:
+        adapted = type(model).from_pretrained(folder, dtype=torch.float32).to(model.device).eval()
+    else:
+        adapted = model
+    try:
+        with torch.no_grad():
+            output = adapted.generate(**inputs, max_new_tokens=longest, do_sample=False)
+    finally:
+        if adapter is not None:
+            adapted.unload()
     answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     scores = reward_of(smollm2.CONFIG)(completions=answers, answer=list(rows["answer"]))
     return sum(float(score) for score in scores if isinstance(score, float)) / len(scores)
 
 
 TASKS = {
-    "sums": Task(sums.CONFIG, sums.BASE, sums.build_base_model, partial(_greedy_accuracy, sums.BASE), _TEXT, "=", "<eos>"),
+    "sums": Task(
+        sums.CONFIG, sums.BASE, sums.build_base_model, partial(_greedy_accuracy, sums.BASE), _TEXT, "=", "<eos>",
+        goals=(0.80, 0.95),
+    ),
     "digits": Task(
         "benchmarks/digits.yaml", _DIGITS, partial(_build_by, "benchmarks.digits", _DIGITS),
         partial(_greedy_accuracy, _DIGITS, longest=7), _TEXT, "=", "<eos>"
     ),
     "smollm2": Task(
-        smollm2.CONFIG, smollm2.BASE, _build_smollm2, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML
+        smollm2.CONFIG, smollm2.BASE, _build_smollm2, partial(_smollm2_accuracy, "eval.jsonl"), None, *_CHATML,
+        goals=(0.45, 0.60),
     ),
     "lcm": Task(
         smollm2.CONFIG, smollm2.BASE, _build_lcm, partial(_smollm2_accuracy, "lcm-eval.jsonl"), None, *_CHATML,
-        "lcm-train.jsonl",
+        "lcm-train.jsonl", goals=(0.20, 0.30),
+    ),
+    "times": Task(
+        smollm2.CONFIG, smollm2.BASE, _build_times, partial(_smollm2_accuracy, "times-eval.jsonl"), None, *_CHATML,
+        "times-train.jsonl", goals=(0.50, 0.90),
     ),
     "calculator": Task(
         "examples/calculator/run.yaml", _CALCULATOR,

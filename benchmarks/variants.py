@@ -1,8 +1,8 @@
 """`python -m benchmarks.variants SET`: one setting at a time of the pair, on a task that learns, over seeds.
 
-Guarantee: all runs of a task have the same steps, model and cores (`benchmarks.whole_runs`). Variants take turns, in another
-order for each seed. Every finished run is a line of `--out`, with accuracy at its checkpoints over seconds, steps and sampled
-tokens, and is not repeated.
+Guarantee: all runs of a task have the same model, cores (`benchmarks.whole_runs`), and steps or sampled tokens. Variants take
+turns, in another order for each seed. Every finished run is a line of `--out`, with accuracy at its checkpoints over seconds,
+steps and sampled tokens, and is not repeated.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from benchmarks.finished_runs import FinishedRuns
 from benchmarks.tasks import TASKS
 from benchmarks.variants_report import SHARE, draw, table
 from benchmarks.watch import Watch
-from benchmarks.whole_runs import CHECKPOINTS, Run, sampled_until, scores, steps
+from benchmarks.whole_runs import CHECKPOINTS, Run, first_request, scores, steps
 from examples.folders import fresh_folder
+from protocol.config.learning import PipelineSection
+from protocol.config.loader import load_config
 from protocol.runtime import json_lines
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
@@ -51,6 +53,17 @@ REMEDIES: dict[str, Settings] = {
 }
 """Settings against the wait for groups with signal. `SOURCES` stands for the task's rows as an easy and a hard source. What
 is known of single prompts counts from the second epoch on, which takes few prompts."""
+
+FILLS: dict[str, Settings] = {
+    f"{fill}, {groups} groups": (
+        f"pipeline.fill={fill}",
+        f"pipeline.groups_per_step={groups}",
+        *(["pipeline.fill_timeout_s=5"] if fill == "partial" else []),
+    )
+    for groups in (8, 16, 32)
+    for fill in get_args(PipelineSection.model_fields["fill"].annotation)
+}
+"""When a batch is cut. Runs are compared by the tokens that they sample (`--tokens`)."""
 
 _LONG = (
     "sampling.max_completion_length=192", "engine.max_model_len=320", "trainer.learning_rate=1e-6",
@@ -98,20 +111,24 @@ TURNS: dict[str, Settings] = {"turns of their own": (), "shared turns": ("enviro
 """A first turn for each completion, or one for all of a group, on the task `calculator`."""
 
 SETS = {
-    "remedies": REMEDIES, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS, "turns": TURNS,
+    "remedies": REMEDIES, "fill": FILLS, "swaps": SWAPS, "teachers": TEACHERS, "credit": CREDIT, "weights": WEIGHTS,
+    "turns": TURNS,
 }  # fmt: skip
 _TAUGHT = "distillation="
 
 
 class Case(NamedTuple):
+    """One run, of `steps`, or (not 0) until `tokens` are sampled."""
+
     task: str
     variant: str
     seed: int
     steps: int
+    tokens: int = 0
 
     @property
     def folder(self) -> Path:
-        name = f"{self.task} {self.variant} {self.seed} {self.steps}"
+        name = f"{self.task} {self.variant} {self.seed} {self.tokens or self.steps}"
         return FOLDER / name.replace(",", "").replace(" ", "-")
 
     @property
@@ -124,12 +141,18 @@ class Case(NamedTuple):
         changes = [change for change in _changes(self.variant) if not change.startswith(_TAUGHT)]
         common = [
             f"model.path={TASKS[self.task].base.absolute()}", f"dataset={{path: {TASKS[self.task].dataset}}}",
-            f"seed={self.seed}", f"trainer.max_steps={self.steps}", f"trainer.save_total_limit={self.steps}",
-            f"trainer.save_steps={max(1, self.steps // CHECKPOINTS)}",
+            f"seed={self.seed}",
         ]  # fmt: skip
-        return common + [
-            word for change in changes for word in (sources(self.task) if change == "SOURCES" else [change])
-        ]
+        common += [word for change in changes for word in (sources(self.task) if change == "SOURCES" else [change])]
+        most_steps, steps = self.steps, self.steps
+        if self.tokens:
+            config = load_config(TASKS[self.task].config, common)
+            tokens_of_a_step = config.completions_per_step * config.sampling.max_completion_length
+            most_steps, steps = self.tokens, self.tokens // tokens_of_a_step  # a step has at least one token
+        return [
+            *common, f"trainer.max_steps={most_steps}", f"trainer.save_total_limit={most_steps}",
+            f"trainer.save_steps={max(1, steps // CHECKPOINTS)}",
+        ]  # fmt: skip
 
 
 def _changes(variant: str) -> Settings:
@@ -154,15 +177,14 @@ def run(case: Case) -> dict[str, Any]:
         if case.taught:
             url = run.serve(teacher_of(case), "--max-num-seqs", "64")
             more = [f"teachers=[{{name: teacher, url: '{url}'}}]", *case.taught]
-        run.train_pair(more=more)
-        lines = steps(case, case.steps)
-        used = watch.between(lines[0]["t"], lines[-1]["t"])
+        run.train_pair(more=more, most_tokens=case.tokens)
+    lines = steps(case, 1 if case.tokens else case.steps)
+    used = watch.between(lines[0]["t"], lines[-1]["t"])
     with contextlib.closing(JournalReader(case.folder / "journal.sqlite")) as journal:
         groups = [Answered.of(journal, row) for row in journal.rows()]
-    began = groups[0].at
-    ended = [line["t"] for line in lines]
-    sampled = (generated_until if case.variant in TURNS else sampled_until)(case.folder, ended)
-    accuracy = [[ended[number - 1] - began, number, sampled[number - 1], score] for number, score in scores(case)]
+    ended = [first_request(case.folder), *(line["t"] for line in lines)]
+    sampled = run.tokens.at(ended)
+    accuracy = [[ended[at] - ended[0], at, sampled[at] - sampled[0], score] for at, score in scores(case)]
     outcomes = [one.outcome for one in groups]
     names = ("t", "reward", "wait_s", "step_s", "tokens", "entropy", "staleness/mean", SHARE)
     return case._asdict() | used | {
@@ -172,14 +194,6 @@ def run(case: Case) -> dict[str, Any]:
         "accuracy": accuracy,
         "swaps": swaps(case.folder, lines, groups),
     }  # fmt: skip
-
-
-def generated_until(folder: Path, times: list[float]) -> list[int]:
-    """Return for each Unix time the tokens that the producer had sampled, shared ones once, by the line of its timeline then."""
-    (file,) = folder.glob("producer-*.jsonl")
-    lines = [line for line in json_lines.read(file) if "tokens" in line]
-    found = np.interp(times, [line["t"] for line in lines], [line["tokens"] for line in lines])
-    return [int(each) for each in found]
 
 
 def teacher_of(case: Case) -> Path:
@@ -238,7 +252,8 @@ def swaps(folder: Path, lines: list[dict[str, Any]], groups: list[Answered]) -> 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for seed in options.seeds:
         names = options.variants or list(SETS[options.set])
-        yield from (Case(options.task, name, seed, options.steps) for name in (names if seed % 2 else reversed(names)))
+        for name in names if seed % 2 else reversed(names):
+            yield Case(options.task, name, seed, options.steps, options.tokens)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -247,6 +262,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these of the set")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=0, help="end each run when these are sampled, not after --steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=FOLDER.with_suffix(".jsonl"), help="file to append to")
     parser.add_argument("--plot", type=Path, help="picture to write, of all runs of the set in --out")

@@ -1,19 +1,21 @@
 """What the runs of `benchmarks.variants` say together: a table in Markdown, and accuracy over time and tokens as a picture."""
 
+import itertools
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.whole_runs import WORTH
+from benchmarks.whole_runs import cost_to, goals_of
 
 Result = dict[str, Any]
 SHARE = "sampling/importance_sampling_ratio/effective_sample_share"
 
 
 def cost_of(one: Result, accuracy: float, column: int) -> float | None:
-    """Return the seconds (column 0), steps (1) or sampled tokens (2) until a checkpoint has this accuracy, if one has."""
-    return next((point[column] for point in one["accuracy"] if point[3] >= accuracy), None)
+    """Return the seconds (column 0), steps (1) or sampled tokens (2) until this accuracy is reached, if it is."""
+    points = one["accuracy"]
+    return cost_to(accuracy, [point[3] for point in points], [point[column] for point in points])
 
 
 def by_variant(results: list[Result]) -> dict[str, list[Result]]:
@@ -25,15 +27,15 @@ def by_variant(results: list[Result]) -> dict[str, list[Result]]:
 
 def table(results: list[Result]) -> str:
     """Return a row for each variant: medians over its seeds, and the mean accuracy of its last checkpoints."""
-    goal = WORTH * max(one["accuracy"][-1][3] for one in results)
+    goals = goals_of(results[0]["task"], [one["accuracy"][-1][3] for one in results])
+    costs_to = "".join(f"seconds to {goal:.2f} | steps | sampled tokens | " for goal in goals)
     rows = [
-        f"| variant | runs | accuracy at the end | seconds to {goal:.2f} | steps | sampled tokens | groups with signal "
-        "| trainer waits | effective sample share |",
-        f"|{'---|' * 9}",
+        f"| variant | runs | accuracy at the end | {costs_to}groups with signal | trainer waits | effective sample share |",
+        f"|{'---|' * (6 + 3 * len(goals))}",
     ]
     for variant, runs in by_variant(results).items():
         costs = []
-        for column in range(3):
+        for goal, column in itertools.product(goals, range(3)):
             reached = [cost for one in runs if (cost := cost_of(one, goal, column)) is not None]
             costs.append(f"{median(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "-")
         cells = [
@@ -64,7 +66,7 @@ def draw(results: list[Result], file: Path) -> None:
 
     mpl.use("Agg")
     figure, row = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axes, column, label in zip(row, (0, 2), ("seconds since the first group", "sampled tokens"), strict=True):
+    for axes, column, label in zip(row, (0, 2), ("seconds since the first request", "sampled tokens"), strict=True):
         curves(axes, results, column)
         axes.set_xlabel(label)
     row[0].set_ylabel("held-out accuracy")

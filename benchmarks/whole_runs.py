@@ -4,6 +4,8 @@ Guarantee: on a CPU an engine has one thread, on core 0, and the trainer's proce
 both sides share it, in bfloat16, with an adapter that the engine serves. All processes of a run end with it.
 """
 
+import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -15,11 +17,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.engine_tokens import EngineTokens
 from benchmarks.tasks import TASKS
 from benchmarks.watch import Watch
 from producer.engine.configuration import ON_CPU
 from protocol.config.loader import load_config
 from protocol.runtime import json_lines
+from protocol.wire.codec import decode
+from protocol.wire.messages import Group
 from replay.journal.reader import JournalReader
 from tests.integration.vllm_server import wait_until_healthy
 from tests.unit.protocol.channel_harness import reserve_port
@@ -28,8 +33,11 @@ ENGINE_CORE = "0"
 CHECKPOINTS = 10
 """Checkpoints of a run."""
 
+BEGAN = "began"
+"""The file in which TRL's trainer notes the Unix time of its first request."""
+
 WORTH = 0.9
-"""The accuracy to which costs are compared, as a share of the best that any run reached."""
+"""The accuracy to which costs are compared, as a share of the best that any run reached, where a task names none."""
 
 _END_S, _STOP_S = 7200.0, 60.0
 _ON_CPU = {
@@ -54,10 +62,12 @@ class RunCase(Protocol):
 
 
 class Run:
-    """The processes of a case, which end with `stack`. `on_gpu`: on the first GPU that is visible."""
+    """The processes of a case, which end with `stack`, and the `tokens` of its engine. `on_gpu`: on the first GPU that is
+    visible."""
 
     def __init__(self, case: RunCase, stack: ExitStack, watch: Watch, *, on_gpu: bool = False) -> None:
         self.case, self.stack, self._watch, self._on_gpu = case, stack, watch, on_gpu
+        self.tokens = stack.enter_context(EngineTokens(case.folder))
         self.settings = case.settings + (_ON_GPU if on_gpu else [])
         self.config = load_config(TASKS[case.task].config, self.settings)
 
@@ -91,8 +101,9 @@ class Run:
         wait_until_healthy(url, server, self.case.folder / "vllm.log")
         return url
 
-    def train_pair(self, url: str | None = None, more: Sequence[str] = ()) -> None:
-        """Run the pair to its end, with an engine of its own, or with the server at `url`, and with `more` settings."""
+    def train_pair(self, url: str | None = None, more: Sequence[str] = (), most_tokens: int = 0) -> None:
+        """Run the pair to its end, or until `most_tokens` are sampled, with an engine of its own, or with the server at `url`,
+        and with `more` settings."""
         case, sockets = self.case, self.stack.enter_context(tempfile.TemporaryDirectory(prefix="pair-"))
         changes = [*self.settings, f"run_dir={case.folder}", f"transport.endpoint=ipc://{sockets}/control.ipc"]
         changes += ["evaluation=null", "observability.progress=false", *more]
@@ -105,6 +116,8 @@ class Run:
         trainer = self.start("trainer", "consumer.app.cli", words)
         deadline = time.monotonic() + _END_S
         while trainer.poll() is None and producer.poll() in (None, 0) and time.monotonic() < deadline:
+            if most_tokens and self.tokens.newest >= most_tokens:
+                return
             time.sleep(0.1)
 
 
@@ -117,17 +130,45 @@ def steps(case: RunCase, wanted: int) -> list[dict[str, Any]]:
 
 
 def scores(case: RunCase, checkpoints: str = "checkpoints") -> Iterator[tuple[int, float]]:
-    """Yield the step of each checkpoint and its accuracy."""
+    """Yield the step of each checkpoint and its accuracy, beginning with the untrained model, of step 0."""
+    yield 0, _untrained(case.task)
     folders = (case.folder / checkpoints).glob("checkpoint-*")
     for number, folder in sorted((int(folder.name.rpartition("-")[2]), folder) for folder in folders):
         yield number, TASKS[case.task].accuracy(folder)
 
 
-def sampled_until(folder: Path, times: Sequence[float]) -> list[int]:
-    """Return for each Unix time the tokens of the completions that the pair's trainer had accepted by then."""
+@functools.cache
+def _untrained(task: str) -> float:
+    return TASKS[task].accuracy(None)
+
+
+def first_request(folder: Path) -> float:
+    """Return the Unix time at which the pair began to sample its first group."""
     with closing(JournalReader(folder / "journal.sqlite")) as journal:
-        groups = [(row.accepted_at, row.num_tokens) for row in journal.rows()]
-    return [sum(tokens for at, tokens in groups if at <= time) for time in times]
+        groups = [(row.accepted_at, decode(journal.body(row) or b"", Group)) for row in journal.rows()]
+    return min(at - group.generation_s - group.reward_s for at, group in groups)
+
+
+def journaled(folder: Path) -> int:
+    """Return the tokens of all completions that arrived."""
+    with closing(JournalReader(folder / "journal.sqlite")) as journal:
+        return sum(row.num_tokens for row in journal.rows())
+
+
+def cost_to(goal: float, accuracies: Sequence[float], costs: Sequence[float]) -> float | None:
+    """Return the cost at which accuracy reaches `goal`, in proportion between two checkpoints; None if it does not."""
+    points = list(zip(accuracies, costs, strict=True))
+    if points[0][0] >= goal:
+        return points[0][1]
+    for (low, before), (high, after) in itertools.pairwise(points):
+        if high >= goal:
+            return before + (after - before) * (goal - low) / (high - low)
+    return None
+
+
+def goals_of(task: str, reached: Sequence[float]) -> tuple[float, ...]:
+    """Return the accuracies to which costs of a task are compared. `reached` are those at the ends of its runs."""
+    return TASKS[task].goals or (WORTH * max(reached),)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

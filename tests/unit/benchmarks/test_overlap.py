@@ -6,96 +6,99 @@ from typing import Any
 import pytest
 
 from benchmarks.overlap_report import (
+    ITS_OWN,
     OWN,
     TRL,
+    cost,
+    curve,
     draw,
     fastest,
     quartiles,
-    seconds_to,
+    ratios,
+    sampled_per_s,
     step_s,
-    sync_s,
     table,
-    tokens_to,
     trained_per_s,
-    walls,
+    waits,
 )
 
 
-def result(arm: str, times: list[float], *, staleness: int = 1, inflight: int = 0, **others: Any) -> dict[str, Any]:
-    """A run whose first steps ended at 0, 1, 2 and 3."""
-    at = [0.0, 1.0, 2.0, 3.0, *times]
-    found = {
-        "task": "sums",
-        "arm": arm,
-        "staleness": staleness,
-        "inflight": inflight,
-        "round": 1,
-        "dropped": 0,
-        "steps": 8,
-    }
-    each: dict[str, list[float]] = {"wait_s": [0.5], "step_s": [1.25], "sync_s": [0.125], "tokens": [60]}
-    steps_of = {"t": at} | {name: value * len(at) for name, value in each.items()}
-    found |= {"steps_of": steps_of, "cpu_share": {"engine": 0.5}, "peak_memory": 2**30}
-    return found | {"accuracy": [[2.0, 2, 0.5], [5.0, 4, 0.9], [7.0, 6, 0.8]]} | others
+def result(arm: str, times: list[float], *, inflight: int = 0, number: int = 1, scale: float = 1.0) -> dict[str, Any]:
+    """A run whose first three steps ended at 1, 2 and 3. Its checkpoints cost `scale`."""
+    at = [1.0, 2.0, 3.0, *times]
+    points = [[0.0, 0, 0, 0.6], [2.0, 2, 100, 0.7], [4.0, 4, 200, 0.9], [6.0, 6, 300, 1.0]]
+    return {
+        "task": "sums", "arm": arm, "staleness": 1, "inflight": inflight, "round": number, "steps": len(at), "dropped": 24,
+        "steps_of": {"t": at, "wait_s": [0.5] * len(at), "tokens": [60] * len(at)},
+        "accuracy": [[seconds * scale, step, tokens * scale, score] for seconds, step, tokens, score in points],
+    }  # fmt: skip
 
 
-def test_steps_are_timed_after_the_first_five() -> None:
-    one = result(OWN, [4.0, 6.0, 10.0])
-    assert walls(one) == [2.0, 4.0]
-    assert step_s(one) == 3.0
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
 
 
-def test_tokens_and_syncs_of_the_same_steps() -> None:
-    ours, theirs = (result(arm, [4.0, 6.0, 10.0]) for arm in (OWN, TRL))
-    assert trained_per_s(ours) == 2 * 60 / (2.0 + 4.0)
-    assert sync_s(ours) == 3.0 - 0.5 - 1.25
-    assert sync_s(theirs) == 0.125
+def test_rates_are_those_after_the_first_three_steps() -> None:
+    one = result(OWN, [5.0, 7.0])
+    assert step_s(one) == 2.0
+    assert trained_per_s(one) == 2 * 60 / 4.0
+    assert waits(one) == 2 * 0.5 / 4.0
+    assert sampled_per_s(one) == 300 / 6.0
 
 
 def test_the_fastest_setting_of_trl_is_that_of_the_first_round() -> None:
     runs = [result(TRL, [4.0, 7.0], inflight=16), result(TRL, [4.0, 6.0], inflight=32)]
-    runs += [result(TRL, [4.0, 5.0], inflight=64, staleness=2), result(TRL, [4.0, 4.5], inflight=16, round=2)]
-    assert fastest(runs, "sums", 1) == 32
+    assert fastest([*runs, result(TRL, [4.0, 4.5], inflight=16, number=2)], "sums") == 32
 
 
-def test_the_time_to_an_accuracy_is_that_of_the_first_checkpoint_which_has_it() -> None:
-    assert seconds_to(result(OWN, []), 0.8) == 5.0
-    assert seconds_to(result(OWN, []), 0.95) is None
-
-
-def test_tokens_to_an_accuracy_are_those_sampled_by_the_step_of_its_checkpoint() -> None:
+def test_a_cost_lies_between_those_of_two_checkpoints() -> None:
     one = result(OWN, [])
-    assert tokens_to(one, 0.8) is None  # runs of earlier commits did not count them
-    one["steps_of"]["sampled"] = [10, 25, 40, 60]
-    assert tokens_to(one, 0.8) == 60
-    assert tokens_to(one, 0.95) is None
+    assert (cost(one, 0.80, 0), cost(one, 0.95, 2)) == (pytest.approx(3.0), pytest.approx(250))
+    assert cost(one, 1.1, 0) is None
 
 
-def test_the_table_compares_runs_of_one_round_and_one_staleness() -> None:
-    ours = result(OWN, [4.0, 6.0, 8.0])
-    theirs = result(TRL, [4.0, 9.0, 14.0], inflight=32, dropped=24)
-    elsewhere = result(TRL, [4.0, 9.0, 14.0], inflight=32, staleness=4)
-    longer, in_turns = theirs | {"steps": 90}, result(OWN, [4.0, 8.0, 12.0], staleness=0)
-    text = table([ours, theirs, elsewhere, longer, in_turns])
-    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[2:]]
-    assert [row[1:5] for row in rows] == [
-        [TRL, "1", "32", "8"], [TRL, "1", "32", "90"], [TRL, "4", "32", "8"], [OWN, "0", "-", "8"], [OWN, "1", "-", "8"],
-    ]  # fmt: skip
-    assert [row[7] for row in rows] == ["2.50", "2.50", "-", "2.00", "1.00"]
-    assert rows[0][12] == "24"
-
-
-@pytest.mark.parametrize(("values", "expected"), [([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0))])
+@pytest.mark.parametrize(("values", "expected"), [([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0)), ([1.0], (1.0, 1.0))])
 def test_quartiles_by_hand(values: list[float], expected: tuple[float, float]) -> None:
     assert quartiles(values) == expected
 
 
-def test_the_picture_is_wider_where_sampled_tokens_were_counted(tmp_path: Path) -> None:
-    sizes = []
-    for counted in ({}, {"sampled": [10, 25, 40, 60, 70, 80]}):
-        runs = [result(OWN, [4.0, 6.0]), result(OWN, [4.0, 8.0], staleness=0), result(TRL, [4.0, 9.0], inflight=32)]
-        for one in runs:
-            one["steps_of"] |= counted
-        draw(runs, tmp_path / "picture.png")
-        sizes.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[16:20]))  # the width of a PNG
-    assert sizes[1] > sizes[0]
+def runs() -> list[dict[str, Any]]:
+    """Three rounds of ours, two of TRL's own setting, and one of two others, of which the fastest is 32."""
+    ours = [result(OWN, [4.0, 5.0], number=number, scale=2.0 * number) for number in (1, 2, 3)]
+    theirs = [result(TRL, [5.0, 7.0], inflight=ITS_OWN, number=number, scale=4.0) for number in (1, 2)]
+    tuned = [result(TRL, [4.0, 4.0 + seconds], inflight=inflight) for inflight, seconds in ((16, 3.0), (32, 2.0))]
+    return [*ours, *theirs, *tuned]
+
+
+def test_the_table_has_medians_and_quartiles_of_each_arm() -> None:
+    ours, tuned, default = cells(table(runs()))
+    assert ours == [
+        "sums (0.80, 0.95)", OWN, "3", "12 (9 to 15)", "20 (15 to 25)", "600 (450 to 750)", "1,000 (750 to 1,250)",
+        "60", "50", "50%", "24", "1.000",
+    ]  # fmt: skip
+    assert [row[1] for row in (tuned, default)] == ["TRL, tuned (32 in flight)", "TRL, default"]
+    assert [row[3] for row in (tuned, default)] == ["3 (3 to 3)", "12 (12 to 12)"]
+
+
+def test_ratios_are_of_medians_and_their_quartiles_of_pairs() -> None:
+    tuned, default = cells(ratios(runs()))
+    assert tuned[:4] == ["sums", OWN, "TRL, tuned", "4.00 (2.00 to 2.00), 1 of 3"]
+    assert default[3:] == ["1.00 (0.62 to 0.88), 2 of 3"] * 4  # of 2/4 and 4/4, and of the medians 4 and 4
+
+
+def test_a_goal_that_no_run_reached_is_said() -> None:
+    one = result(OWN, [4.0, 5.0])
+    one["accuracy"][-1][3] = 0.9
+    assert cells(table([one]))[0][4] == "- (0 of 1)"
+
+
+def test_a_band_goes_as_far_as_all_runs() -> None:
+    places, low, middle, high = curve([result(OWN, [], scale=scale) for scale in (1.0, 2.0, 2.0)], 0)
+    assert places[-1] == 6.0
+    assert (low[-1], middle[-1], high[-1]) == (pytest.approx(0.8), pytest.approx(0.8), pytest.approx(1.0))
+
+
+@pytest.mark.long
+def test_the_picture_is_small(tmp_path: Path) -> None:
+    draw([one | {"task": task} for one in runs() for task in ("sums", "smollm2", "lcm", "times")], tmp_path / "one.png")
+    assert 1000 < (tmp_path / "one.png").stat().st_size < 120_000
