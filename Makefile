@@ -74,8 +74,10 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers agai
 bench: $(STAMP) ## every benchmark, one after the other, with a summary; some nine hours
 	$(BIN)/python -m benchmarks.suite
 
-bench-overlap: $(STAMP) ## the pair beside itself in turns and beside TRL's asynchronous trainer, tuned, over an hour
-	$(BIN)/python -m benchmarks.overlap --out runs/bench/overlap.jsonl --plot runs/bench/overlap.png
+bench-overlap: $(STAMP) ## the pair beside TRL's asynchronous trainer, tuned, on four tasks, three rounds, some ten hours
+	for round in 1 2 3; do for each in sums smollm2 times lcm; do \
+	  $(BIN)/python -m benchmarks.overlap --task $$each --rounds $$round --out runs/bench/overlap.jsonl || exit; done; done
+	$(BIN)/python -m benchmarks.overlap_report runs/bench/overlap.jsonl --plot runs/bench/overlap.png
 
 bench-variants: $(STAMP) ## settings of the pair beside each other on the demo's sums: remedies for waits, swaps, teachers, credit; an hour and a half
 	for each in remedies swaps teachers; do $(BIN)/python -m benchmarks.variants $$each --steps 30 --plot runs/bench/$$each.png || exit; done

@@ -27,8 +27,8 @@ from protocol.errors import DeviceError
 from protocol.gpu.nvml import select_gpus
 
 FOLDER = Path("runs/bench/overlap").absolute()
-STEPS = {"sums": 40, "smollm2": 12, "lcm": 20, "times": 20}
-SAVE_STEPS = {"sums": 2, "smollm2": 1, "lcm": 2, "times": 2}
+STEPS = {"sums": 40, "smollm2": 10, "lcm": 30, "times": 28}
+SAVE_STEPS = {"sums": 2, "smollm2": 1, "lcm": 3, "times": 2}
 INFLIGHT = {"sums": [32, 64], "smollm2": [24], "lcm": [24], "times": [24]}
 """Tasks in flight with which TRL is tuned, beside its own number."""
 

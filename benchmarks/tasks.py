@@ -1,8 +1,8 @@
 """The tasks that benchmarks of whole runs learn: the demo's sums, six digits of a model of its kind, three of
 SmolLM2-135M-Instruct, sums and two sparse ones, and the calculator, in two turns.
 
-Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of a configuration. Accuracy is greedy and held
-out.
+Guarantee: model, prompts, reward, batch, LoRA, optimizer and sampling are those of a configuration. Accuracy is held out, and
+greedy: only that of least common multiples is of samples, because greedy it stays at 0.26 from the first step on.
 """
 
 import functools
@@ -216,8 +216,8 @@ def _smollm2() -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(smollm2.BASE, dtype=torch.float32).to(device).eval(), tokenizer
 
 
-def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
-    """Return the share of right answers by the example's own reward."""
+def _smollm2_accuracy(rows_file: str, trained: Path | None, samples: int = 0) -> float:
+    """Return the share of right answers by the example's own reward: greedy ones, or so many samples of each prompt."""
     import datasets
     import torch
     from peft import PeftModel
@@ -234,14 +234,19 @@ def _smollm2_accuracy(rows_file: str, trained: Path | None) -> float:
         adapted = type(model).from_pretrained(folder, dtype=torch.float32).to(model.device).eval()
     else:
         adapted = model
+    options: dict[str, Any] = {"do_sample": False}
+    if samples:
+        torch.manual_seed(1)
+        options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
     try:
         with torch.no_grad():
-            output = adapted.generate(**inputs, max_new_tokens=longest, do_sample=False)
+            output = adapted.generate(**inputs, max_new_tokens=longest, **options)
     finally:
         if adapter is not None:
             adapted.unload()
     answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    scores = reward_of(smollm2.CONFIG)(completions=answers, answer=list(rows["answer"]))
+    rights = [answer for answer in rows["answer"] for _ in range(max(1, samples))]
+    scores = reward_of(smollm2.CONFIG)(completions=answers, answer=rights)
     return sum(float(score) for score in scores if isinstance(score, float)) / len(scores)
 
 
@@ -259,8 +264,8 @@ TASKS = {
         goals=(0.45, 0.60),
     ),
     "lcm": Task(
-        smollm2.CONFIG, smollm2.BASE, _build_lcm, partial(_smollm2_accuracy, "lcm-eval.jsonl"), None, *_CHATML,
-        "lcm-train.jsonl", goals=(0.20, 0.30),
+        smollm2.CONFIG, smollm2.BASE, _build_lcm, partial(_smollm2_accuracy, "lcm-eval.jsonl", samples=2), None, *_CHATML,
+        "lcm-train.jsonl", goals=(0.10, 0.20),
     ),
     "times": Task(
         smollm2.CONFIG, smollm2.BASE, _build_times, partial(_smollm2_accuracy, "times-eval.jsonl"), None, *_CHATML,
