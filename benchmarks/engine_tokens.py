@@ -27,7 +27,7 @@ class EngineTokens(threading.Thread):
         super().__init__(daemon=True)
         self.url: str | None = None
         self._run = RunReader(folder)
-        self._counts: list[tuple[float, int]] = [(0.0, 0)]
+        self._counts: list[tuple[float, int]] = [(time.time(), 0)]
         self._over = threading.Event()
 
     def __enter__(self) -> "EngineTokens":
@@ -47,11 +47,10 @@ class EngineTokens(threading.Thread):
             while not self._over.wait(_EVERY_S):
                 url = self.url or self._producer()
                 try:
-                    text = client.get(f"{url}/metrics").text if url else ""
+                    counts = _COUNT.findall(client.get(f"{url}/metrics").text) if url else []
                 except httpx.HTTPError:  # it begins, or has ended
                     continue
-                if counts := _COUNT.findall(text):
-                    self._counts.append((time.time(), int(sum(map(float, counts)))))
+                self._counts.append((time.time(), max(self.newest, int(sum(map(float, counts))))))
 
     def _producer(self) -> str | None:
         return next((f"http://{one.address}" for one in self._run.daemons() if one.job == "rl-producer"), None)
