@@ -4,7 +4,7 @@
 
 Guarantee: model, prompts, reward, batch, LoRA, optimizer, sampling and staleness are those of the task's configuration. A step
 trains as many completions as ours: by default TRL ends it at as many tokens as the server's longest sequence. What it has for
-CUDA alone is replaced (`benchmarks.trainer_step_async`). `steps.jsonl` has a line for each step.
+CUDA alone is replaced (`benchmarks.trainer_step_async`). Checkpoints have what ours have. `steps.jsonl` has a line for each step.
 """
 
 import json
@@ -96,7 +96,7 @@ def main(task_name: str, run_dir: Path, url: str, inflight: int, save_steps: int
             per_device_train_batch_size=config.completions_per_step, token_budget=0, num_generations=sampling.num_generations,
             max_completion_length=sampling.max_completion_length, temperature=sampling.temperature,
             vllm_server_base_url=url, max_staleness=config.pipeline.max_staleness, max_inflight_tasks=inflight,
-            gradient_checkpointing=False, save_strategy="steps", save_steps=save_steps, save_only_model=True,
+            gradient_checkpointing=False, save_strategy="steps", save_steps=save_steps,
             report_to=[], logging_steps=1, disable_tqdm=True,
         ),
         train_dataset=rows,

@@ -28,7 +28,7 @@ from protocol.gpu.nvml import select_gpus
 
 FOLDER = Path("runs/bench/overlap").absolute()
 STEPS = {"sums": 40, "smollm2": 10, "lcm": 30, "times": 28}
-SAVE_STEPS = {"sums": 2, "smollm2": 1, "lcm": 3, "times": 2}
+SAVE_STEPS = {"sums": 4, "smollm2": 1, "lcm": 3, "times": 2}
 INFLIGHT = {"sums": [32, 64], "smollm2": [24], "lcm": [24], "times": [24]}
 """Tasks in flight with which TRL is tuned, beside its own number."""
 
@@ -121,12 +121,12 @@ def cases(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[
     """Yield the runs of each round; `known` grows meanwhile, and says which of TRL's settings was the fastest."""
     task, staleness, steps = options.task, options.staleness, options.steps or STEPS[options.task]
     for number in range(1, options.rounds + 1):
-        arms = [(OWN, 0), (SERVED, 0), (TRL, ITS_OWN)]
-        tried = options.inflight or INFLIGHT[task] if number == 1 else [fastest(known, task)]
-        arms += [(TRL, inflight) for inflight in tried if inflight != ITS_OWN]
+        arms = [(arm, 0) for arm in options.arms if arm != TRL]
+        if TRL in options.arms:
+            tuned = options.inflight or INFLIGHT[task] if number == 1 else {fastest(known, task)} - {ITS_OWN}
+            arms += [(TRL, inflight) for inflight in (ITS_OWN, *tuned)]
         for arm, inflight in arms if number % 2 else reversed(arms):
-            if arm in options.arms:
-                yield Case(task, arm, staleness, inflight, number, steps)
+            yield Case(task, arm, staleness, inflight, number, steps)
 
 
 def main(argv: list[str] | None = None) -> None:
