@@ -1,10 +1,12 @@
 """The pure parts of `benchmarks.overlap`, with numbers worked by hand."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.overlap import cases
 from benchmarks.overlap_report import (
     ITS_OWN,
     OWN,
@@ -49,6 +51,18 @@ def test_rates_are_those_after_the_first_three_steps() -> None:
 def test_the_fastest_setting_of_trl_is_that_of_the_first_round() -> None:
     runs = [result(TRL, [4.0, 7.0], inflight=16), result(TRL, [4.0, 6.0], inflight=32)]
     assert fastest([*runs, result(TRL, [4.0, 4.5], inflight=16, number=2)], "sums") == 32
+
+
+def test_trl_is_tuned_in_the_first_round_and_arms_go_back_in_the_second() -> None:
+    known = [
+        result(TRL, [4.0, seconds], inflight=inflight) for inflight, seconds in ((ITS_OWN, 9.0), (16, 7.0), (32, 8.0))
+    ]
+    options = Namespace(task="sums", arms=[OWN, TRL], inflight=[16, 32], rounds=2, staleness=1, steps=None)
+    found = [(case.round, case.arm, case.inflight) for case in cases(options, known)]
+    first = [(1, OWN, 0), (1, TRL, ITS_OWN), (1, TRL, 16), (1, TRL, 32)]
+    assert found == [*first, (2, TRL, 16), (2, TRL, ITS_OWN), (2, OWN, 0)]
+    options.arms = [OWN]
+    assert [case.round for case in cases(options, [])] == [1, 2]
 
 
 def test_a_cost_lies_between_those_of_two_checkpoints() -> None:
