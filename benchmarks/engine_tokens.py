@@ -57,5 +57,5 @@ class EngineTokens(threading.Thread):
 
     def at(self, times: Sequence[float]) -> list[int]:
         """Return the count at each Unix time, in proportion between two answers."""
-        found = np.interp(times, *zip(*self._counts, strict=True))
-        return [round(float(count)) for count in found]
+        asked, counts = zip(*self._counts, strict=True)
+        return [round(float(count)) for count in np.interp(times, asked, counts)]

@@ -157,8 +157,8 @@ def draw(results: list[Result], file: Path) -> None:
 
     mpl.use("Agg")
     tasks, overs = _tasks(results), {"sampled tokens": _TOKENS, "seconds": _SECONDS}
-    size = {"figsize": (0.6 + 2.5 * len(tasks), 5.0), "sharey": "col", "squeeze": False, "layout": "constrained"}
-    figure, grid = plt.subplots(len(overs), len(tasks), **size)
+    size = 0.6 + 2.5 * len(tasks), 5.0
+    figure, grid = plt.subplots(2, len(tasks), sharey="col", squeeze=False, layout="constrained", figsize=size)
     for axes, task in zip(grid[0], tasks, strict=True):
         axes.set_title(task, fontsize=10)
     for row, (label, column) in zip(grid, overs.items(), strict=True):
