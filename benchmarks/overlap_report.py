@@ -27,7 +27,17 @@ ITS_OWN = -1
 
 WARM_UP = 3
 _SECONDS, _TOKENS = 0, 2  # columns of a checkpoint
-_COLORS = {OWN: "#1f6fb4", SERVED: "#6fb38a", TUNED: "#e07b39", DEFAULT: "#b9a58c"}
+_DIGITS = {_SECONDS: 1, _TOKENS: 0}
+_SHOWN = {
+    OWN: ("Slipstream, own engine", "#1f6fb4"), SERVED: ("Slipstream, vLLM server", "#6fb38a"),
+    TUNED: ("TRL AsyncGRPO, tuned", "#e07b39"), DEFAULT: ("TRL AsyncGRPO, default", "#b9a58c"),
+}  # fmt: skip
+_TITLES = {
+    "sums": "sums, 0.4 M parameters",
+    "smollm2": "SmolLM2, sums",
+    "lcm": "SmolLM2, multiples",
+    "times": "SmolLM2, products",
+}
 
 
 def span(one: Result) -> float:
@@ -111,12 +121,15 @@ def table(results: list[Result]) -> str:
     ]
     for task in _tasks(results):
         for arm, runs in arms_of(results, task).items():
-            costs = [list(_costs(runs, goal, column).values()) for column, goal in _columns(task)]
+            costs = [
+                _with_quartiles(list(_costs(runs, goal, column).values()), _DIGITS[column], len(runs))
+                for column, goal in _columns(task)
+            ]
             name = f"{task} ({', '.join(f'{goal:.2f}' for goal in TASKS[task].goals)})"
             inflight = {one["inflight"] for one in runs} - {0, ITS_OWN}
             cells = [
                 *(name, f"{arm} ({inflight.pop()} in flight)" if inflight else arm, str(len(runs))),
-                *(_with_quartiles(values, 0, len(runs)) for values in costs),
+                *costs,
                 *(f"{median(map(rate, runs)):,.0f}" for rate in (trained_per_s, sampled_per_s)),
                 f"{median(map(waits, runs)):.0%}",
                 f"{median(one['dropped'] for one in runs):.0f}",
@@ -154,29 +167,32 @@ def draw(results: list[Result], file: Path) -> None:
     the lowest to the highest."""
     import matplotlib as mpl  # half a second
     from matplotlib import pyplot as plt
+    from PIL import Image
 
     mpl.use("Agg")
     tasks, overs = _tasks(results), {"sampled tokens": _TOKENS, "seconds": _SECONDS}
     size = 0.6 + 2.5 * len(tasks), 5.0
     figure, grid = plt.subplots(2, len(tasks), sharey="col", squeeze=False, layout="constrained", figsize=size)
     for axes, task in zip(grid[0], tasks, strict=True):
-        axes.set_title(task, fontsize=10)
-    for row, (label, column) in zip(grid, overs.items(), strict=True):
+        axes.set_title(_TITLES.get(task, task), fontsize=10)
+    for row, (unit, column) in zip(grid, overs.items(), strict=True):
         row[0].set_ylabel("held-out accuracy")
         for axes, task in zip(row, tasks, strict=True):
             for arm, runs in arms_of(results, task).items():
-                places, low, middle, high = curve(runs, column)
-                axes.fill_between(places, low, high, color=_COLORS[arm], alpha=0.2, linewidth=0)
-                axes.plot(places, middle, color=_COLORS[arm], linewidth=1.5, label=arm)
-            axes.set_xlabel(label)
+                (label, color), (places, low, middle, high) = _SHOWN[arm], curve(runs, column)
+                axes.fill_between(places, low, high, color=color, alpha=0.2, linewidth=0)
+                axes.plot(places, middle, color=color, linewidth=1.5, label=label)
+            axes.set_xlabel(unit)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
             axes.tick_params(labelsize=8)
             axes.locator_params(axis="x", nbins=4)
             axes.grid(alpha=0.25)
     shown = dict(zip(*reversed(grid[0][0].get_legend_handles_labels()), strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    figure.savefig(file, dpi=100)
+    figure.savefig(file, dpi=125)
     plt.close(figure)
+    with Image.open(file) as picture:
+        picture.convert("RGB").quantize(96).save(file, optimize=True)  # a third of the bytes
 
 
 def curve(runs: list[Result], column: int) -> tuple[Any, Any, Any, Any]:

@@ -87,11 +87,11 @@ def runs() -> list[dict[str, Any]]:
 def test_the_table_has_medians_and_quartiles_of_each_arm() -> None:
     ours, tuned, default = cells(table(runs()))
     assert ours == [
-        "sums (0.80, 0.95)", OWN, "3", "12 (9 to 15)", "20 (15 to 25)", "600 (450 to 750)", "1,000 (750 to 1,250)",
+        "sums (0.80, 0.95)", OWN, "3", "12.0 (9.0 to 15.0)", "20.0 (15.0 to 25.0)", "600 (450 to 750)", "1,000 (750 to 1,250)",
         "60", "50", "50%", "24", "1.000",
     ]  # fmt: skip
     assert [row[1] for row in (tuned, default)] == ["TRL, tuned (32 in flight)", "TRL, default"]
-    assert [row[3] for row in (tuned, default)] == ["3 (3 to 3)", "12 (12 to 12)"]
+    assert [row[3] for row in (tuned, default)] == ["3.0 (3.0 to 3.0)", "12.0 (12.0 to 12.0)"]
 
 
 def test_ratios_are_of_medians_and_their_quartiles_of_pairs() -> None:
