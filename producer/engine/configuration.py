@@ -15,11 +15,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
+from producer.engine import graphs
 from producer.engine.own_arguments import num_parts, own_arguments
 from producer.engine_contract import most_groups
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from protocol.gpu.model_files import weights_of
 from protocol.wire.model_folder import needs_own_code, vision_language
 from protocol.wire.model_source import resolve_model
 
@@ -30,8 +32,9 @@ def model_folder(config: RunConfig) -> Path:
 
 
 def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
-    """Build vLLM's configuration. Limits of a batch that `engine:` leaves open are those of `vllm serve` on this GPU. Raise
-    ConfigError if vLLM refuses `engine:`, or if this pipeline cannot use the result."""
+    """Build vLLM's configuration. Limits of a batch that `engine:` leaves open are those of `vllm serve` on this GPU, but
+    for what `producer.engine.graphs` says. Raise ConfigError if vLLM refuses `engine:`, or if this pipeline cannot use the
+    result."""
     _check_adapter_dtype(config)
     _check_sleep(config)
     ours = own_arguments(config, folder, num_gpus)
@@ -41,13 +44,10 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
         chosen |= {"language_model_only": True}
         _need_torchvision()
     arguments = build("engine", AsyncEngineArgs, chosen, **ours)
-    try:
-        vllm_config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise needs_own_code(f"{folder}/config.json") from error
-        reason = str(error).partition(" [type=")[0]  # pydantic appends a dump of all arguments
-        raise ConfigError(f"engine: refused by vLLM: {reason}") from error
+    vllm_config = _created(arguments, folder)
+    if vllm_config.compilation_config.cudagraph_mode.name != "NONE":
+        chosen = _graph_defaults(config, folder, arguments, vllm_config) | chosen
+        vllm_config = _created(build("engine", AsyncEngineArgs, chosen, **ours), folder)
     if vllm_config.load_config.load_format == "dummy":
         raise ConfigError("engine.load_format: `dummy` weights are not the weights that the trainer trains; remove it")
     if getattr(vllm_config.speculative_config, "rejection_sample_method", None) == "synthetic":
@@ -58,6 +58,42 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     if config.weights != "adapter":
         _check_exchange(config, vllm_config)
     return vllm_config
+
+
+def _created(arguments: Any, folder: Path) -> Any:
+    try:
+        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise needs_own_code(f"{folder}/config.json") from error
+        reason = str(error).partition(" [type=")[0]  # pydantic appends a dump of all arguments
+        raise ConfigError(f"engine: refused by vLLM: {reason}") from error
+
+
+def _graph_defaults(config: RunConfig, folder: Path, arguments: Any, vllm_config: Any) -> dict[str, Any]:
+    """Return what `producer.engine.graphs` adds to the arguments of which vLLM has made this configuration."""
+    scheduler = vllm_config.scheduler_config
+    places = num_places(scheduler.max_num_seqs, config.sampling.num_generations)
+    is_small = 0 < sum(weight.num_elements for weight in weights_of(folder)) < graphs.LAUNCH_BOUND
+    defaults: dict[str, Any] = {"cudagraph_metrics": True}
+    if vllm_config.speculative_config is not None:
+        return defaults
+    tokens, largest = scheduler.max_num_batched_tokens, places
+    if is_small:
+        largest = graphs.tokens_of_step(tokens, places)
+        is_open = config.engine.keys().isdisjoint(("max_num_batched_tokens", "performance_mode"))
+        if is_open and scheduler.enable_chunked_prefill:
+            tokens = defaults["max_num_batched_tokens"] = largest
+    chosen = [
+        sizes
+        for of in (arguments, arguments.compilation_config)
+        for sizes in (of.cudagraph_capture_sizes, of.max_cudagraph_capture_size)
+        if sizes is not None
+    ]
+    if not chosen:
+        of_vllm = vllm_config.compilation_config.cudagraph_capture_sizes
+        defaults["cudagraph_capture_sizes"] = graphs.capture_sizes(of_vllm, min(largest, tokens), places)
+    return defaults
 
 
 ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
@@ -83,8 +119,12 @@ def take_places(vllm_config: Any, group_size: int) -> int:
     once, and for a probe, which would otherwise wait until a completion ends."""
     scheduler = vllm_config.scheduler_config
     asked = int(scheduler.max_num_seqs)
-    scheduler.max_num_seqs = most_groups(asked, group_size) * group_size + 1
+    scheduler.max_num_seqs = num_places(asked, group_size)
     return asked
+
+
+def num_places(max_num_seqs: int, group_size: int) -> int:
+    return most_groups(max_num_seqs, group_size) * group_size + 1
 
 
 def _check_adapter_dtype(config: RunConfig) -> None:

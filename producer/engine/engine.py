@@ -157,7 +157,17 @@ class _LoadRecorder(StatLoggerBase):
             self._preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is None:
             return
-        self._count(iteration_stats, scheduler_stats.cudagraph_stats)
+        graph = scheduler_stats.cudagraph_stats
+        if iteration_stats is not None:
+            self._sequences += len(iteration_stats.time_to_first_tokens_iter)
+            self._sequences += len(iteration_stats.inter_token_latencies_iter)
+        if graph is not None:
+            self._steps += 1
+            self._tokens += graph.num_unpadded_tokens
+            self._with_graph = (self._with_graph or 0) + (graph.runtime_mode != "NONE")
+        elif iteration_stats is not None:
+            self._steps += 1
+            self._tokens += iteration_stats.prompt_token_stats.computed + iteration_stats.num_generation_tokens
         self.load = EngineLoad(
             scheduler_stats.kv_cache_usage,
             scheduler_stats.num_running_reqs,
@@ -165,19 +175,6 @@ class _LoadRecorder(StatLoggerBase):
             self._preemptions,
             EngineSteps(self._steps, self._tokens, self._sequences, self._with_graph),
         )
-
-    def _count(self, iteration: Any, graph: Any) -> None:
-        """Count a step. One that only computes part of a prompt has no outputs, and so no `iteration`."""
-        if iteration is None and graph is None:
-            return
-        self._steps += 1
-        if iteration is not None:
-            self._sequences += len(iteration.time_to_first_tokens_iter) + len(iteration.inter_token_latencies_iter)
-        if graph is not None:
-            self._tokens += graph.num_unpadded_tokens
-            self._with_graph = (self._with_graph or 0) + (graph.runtime_mode != "NONE")
-        else:
-            self._tokens += iteration.prompt_token_stats.computed + iteration.num_generation_tokens
 
     def log_engine_initialized(self) -> None:
         pass

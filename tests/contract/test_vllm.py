@@ -74,8 +74,13 @@ ATTRIBUTES = {
     "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs lora_request num_cached_tokens",
     "vllm.outputs:CompletionOutput": "index token_ids logprobs finish_reason",
     "vllm.logprobs:FlatLogprobs": "start_indices logprobs",
-    "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage num_running_reqs num_waiting_reqs",
-    "vllm.v1.metrics.stats:IterationStats": "num_preempted_reqs",
+    "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage num_running_reqs num_waiting_reqs cudagraph_stats",
+    "vllm.v1.metrics.stats:IterationStats": "num_preempted_reqs num_generation_tokens prompt_token_stats "
+    "time_to_first_tokens_iter inter_token_latencies_iter",
+    "vllm.v1.metrics.stats:PromptTokenStats": "computed",
+    "vllm.compilation.cuda_graph:CUDAGraphStat": "num_unpadded_tokens runtime_mode",
+    "vllm.engine.arg_utils:EngineArgs": "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size "
+    "cudagraph_metrics max_num_batched_tokens performance_mode",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
     "finished_req_ids",
     "vllm.v1.core.sched.output:NewRequestData": "req_id prompt_token_ids num_computed_tokens",
@@ -94,11 +99,12 @@ ATTRIBUTES = {
     f"{LINEAR}:ColumnParallelLinear": "input_size_per_partition",
     f"{LINEAR}:QKVParallelLinear": "total_num_kv_heads",
     f"{CONFIG}.vllm:VllmConfig": "load_config speculative_config lora_config model_config scheduler_config "
-    "parallel_config quant_config",
+    "parallel_config quant_config compilation_config",
+    f"{CONFIG}.compilation:CompilationConfig": "cudagraph_mode cudagraph_capture_sizes max_cudagraph_capture_size",
     f"{CONFIG}.model:ModelConfig": "dtype logprobs_mode max_model_len enable_sleep_mode enforce_eager "
     "is_moe use_mla model",
     f"{CONFIG}.lora:LoRAConfig": "max_lora_rank max_loras",
-    f"{CONFIG}.scheduler:SchedulerConfig": "max_num_seqs",
+    f"{CONFIG}.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens enable_chunked_prefill",
     f"{CONFIG}.parallel:ParallelConfig": "distributed_executor_backend pipeline_parallel_size worker_extension_cls",
     f"{CONFIG}.load:LoadConfig": "load_format",
     f"{CONFIG}.speculative:SpeculativeConfig": "rejection_sample_method",
@@ -114,6 +120,8 @@ TEXTS = {
         "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm",
         "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
     ),
+    f"{CONFIG}.compilation:CUDAGraphMode.__str__": ("return self.name",),
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates": ("rounded_num_reqs > self.max_num_reqs",),
     "vllm.lora.lora_weights:LoRALayerWeights.optimize": ("self.lora_b *= self.scaling",),
 }
 """Values, and places where vLLM does what we count on."""

@@ -6,6 +6,7 @@ that the test compares with is written anew.
 
 import json
 import multiprocessing
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,11 +36,19 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "KV cache in fp8": (1, "bfloat16", {"engine": {"kv_cache_dtype": "fp8"}, "swap": {"probe_tolerance": 1.0}}),
     "ngram": (1, "bfloat16", {"engine": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}),
     "eager": (1, "bfloat16", {"engine": {"enforce_eager": True}}),
+    "tokens of the user": (1, "bfloat16", {"engine": {"max_num_batched_tokens": 4096}}),
+    "graphs of the user": (
+        1,
+        "bfloat16",
+        {"engine": {"compilation_config": {"max_cudagraph_capture_size": 256}, "cudagraph_metrics": False}},
+    ),
     "adapter, 2 GPUs": (2, "bfloat16", {}),
     "merged, 2 GPUs": (2, "bfloat16", {"swap": {"mode": "merged"}}),
     "2 groups of layers": (2, "bfloat16", {"engine": {"pipeline_parallel_size": 2}}),
 }
 """GPUs of `--gpu`, `model.dtype`, and what else the run's file says."""
+PARAMETERS = {"0.1 B": 134_515_008, "0.6 B": 596_049_920, "1.5 B": 1_543_714_304, "8 B": 8_190_735_360}
+"""Models as large as these, with one layer."""
 
 
 def main() -> None:
@@ -85,7 +94,22 @@ def _in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _table_of(model: str, folder: Path) -> dict[str, dict[str, Any]]:
     cuda_platform.present.model = cuda_platform.MODELS[model]
-    return {name: _row(folder, *case) for name, case in CASES.items()}
+    rows = {name: _row(folder, *case) for name, case in CASES.items()}
+    for name, number in PARAMETERS.items():
+        with tempfile.TemporaryDirectory() as large:
+            rows[name] = _row(_enlarged(folder, Path(large), number), *CASES["adapter"])
+    return rows
+
+
+def _enlarged(folder: Path, copy: Path, number: int) -> Path:
+    """Copy a model, but for its weights, and let its file of weights say that it has so many, in a hole of the disk."""
+    shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    header = {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [number], "data_offsets": [0, 2 * number]}}
+    start = json.dumps(header).encode()
+    with (copy / "model.safetensors").open("wb") as file:
+        file.write(len(start).to_bytes(8, "little") + start)
+        file.truncate(8 + len(start) + 2 * number)
+    return copy
 
 
 def _row(folder: Path, num_gpus: int, dtype: str, sections: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +143,8 @@ def facts_of(config: Any) -> dict[str, Any]:
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "worker_extension": parallel.worker_extension_cls,
         "graphs": config.compilation_config.cudagraph_mode.name,
+        "graph_sizes": config.compilation_config.cudagraph_capture_sizes,
+        "graph_metrics": config.observability_config.cudagraph_metrics,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
         "kv_cache_dtype": str(config.cache_config.cache_dtype),

@@ -24,6 +24,7 @@ class Model:
 
 MODELS = {
     "h100": Model("NVIDIA H100 80GB HBM3", (9, 0), 85520809984),
+    "h200": Model("NVIDIA H200", (9, 0), 150754820096),
     "a100": Model("NVIDIA A100-SXM4-80GB", (8, 0), 85174583296),
     "l4": Model("NVIDIA L4", (8, 9), 24152899584),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from producer.engine.configuration import num_places
 from tests.gpu.stand_in import building
 from tests.gpu.vllm import configurations
 from tests.integration.models import build_model
@@ -53,6 +54,15 @@ def test_a_producer_on_a_gpu_is_given_the_batches_of_a_server() -> None:
     assert {row["runner"] for row in rows} == {"V2"}
     assert min(row["max_num_seqs"] for row in rows) >= 256
     assert min(row["max_num_batched_tokens"] for row in rows) >= 2048
+
+
+def test_every_step_that_decodes_has_a_graph_and_every_step_of_a_small_model() -> None:
+    for rows in configurations.table().values():
+        for name in configurations.PARAMETERS:
+            row = rows[name]
+            assert num_places(row["max_num_seqs"], 8) in row["graph_sizes"]
+            is_whole = row["graph_sizes"][-1] == row["max_num_batched_tokens"]
+            assert is_whole == (name in ("0.1 B", "0.6 B"))
 
 
 def test_engines_under_model_runner_v2() -> None:
