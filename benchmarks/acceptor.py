@@ -36,6 +36,7 @@ from protocol.runtime.logs import Throttle
 from protocol.runtime.scratch import NO_MEMORY, SharedMemory
 from protocol.wire.adapter_blob import Anchor
 from protocol.wire.messages import Sampling
+from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.failures import FailureWatch
@@ -86,7 +87,7 @@ class Acceptor:
         rerolls = RerollSection(max_attempts=0)
         self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
-            BatchSelector(StalenessBudget(*steps), self.journal, signal=rewards.signal),
+            BatchSelector(StalenessBudget(*steps), self.journal, BatchRule.full(steps[0]), signal=rewards.signal),
             self.journal,
             RerollRules(rerolls),
             rewards.mean_reward,

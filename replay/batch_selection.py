@@ -1,12 +1,11 @@
 """Selection of batches: which groups the next optimizer steps train.
 
-Guarantee: a batch is full, or partial where that is allowed. It begins with groups that are trained for the first time, at
-least one, in the order in which they came and none too stale; replayed groups follow, within their share, age and uses. The
-journal knows a batch before the caller gets it. Batches that a crash undid are selected again unchanged. Not thread-safe: the
-rollout buffer holds its lock.
+Guarantee: a batch is cut by its rule (`replay.batch_rule`), or earlier where replayed groups make it full. It begins with groups
+that are trained for the first time, at least one, in the order in which they came and none too stale; replayed groups follow,
+within their share, age and uses. The journal knows a batch before the caller gets it. Batches that a crash undid are selected
+again unchanged. Not thread-safe: the rollout buffer holds its lock.
 """
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.batch_rule import BatchRule
 from replay.curriculum import CurriculumState
 from replay.groups import RolloutGroup
 from replay.journal.recovery import Recovery
@@ -107,12 +107,13 @@ class BatchSelector:
 
     budget: StalenessBudget  # of what is trained for the first time
     journal: Journal
+    rule: BatchRule
     signal: Callable[[RolloutGroup], float]  # how much a group can move the policy, its score in the replay table
     replay: ReplayTable | None = None
     max_replayed: int = 0  # groups of a batch, less than all
-    partial: bool = False  # whether `take` may ever be asked for a partial batch
     next_step: int = 0
-    _fresh: dict[str, RolloutGroup] = field(default_factory=dict)  # in their order: leases bound staleness by it
+    last_answer: int = 0  # that the batches so far cover, counted over the run
+    _fresh: dict[str, tuple[int, RolloutGroup]] = field(default_factory=dict)  # with their numbers as answers, in order
     _recorded: deque[RecordedBatch] = field(
         default_factory=deque
     )  # selected before a crash, to be trained again unchanged
@@ -130,76 +131,97 @@ class BatchSelector:
         """Count the groups that wait to be trained for the first time."""
         return len(self._fresh) + sum(batch.num_fresh for batch in self._recorded)
 
+    def num_taken(self, num_answers: int) -> int:
+        """Count the places of the coming batches that are taken, so that no more leases are given than these can train."""
+        recorded = sum(batch.num_fresh if self._waits_for_all else self.rule.size for batch in self._recorded)
+        return recorded + self.rule.num_taken(self._signals(), num_answers - self.last_answer)
+
     @property
     def least_fresh(self) -> int:
-        """The least number of leased groups in a batch; the others are replayed."""
-        return self._credit.least_fresh
+        """The least number of leased groups that a batch covers; the others are replayed."""
+        return self._credit.least_fresh if self._waits_for_all else self.rule.size
+
+    @property
+    def _waits_for_all(self) -> bool:
+        return self.rule.least_signal == self.rule.size
+
+    def _signals(self) -> list[int]:
+        return [number - self.last_answer for number, _ in self._fresh.values()]
 
     @property
     def num_replayable(self) -> int:
         return 0 if self.replay is None else len(self.replay)
 
-    def insert(self, group: RolloutGroup) -> None:
-        self._fresh[group.lease_id] = group
+    def insert(self, group: RolloutGroup, number: int) -> None:
+        """Take a group with signal, the run's answer of this number; numbers rise."""
+        self._fresh[group.lease_id] = number, group
 
     def remove_stale(self) -> list[RolloutGroup]:
         """Drop the groups that are too old by now, and return them."""
         oldest = self.budget.oldest_usable(self.next_step)
-        stale = [group for group in self._fresh.values() if group.policy_version < oldest]
+        stale = [group for _, group in self._fresh.values() if group.policy_version < oldest]
         if stale:
             self.journal.drop([group.lease_id for group in stale], "stale")
             for group in stale:
                 del self._fresh[group.lease_id]
         return stale
 
-    def has_batch(self, *, delivered: int, trained: int, partial: bool) -> bool:
-        """Tell whether `take` would find a batch now."""
-        return bool(self._recorded) or self._chosen(delivered, trained, partial=partial) is not None
+    def has_batch(self, *, num_answers: int, num_trained: int) -> bool:
+        """Return whether `take` would find a batch now."""
+        return bool(self._recorded) or self._chosen(num_answers, num_trained) is not None
 
-    def take(self, *, delivered: int, trained: int, partial: bool) -> TrainingBatch | None:
-        """Take the next batch; return None if there are too few groups. So far `delivered` groups arrived, with and without
-        signal, and `trained` were trained, counting every time. With `partial` a smaller batch will do."""
+    def take(self, *, num_answers: int, num_trained: int) -> TrainingBatch | None:
+        """Take the next batch; return None if none is due. So far `num_answers` groups came, with and without signal, and
+        `num_trained` were trained, counting every time."""
         if self._recorded:
             return self._take_recorded()
-        chosen = self._chosen(delivered, trained, partial=partial)
+        chosen = self._chosen(num_answers, num_trained)
         if chosen is None:
             return None
-        fresh, replayed, credit = chosen
+        fresh, replayed, credit, last_answer = chosen
         last_step = self.next_step + self.budget.num_iterations
         lease_ids = [group.lease_id for group in fresh + replayed]
-        self.journal.claim(self.next_step + 1, last_step, lease_ids, len(fresh))
+        self.journal.claim(RecordedBatch(self.next_step + 1, last_step, lease_ids, len(fresh), last_answer))
         for group in fresh:
             del self._fresh[group.lease_id]
-        self._credit = credit
+        self._credit, self.last_answer = credit, last_answer
         return self._hand_over(self.next_step, 0, fresh, replayed)
 
     def _chosen(
-        self, delivered: int, trained: int, *, partial: bool
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup], ReplayCredit] | None:
-        """Return the groups that are trained for the first time, the replayed groups, and the credit that is left then."""
-        size = self.budget.groups_per_step
-        fresh = list(itertools.islice(self._fresh.values(), size))
-        credit = self._credit.before(delivered, trained + len(fresh))
-        allowed = credit.allowed(size - len(fresh), delivered, trained + len(fresh))
+        self, num_answers: int, num_trained: int
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup], ReplayCredit, int] | None:
+        """Return the groups that are trained for the first time, the replayed groups, the credit that is left then, and the last
+        answer that the batch covers."""
+        size, waiting = self.rule.size, list(self._fresh.values())
+        covered = self.rule.last_answer(self._signals(), num_answers - self.last_answer)
+        if covered is not None:
+            waiting = [(number, group) for number, group in waiting if number <= self.last_answer + covered]
+        fresh = [group for _, group in waiting[:size]]
+        credit = self._credit.before(num_answers, num_trained + len(fresh))
+        allowed = credit.allowed(size - len(fresh), num_answers, num_trained + len(fresh))
         replayed: list[RolloutGroup] = []
         if self.replay is not None and fresh and allowed:
             version = self.budget.version_at(self.next_step)
             replayed = self.replay.pick(allowed, step=self.next_step, version=version)
-        if not fresh or (len(fresh) + len(replayed) < size and not partial):
+        if not fresh or not (covered is not None or (self._waits_for_all and len(fresh) + len(replayed) == size)):
             return None
-        return fresh, replayed, credit
+        return fresh, replayed, credit, waiting[-1][0] if covered is None else self.last_answer + covered
 
     def state(self) -> list[list[Any]]:
         """Return the replay table, for a checkpoint."""
         return [] if self.replay is None else self.replay.state()
 
-    def restore(self, found: Recovery, step: int, load: Load, replay_state: list[list[Any]]) -> None:
+    def restore(self, found: Recovery, step: int, load: Load, replay_state: list[list[Any]], last_answer: int) -> None:
+        """Restore what a checkpoint after `step` steps had, whose batches covered the answers up to `last_answer`."""
         self._load = load
         self._recorded = deque(found.batches)
         self._resumed_at = step
         self.next_step = found.batches[0].step - 1 if found.batches else step
-        for group in load(found.ready):
-            self.insert(group)
+        self.last_answer = found.batches[-1].last_answer if found.batches else last_answer
+        first_ready = min(found.ready.values(), default=self.last_answer + 1)  # may be of a batch that is undone
+        self.last_answer = min(self.last_answer, first_ready - 1)
+        for group, number in zip(load(list(found.ready)), found.ready.values(), strict=True):
+            self.insert(group, number)
         if self.replay is not None:
             kept = [row for row in replay_state if row[0] not in found.not_replayable]
             ids = [row[0] for row in kept]
@@ -208,7 +230,7 @@ class BatchSelector:
     def _take_recorded(self) -> TrainingBatch:
         batch = self._recorded[0]
         groups = self._load(batch.lease_ids)
-        self.journal.claim(*batch)
+        self.journal.claim(batch)
         self._recorded.popleft()
         num_taken = max(0, self._resumed_at + 1 - batch.step)  # of its iterations, by the checkpoint
         return self._hand_over(batch.step - 1, num_taken, groups[: batch.num_fresh], groups[batch.num_fresh :])

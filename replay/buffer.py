@@ -128,7 +128,7 @@ class RolloutBuffer:
 
     def _next_floor(self) -> int:
         selector = self.selector
-        pending = self.ledger.leases.num_leases + selector.num_ready
+        pending = self.ledger.leases.num_leases + selector.num_taken(self._num_answers())
         return selector.budget.floor(pending, selector.next_step, selector.least_fresh)
 
     @_locked
@@ -237,7 +237,7 @@ class RolloutBuffer:
                 answers.append("duplicate")
                 continue
             answered.add(group.lease_id)
-            entry = self._entry(each)
+            entry = self._entry(each, self._num_answers() + len(taken) + 1)
             if entry.outcome != "stale":
                 taken.add(key)
             answers.append(entry.outcome)
@@ -252,7 +252,8 @@ class RolloutBuffer:
         self.changed.notify_all()
         return answers
 
-    def _entry(self, received: OfferedGroup) -> JournalEntry:
+    def _entry(self, received: OfferedGroup, number: int) -> JournalEntry:
+        """Make the row of a group, which is the run's answer of this number if it is not stale."""
         group = received.group
         outcome: Outcome = "accepted" if self.selector.signal(group) > 0.0 else "no_signal"
         if group.policy_version < self.selector.budget.oldest_usable(self.selector.next_step):
@@ -261,6 +262,7 @@ class RolloutBuffer:
         return JournalEntry(
             group.lease, received.producer, group.policy_version, outcome, None if math.isnan(reward) else reward,
             self.rules.grade(group), group.num_tokens, received.frame, received.missing,
+            None if outcome == "stale" else number,
         )  # fmt: skip
 
     def _admit(self, group: RolloutGroup, entry: JournalEntry) -> None:
@@ -278,10 +280,10 @@ class RolloutBuffer:
             draws.note(GradedGroup(*known, grade.num_scored, grade.num_successes, key.reroll))
         numbers = (1, grade.num_scored, grade.num_successes)
         self.totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
-        if outcome == "no_signal":
+        if entry.answer is None or outcome == "no_signal":
             self._finish(key)
         else:
-            self.selector.insert(group)
+            self.selector.insert(group, entry.answer)
 
     def _finish(self, key: Key) -> None:
         """The prompt's group was used, trained or not: end the prompt's attempt; it may return later, or sit out epochs."""
@@ -297,21 +299,20 @@ class RolloutBuffer:
     # Batches
 
     @_locked
-    def next_batch(self, timeout_s: float, *, partial: bool = False) -> TrainingBatch | None:
-        """Take the batch of the next step: `groups_per_step` groups with signal, or fewer with `partial`, none too stale. Return
-        None if there is none within the timeout (or a little earlier, when a group arrived that did not complete one), or no
-        room on the disk.
+    def next_batch(self, timeout_s: float) -> TrainingBatch | None:
+        """Take the batch of the next step, whose groups have signal, none too stale. Return None if there is none within the
+        timeout (or a little earlier, when a group arrived that did not complete one), or no room on the disk.
 
         Raises:
             DataFailuresError: too many of the last prompts failed for good, a reward failed for all, or nothing was scored.
             NoSignalError: too many groups in a row had no signal.
         """
-        return self._within(timeout_s, lambda: self._take_batch(partial=partial))
+        return self._within(timeout_s, self._take_batch)
 
     @_locked
-    def has_batch(self, timeout_s: float, *, partial: bool = False) -> bool:
+    def has_batch(self, timeout_s: float) -> bool:
         """Tell whether `next_batch` would find a batch within the timeout (or a little earlier, as there). Raises the same."""
-        return self._within(timeout_s, lambda: self._has_batch(partial=partial) or None) is not None
+        return self._within(timeout_s, lambda: self._has_batch() or None) is not None
 
     def _within(self, timeout_s: float, attempt: Callable[[], _Result | None]) -> _Result | None:
         result = attempt()
@@ -322,14 +323,13 @@ class RolloutBuffer:
             self.signals.check()
         return result
 
-    def _take_batch(self, *, partial: bool) -> TrainingBatch | None:
+    def _take_batch(self) -> TrainingBatch | None:
         """Take the next batch, without groups that have become too old; None if there is none, or no room to note it."""
         self._check()
         totals = self.totals
         try:
             self._drop_stale()
-            delivered, trained = self._num_delivered_and_trained()
-            batch = self.selector.take(delivered=delivered, trained=trained, partial=partial)
+            batch = self.selector.take(num_answers=self._num_answers(), num_trained=self._num_trained())
         except JournalFullError:
             return None
         if batch is None:
@@ -349,31 +349,32 @@ class RolloutBuffer:
         self.failures.check()
         self.rewards.check(self.totals)
 
-    def _has_batch(self, *, partial: bool) -> bool:
+    def _has_batch(self) -> bool:
         self._check()
         try:
             self._drop_stale()
         except JournalFullError:
             return False
-        delivered, trained = self._num_delivered_and_trained()
-        return self.selector.has_batch(delivered=delivered, trained=trained, partial=partial)
+        return self.selector.has_batch(num_answers=self._num_answers(), num_trained=self._num_trained())
 
     def _drop_stale(self) -> None:
         for group in self.selector.remove_stale():
             self.ledger.requeue(group.lease.key)
             self._count("went_stale", group.lease.key)
 
-    def _num_delivered_and_trained(self) -> tuple[int, int]:
-        """Return how many groups arrived, with and without signal, and how many were trained, counting every time."""
-        totals = self.totals
-        return totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
+    def _num_answers(self) -> int:
+        """Return how many groups came in time, with signal and without."""
+        return self.totals["accepted"] + self.totals["no_signal"]
+
+    def _num_trained(self) -> int:
+        """Return how many groups were trained, counting every time."""
+        return self.totals["trained"] + self.totals["replayed"]
 
     @_locked
     def oldest_usable(self) -> int | None:
-        """Return the oldest policy whose groups the next batch may have. None while that may be made of what is there, or while a
-        newer policy is on its way."""
+        """Return the oldest policy whose groups the next batch may have. None while a newer policy is on its way."""
         selector, budget = self.selector, self.selector.budget
-        if self._version < budget.version_at(selector.next_step) or (selector.partial and selector.num_ready):
+        if self._version < budget.version_at(selector.next_step):
             return None
         return budget.oldest_usable(selector.next_step)
 
@@ -404,6 +405,7 @@ class RolloutBuffer:
         return {
             "ledger": self.ledger.state(),
             "replay": self.selector.state(),
+            "last_answer": self.selector.last_answer,
             "counts": dict(self.totals),
             "journal_seq": self.journal.last_seq,
         }
@@ -417,10 +419,10 @@ class RolloutBuffer:
             self.totals.clear()
             self.totals.update(state["counts"])
         since_seq, selector = state["journal_seq"] if state else 0, self.selector
+        smaller = selector.rule.least_signal < selector.rule.size
         found = recover(
-            self.journal, step, since_seq, selector.budget, partial=selector.partial, comparable=comparable,
-            sources=self.sources,
-        )  # fmt: skip
+            self.journal, step, since_seq, selector.budget, smaller=smaller, comparable=comparable, sources=self.sources
+        )
         if self.ledger.draws is not None:
             for group in found.graded:
                 self.ledger.draws.note(group)
@@ -430,11 +432,14 @@ class RolloutBuffer:
             step,
             lambda lease_ids: [shape.load(frame) for frame in self.journal.frames(lease_ids)],
             state["replay"] if state and comparable else [],
+            state["last_answer"] if state else 0,
         )
         self._try_again()
         self.newest_version = self.journal.newest_version
         self.totals["quarantined"] += found.quarantined
         self.totals.update(found.counts)
+        if not comparable:  # what was answered before counts for no batch
+            selector.last_answer = self._num_answers()
         if found.batches or found.ready or found.quarantined:
             numbers = (len(found.ready), len(found.batches), found.quarantined)
             text = "journal: %d groups ready, %d steps to train again with the same batches, %d groups quarantined"

@@ -17,7 +17,7 @@ from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group, MissingReward
 from protocol.wire.model_folder import tokenizer_digest
-from replay.journal.schema import DeadLetter, JournalEntry, MicroBatchPlan
+from replay.journal.schema import DeadLetter, JournalEntry, MicroBatchPlan, RecordedBatch
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
 from replay.rerolls import Grade
@@ -166,7 +166,7 @@ def held_out(tokenizer: Tokenizer, version: int) -> Iterator[KeptAnswer]:
 
 def take_step(journal: Journal, run: Path, step: int, lease_ids: list[str]) -> None:
     """Step `step` trains these groups and makes a policy; it takes 1.5 s after 0.5 s of waiting."""
-    journal.claim(step, step, lease_ids, len(lease_ids))
+    journal.claim(RecordedBatch(step, step, lease_ids, len(lease_ids)))
     advantages = (np.arange(len(lease_ids) * COMPLETIONS) / step).astype("<f4").tobytes()
     journal.end_step(step, MicroBatchPlan(step, 64, None, advantages if step > 10 else b""))
     journal.note_policy(step, step, f"{step:064x}")

@@ -10,7 +10,7 @@ too long; whatever ended the intake thread.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,14 +36,12 @@ class BatchFeed:
     """Iterates over the batches of a run. Where the GPU is shared it is a `SharedDevice`.
 
     Args:
-        partial_after_s: how long to wait for a full batch before a partial one will do; None: for ever.
         turns: on the GPU, which is the trainer's only while there are batches; None: it is always.
     """
 
     buffer: RolloutBuffer
     intake: Intake
     waits: WaitPolicy
-    partial_after_s: float | None = None
     turns: GpuTurns | None = None
     wait_s: float = 0.0  # spent on the last batch
     last: TrainingBatch | None = None
@@ -87,20 +85,16 @@ class BatchFeed:
             self.buffer.check_stalled()
             raise
 
-    @property
-    def _takes_partial(self) -> bool:
-        return self.partial_after_s is not None and self.waiting_s() >= self.partial_after_s
-
     def _attempt(self) -> TrainingBatch | None:
         if self._has_turn():
-            return self.buffer.next_batch(_POLL_S, partial=self._takes_partial)
+            return self.buffer.next_batch(_POLL_S)
         return None
 
     def _has_turn(self) -> bool:
         """Hand the GPU over while there is no batch, and take it, which may last, when there is one."""
         if self.turns is None:
             return True
-        if not self.buffer.has_batch(0.0 if self.turns.is_ours else _POLL_S, partial=self._takes_partial):
+        if not self.buffer.has_batch(0.0 if self.turns.is_ours else _POLL_S):
             self.turns.hand_over()
             return False
         self.turns.take(self.waits)
@@ -154,16 +148,21 @@ class RecordedRun:
             JournalError: one is missing, because old groups were deleted.
         """
         expected = from_step
-        for step, last_step, lease_ids, num_fresh in self._reader.batches(from_step):
+        for step, last_step, lease_ids, num_fresh, _ in self._reader.batches(from_step):
             if step > expected:
                 raise _missing(expected)
-            if len(lease_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
-                raise _missing(step)  # or a partial batch; where groups were deleted nobody can tell
+            if self._reader.num_deleted() and not self._is_whole(lease_ids):
+                raise _missing(step)
             groups = [shape.load(frame) for frame in self._reader.frames(lease_ids)]
             yield TrainingBatch(step, last_step - expected + 1, last_step, groups, num_fresh)
             expected = last_step + 1
         if expected == from_step:
             raise _missing(expected)
+
+    def _is_whole(self, lease_ids: Sequence[str]) -> bool:
+        """Return whether a batch has its first group still: the oldest are deleted first."""
+        row = self._reader.row(lease_ids[0])
+        return row is not None and row.position == 0
 
 
 @dataclass(eq=False)

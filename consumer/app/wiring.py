@@ -56,6 +56,7 @@ from protocol.runtime.scratch import shared_memory
 from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Sampling, prompt_token_ids
+from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.curriculum import Curriculum
@@ -122,7 +123,7 @@ def live_run(setup: Setup, watch: Watch, opened: ExitStack, gpus: Sequence[int],
     terms = _terms(setup, facts, session, turns, refusals)
     intake = Intake(channel, storage, dispatcher, store, terms, errors, lambda: run.beat())
     waits = WaitPolicy(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
-    feed = BatchFeed(buffer, intake, waits, settings.partial_after_s, turns)
+    feed = BatchFeed(buffer, intake, waits, turns)
     run = LiveRun(
         setup, start, feed, waits, report, storage, intake, heartbeat, turns,
         recorded=journal.newest_plan, evaluation=evaluation, refusals=channel.refusals.counts,
@@ -267,13 +268,14 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
     if config.environments and isinstance(setup.prompts, PromptDataset):
         parts = setup.prompts.environment_parts()
         shares = EnvironmentShares(parts, setup.budget)
+    size = pipeline.groups_per_step
     selector = BatchSelector(
         setup.budget,
         journal,
+        BatchRule.sampled(size) if pipeline.fill == "sampled" else BatchRule.full(size),
         signal=setup.rewards.signal,
         replay=ReplayTable(config.replay, config.seed) if config.replay.mode == "signal" else None,
-        max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
-        partial=pipeline.fill == "partial",
+        max_replayed=min(int(config.replay.max_share * size), size - 1),
     )
     return RolloutBuffer(
         ledger,

@@ -94,10 +94,11 @@ def part_of_loss(
     answer_coef: float = 0.0,
 ) -> tuple[torch.Tensor, Seen]:
     """Return the part of a micro-batch in the loss of its step, and the values that metrics are made of."""
-    mask, num_tokens = loss_mask(batch), batch["num_items_in_batch"].clamp(min=1)
+    mask, num_tokens = loss_mask(batch), of_full_step(batch, batch["num_items_in_batch"])
     acting, num_acting = mask, num_tokens
     if threshold is not None:
-        acting, num_acting = mask * (found.entropies >= threshold.entropy), threshold.num_tokens.clamp(min=1)
+        acting = mask * (found.entropies >= threshold.entropy)
+        num_acting = of_full_step(batch, threshold.num_tokens)
     current = found.logprobs.masked_fill(mask == 0, 0.0)  # 0 for answers, too
     losses, seen = policy_losses(options, batch, current, factors)
     if "teacher_advantages" in batch:
@@ -122,9 +123,18 @@ def part_of_loss(
         loss = loss + aux_loss_coef * found.aux_loss * mask.sum() / num_tokens
     if "answer_mask" in batch:
         nats = -found.logprobs.masked_fill(batch["answer_mask"] == 0, 0.0)
-        loss = loss + answer_coef * (nats * _weights(batch, "answer")).sum() / batch["num_answer_tokens"].clamp(min=1)
+        loss = loss + answer_coef * (nats * _weights(batch, "answer")).sum() / of_full_step(
+            batch, batch["num_answer_tokens"]
+        )
         seen["ce_loss"] = nats.masked_fill(batch["answer_mask"] == 0, torch.nan).flatten()
     return loss, {name: values.detach() for name, values in seen.items()}
+
+
+def of_full_step(batch: MicroBatch, num_tokens: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens a full step of such groups would have, at least 1. So a group moves the policy as much in a small
+    step as in a full one, whatever the loss."""
+    num_tokens = num_tokens.clamp(min=1)
+    return num_tokens / batch["filled_share"] if "filled_share" in batch else num_tokens
 
 
 def values_of(seen: Seen, places: Places, shape: torch.Size) -> Values:
@@ -214,13 +224,13 @@ def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torc
 def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
     """Return the part of the losses of tokens (B, T) in the loss of a step. A row is a record: an episode may have several.
 
-        bnpo, dapo, cispo, vespo   sum / tokens of the step
+        bnpo, dapo, cispo, vespo   sum / tokens of a full step (`of_full_step`)
         grpo, sapo                 sum over rows of the mean over tokens / completions of a full step
         dr_grpo                    sum / (max_completion_length · completions of a full step)
         luspo                      sum / completions of a full step
 
     Args:
-        num_tokens: in the loss of the step, at least 1.
+        num_tokens: in the loss of a full step, at least 1.
     """
     if options.loss_type in _TOKEN_MEANS:
         return losses.sum() / num_tokens

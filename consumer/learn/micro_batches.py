@@ -128,6 +128,7 @@ class BatchRecipe:
 
     rewards: RewardRecipe
     num_generations: int
+    groups_per_step: int  # of a full step
     max_tokens: int  # of a micro-batch
     tree: bool  # common beginnings of rows go through the model once; if not, rows are padded
     only_advantages: bool  # without advantage a row has no gradient
@@ -160,6 +161,7 @@ class BatchRecipe:
         that the policy did not sample, it has TRL's `tool_mask`, 0 for them. With `distillation` it has `teacher_advantages`
         (B, T), and where a divergence teaches also `teacher_ids` and `teacher_logprobs` (B, T, 1 + k); with answers `answer_mask`
         (B, T), 1 for their tokens, and `num_answer_tokens` of the whole step; with weights `loss_weights` (B, 3), of LOSS_PARTS.
+        A step with fewer groups than a full one has `filled_share`, its share of them.
         """
         of_groups = list(weights) or [UNWEIGHTED] * len(groups)
         rows = self._rows(groups, of_groups)
@@ -176,6 +178,8 @@ class BatchRecipe:
         filler = [shortest._replace(number=FILLER, advantage=0.0, in_loss=False)]
         parts += [filler] * (num_parts - len(parts))
         counts = {"num_items_in_batch": num_items}
+        if len(groups) < self.groups_per_step:
+            counts["filled_share"] = torch.tensor(len(groups) / self.groups_per_step)
         if answers:
             counts["num_answer_tokens"] = torch.tensor(sum(len(row.completion_ids) for row in of_answers))
         return [self._pad(part, bool(answers), bool(weights)) | counts for part in parts]

@@ -90,7 +90,8 @@ from replay.rewards import RewardRecipe
 
 _RATIO = "sampling/importance_sampling_ratio/"
 _OF_LOSS = (
-    *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "num_items_in_batch", "loss_weights"),
+    *("completion_mask", "tool_mask", "sampling_per_token_logps", "advantages", "loss_weights"),
+    *("num_items_in_batch", "filled_share"),
     *("old_per_token_logps", "ref_per_token_logps", "teacher_advantages", "answer_mask", "num_answer_tokens"),
 )
 """The tensors of a micro-batch that the loss takes."""
@@ -163,6 +164,7 @@ class SlipstreamTrainer(Trainer):
         return BatchRecipe(
             rewards=RewardRecipe.of(config, options.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
+            groups_per_step=config.pipeline.groups_per_step,
             max_tokens=self._splitter.tokens,
             tree=False,
             only_advantages=options.beta == 0.0 and not bonus.is_on and options.top_entropy_quantile == 1.0,

@@ -17,7 +17,7 @@ ENOUGH_TOKENS = 4096  # longer passes are hardly faster, and recomputing all lay
 
 
 class PipelineSection(Section):
-    groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
+    groups_per_step: Positive = Field(16, description="Groups of an optimizer step. See fill.")
     trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = Field(
         "auto",
         description="Tokens of a pass of the trainer, shared ones once. Loss and gradient do not depend on it. `auto` "
@@ -45,12 +45,11 @@ class PipelineSection(Section):
         1,
         description="Oldest policy of a trained group, in versions. 0 is exactly on-policy.",
     )
-    fill: Literal["full", "partial"] = Field(
-        "full",
-        description="`full`: batches have `groups_per_step` groups with signal; `partial`: after `fill_timeout_s`, "
-        "those that are there.",
+    fill: Literal["sampled", "full"] = Field(
+        "sampled",
+        description="`sampled`: a step is taken when `groups_per_step` groups have come, if a quarter of them has signal; after "
+        "twice as many, if one has. `full`: when as many have signal.",
     )
-    fill_timeout_s: PositiveSeconds = Field(60.0, description="See fill.")
     sync_interval: Positive = Field(1, description="Optimizer steps per published policy version.")
     lease_timeout_s: PositiveSeconds = Field(
         600.0, description="A prompt whose group has not come back by then is leased again."
@@ -76,11 +75,6 @@ class PipelineSection(Section):
     stall_timeout_s: PositiveSeconds = Field(
         1800.0, description="A daemon stops (exit 75) after this time without progress."
     )
-
-    @property
-    def partial_after_s(self) -> float | None:
-        """Return how long the trainer waits for a full batch before a partial one will do; None: without limit."""
-        return self.fill_timeout_s if self.fill == "partial" else None
 
 
 class ReplaySection(Section):

@@ -40,7 +40,7 @@ class Recovery:
     """The batches, groups and prompts that come back."""
 
     batches: list[RecordedBatch] = field(default_factory=list)
-    ready: list[str] = field(default_factory=list)  # group ids in order of arrival
+    ready: dict[str, int] = field(default_factory=dict)  # numbers as answers by group id, in order of arrival
     prompts: list[RecoveredPrompt] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
     graded: list[GradedGroup] = field(default_factory=list)  # that the checkpoint does not know of, in order of arrival
     counts: dict[str, int] = field(default_factory=dict)  # of what the checkpoint does not know of
@@ -54,23 +54,23 @@ def recover(
     since_seq: int,
     budget: StalenessBudget,
     *,
-    partial: bool,
+    smaller: bool,
     comparable: bool,
     sources: Sources = ONE,
 ) -> Recovery:
     """Make available again what was consumed after `step`, the steps that the checkpoint has taken, whose ledger knows the
-    rows up to `since_seq`. With `partial` batches may be smaller than `groups_per_step`. If not `comparable`, groups must
+    rows up to `since_seq`. With `smaller` batches may have fewer than `groups_per_step`. If not `comparable`, groups must
     look different now, and those available are dropped."""
     with journal.transaction() as db:
         broken, quarantined = _drop_unusable(db, step, comparable)
-        batches = _recorded(db, step, budget, partial, broken)
+        batches = _recorded(db, step, budget, smaller, broken)
         _release_the_rest(db, step, batches)
     recorded = {lease_id for batch in batches for lease_id in batch.lease_ids}
-    ready = journal.query(f"SELECT lease_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
+    ready = journal.query(f"SELECT lease_id, answer FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
     unfit = journal.query("SELECT lease_id FROM groups WHERE NOT replayable OR dropped IS NOT NULL")
     return Recovery(
         batches=batches,
-        ready=[lease_id for (lease_id,) in ready if lease_id not in recorded],
+        ready={lease_id: number for lease_id, number in ready if lease_id not in recorded},
         prompts=_prompts(journal, step, since_seq),
         graded=_graded(journal, since_seq),
         counts=_counts(journal, since_seq) | _counts_by_source(journal, since_seq, sources),
@@ -101,17 +101,19 @@ def _drop_unusable(db: apsw.Connection, step: int, comparable: bool) -> tuple[se
 
 
 def _recorded(
-    db: apsw.Connection, step: int, budget: StalenessBudget, partial: bool, broken: set[int]
+    db: apsw.Connection, step: int, budget: StalenessBudget, smaller: bool, broken: set[int]
 ) -> list[RecordedBatch]:
     """Return the batches after `step` that can be trained again unchanged, up to the first that cannot."""
     claimed: dict[tuple[int, int], list[str]] = {}
     oldest: dict[tuple[int, int], int] = {}
-    for lease_id, first, last, version in db.execute(
-        f"SELECT lease_id, step, last_step, policy_version FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
+    last_answers: dict[tuple[int, int], int] = {}
+    for lease_id, first, last, version, last_answer in db.execute(
+        f"SELECT lease_id, step, last_step, policy_version, last_answer FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
         " ORDER BY step, position",
         {"step": step},
     ):
         claimed.setdefault((first, last), []).append(lease_id)
+        last_answers[first, last] = last_answer
         oldest[first, last] = min(version, oldest.get((first, last), version))
     result: list[RecordedBatch] = []
     expected = step + 1
@@ -121,13 +123,13 @@ def _recorded(
         size = len(fresh) + len(again)
         fits = (
             first not in broken
-            and (size == budget.groups_per_step or (partial and size < budget.groups_per_step))
+            and (size == budget.groups_per_step or (smaller and size < budget.groups_per_step))
             and last - first + 1 == budget.num_iterations
             and oldest[first, last] >= budget.oldest_usable(first - 1)
         )
         if not fits or (first != expected and not begun):
             break
-        result.append(RecordedBatch(first, last, fresh + again, len(fresh)))
+        result.append(RecordedBatch(first, last, fresh + again, len(fresh), last_answers[first, last]))
         expected = last + 1
     return result
 
@@ -140,7 +142,8 @@ def _release_the_rest(db: apsw.Connection, step: int, batches: list[RecordedBatc
         db.execute("UPDATE replays SET last_step = :step WHERE step <= :step AND last_step > :step", {"step": step})
     db.execute("DELETE FROM replays WHERE step >= ?", (from_step,))
     db.execute(
-        f"UPDATE groups SET step = NULL, last_step = NULL, position = NULL WHERE {_AVAILABLE} AND step >= :from_step",
+        "UPDATE groups SET step = NULL, last_step = NULL, position = NULL, last_answer = NULL"
+        f" WHERE {_AVAILABLE} AND step >= :from_step",
         {"step": step, "from_step": from_step},
     )
 

@@ -5,6 +5,8 @@ A group's row says what became of it:
     outcome   accepted, no_signal, or stale: the answer that the producer got
     step      first optimizer step (from 1) that trains it, set before the step begins; `last_step` the last one
     tries     times that its steps were begun without the last one ending; 2 of them quarantine the group
+    answer    its number among the run's answers, those with outcome accepted or no_signal, from 1
+    last_answer  the number of the last answer that its batch covers
     dropped   why an accepted group will not be trained after all: stale, quarantined, or configuration
     verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.rerolls`)
 
@@ -42,7 +44,7 @@ DropReason = Literal["stale", "quarantined", "configuration"]
 MAX_TRIES = 2
 """The number of times that the trainer may die in a group's step before the group is quarantined."""
 
-SCHEMA = 1
+SCHEMA = 2
 TABLES = """
 CREATE TABLE IF NOT EXISTS groups(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, lease_id TEXT NOT NULL UNIQUE, epoch INTEGER NOT NULL,
@@ -51,7 +53,7 @@ CREATE TABLE IF NOT EXISTS groups(
     verdict TEXT NOT NULL, num_scored INTEGER NOT NULL, num_successes INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, accepted_at REAL NOT NULL, crc INTEGER NOT NULL,
     step INTEGER, last_step INTEGER, position INTEGER, tries INTEGER NOT NULL DEFAULT 0, dropped TEXT,
-    replayable INTEGER NOT NULL DEFAULT 1
+    replayable INTEGER NOT NULL DEFAULT 1, answer INTEGER, last_answer INTEGER
 );
 CREATE TABLE IF NOT EXISTS replays(step INTEGER NOT NULL, position INTEGER NOT NULL, last_step INTEGER NOT NULL,
     lease_id TEXT NOT NULL, tries INTEGER NOT NULL, PRIMARY KEY(step, position)) WITHOUT ROWID;
@@ -88,6 +90,7 @@ class JournalEntry:
     num_tokens: int
     frame: bytes  # the wire message, encoded
     missing: bytes = b""  # why rewards of it are missing, encoded for people; empty: nothing is known
+    answer: int | None = None  # its number among the run's answers; None: stale
 
     @property
     def lease_id(self) -> str:
@@ -154,6 +157,7 @@ class RecordedBatch(NamedTuple):
     last_step: int
     lease_ids: list[str]
     num_fresh: int  # of them, which come first; the others are replayed
+    last_answer: int = 0  # number of the last answer that it covers; not read where batches are shown
 
 
 State = Literal["ready", "claimed", "trained", "no_signal", "stale", "quarantined", "dropped"]

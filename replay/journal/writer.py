@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from replay.journal.schema import (
     DropReason,
     JournalEntry,
     MicroBatchPlan,
+    RecordedBatch,
     intact_frame,
 )
 
@@ -146,10 +147,11 @@ class Journal:
             for entry in entries:
                 db.execute(
                     "INSERT INTO groups(lease_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome,"
-                    " reward, verdict, num_scored, num_successes, num_tokens, num_bytes, accepted_at, crc)"
-                    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    " reward, verdict, num_scored, num_successes, num_tokens, num_bytes, accepted_at, crc, answer)"
+                    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (entry.lease_id, *entry.lease.key, entry.lease.attempt, entry.producer, entry.policy_version,
-                     entry.outcome, entry.reward, *entry.grade, entry.num_tokens, len(entry.frame), now, entry.crc()),
+                     entry.outcome, entry.reward, *entry.grade, entry.num_tokens, len(entry.frame), now, entry.crc(),
+                     entry.answer),
                 )  # fmt: skip
                 seq = db.last_insert_rowid()
                 db.execute("INSERT INTO bodies VALUES(?, ?)", (seq, entry.frame))
@@ -174,14 +176,14 @@ class Journal:
 
     # Steps
 
-    def claim(self, step: int, last_step: int, lease_ids: Sequence[str], num_fresh: int) -> None:
-        """Note, before the first step begins, that optimizer steps `step` to `last_step` train these groups in this order;
-        after the first `num_fresh` come the replayed groups."""
+    def claim(self, batch: RecordedBatch) -> None:
+        """Note, before the first step of a batch begins, that its steps train its groups in this order."""
+        step, last_step, lease_ids, num_fresh, last_answer = batch
         fresh, again = lease_ids[:num_fresh], lease_ids[num_fresh:]
         with self.transaction() as db:
             db.executemany(
-                "UPDATE groups SET step = ?, last_step = ?, position = ?, tries = tries + 1 WHERE lease_id = ?",
-                [(step, last_step, position, lease_id) for position, lease_id in enumerate(fresh)],
+                "UPDATE groups SET step = ?, last_step = ?, last_answer = ?, position = ?, tries = tries + 1 WHERE lease_id = ?",
+                [(step, last_step, last_answer, position, lease_id) for position, lease_id in enumerate(fresh)],
             )
             db.executemany(
                 "INSERT INTO replays(step, position, last_step, lease_id, tries) VALUES(?, ?, ?, ?, 1)"

@@ -58,7 +58,7 @@ def _steps(reader: JournalReader) -> Iterator[str]:
     facts = reader.facts()
     sizes = [len(positions) for *_, positions in batches]
     per_step = int(facts.get("groups_per_step", statistics.mode(sizes)))
-    may_be_less = facts.get("fill") == "partial"
+    may_be_less = facts.get("fill") == "sampled"
     comparable = range(1 if num_deleted else 0, len(batches))
     expected = batches[0][0]
     for index, (step, last_step, positions) in enumerate(batches):

@@ -14,11 +14,12 @@ import numpy as np
 from protocol.config.learning import ReplaySection, RerollSection
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group
+from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector, OfferedGroup, TrainingBatch
 from replay.buffer import Answer, RolloutBuffer
 from replay.failures import FailureWatch
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.schema import JournalEntry
+from replay.journal.schema import JournalEntry, RecordedBatch
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
 from replay.prompt_draws import PromptDraws
@@ -146,7 +147,7 @@ def unpublished_buffer(
     rules: RerollRules | None = None,
     replay: ReplayTable | None = None,
     max_replayed: int = 0,
-    partial: bool = False,
+    sampled: bool = False,
     draws: PromptDraws | None = None,
     sources: Sources = ONE,
     failures: FailureWatch | None = None,
@@ -164,12 +165,12 @@ def unpublished_buffer(
             environment_of=environment_of,
         ),
         BatchSelector(
-            StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
+            ages := StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
             journal,
+            (BatchRule.sampled if sampled else BatchRule.full)(ages.groups_per_step),
             signal=spread,
             replay=replay,
             max_replayed=max_replayed,
-            partial=partial,
         ),
         journal,
         rules or reroll_rules(),
@@ -246,6 +247,7 @@ def entry(prompt_id: int, **changes: Any) -> JournalEntry:
         "grade": Grade("mixed", 2, 1),
         "num_tokens": 4,
         "frame": f"frame of prompt {prompt_id}".encode(),
+        "answer": 1,
     } | changes
     return JournalEntry(**values)
 
@@ -256,7 +258,7 @@ def lease_ids(*prompt_ids: int) -> list[str]:
 
 def claim(journal: Journal, step: int, last_step: int, *prompt_ids: int, again: tuple[int, ...] = ()) -> None:
     """The first groups of these prompts are trained, and those of `again` are replayed."""
-    journal.claim(step, last_step, lease_ids(*prompt_ids, *again), len(prompt_ids))
+    journal.claim(RecordedBatch(step, last_step, lease_ids(*prompt_ids, *again), len(prompt_ids)))
 
 
 def rows(journal: Journal, columns: str = "lease_id, outcome, dropped, step, last_step") -> list[tuple]:

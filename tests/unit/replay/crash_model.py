@@ -45,7 +45,8 @@ class Model:
     table: dict[str, int]
     replaying: ReplaySection | None
     max_replayed: int
-    partial: bool
+    sampled: bool
+    last_answer: int  # that cut batches cover
     comparable = True
 
     def begin_run(self) -> None:
@@ -199,20 +200,50 @@ class Model:
     # Batches
 
     @property
-    def num_ready(self) -> int:
-        return len(self.ready) + sum(cut.num_fresh for cut in self.recorded)
+    def answers(self) -> list[str]:
+        """All that came in time, in order."""
+        return [row.lease_id for row in self.rows.values() if row.outcome != "stale"]
+
+    @property
+    def least_signal(self) -> int:
+        size = self.budget.groups_per_step
+        return min(size, max(2, math.ceil(size / 4))) if self.sampled else size
+
+    def window(self, covered: int, ready: list[str]) -> tuple[int, list[str]] | None:
+        """Go from answer to answer behind those that are covered, until a batch of some of the ready groups is due."""
+        size, answers = self.budget.groups_per_step, self.answers
+        for last in range(covered + size, len(answers) + 1):
+            batch = [lease_id for lease_id in ready if lease_id in answers[:last]]
+            is_late = self.sampled and batch and last - covered >= 2 * size
+            if is_late or len(batch) >= self.least_signal:
+                return last, batch
+        return None
+
+    @property
+    def places_taken(self) -> int:
+        """All places of batches that are due; of the next one, those that answers so far have or that it may not need."""
+        size = self.budget.groups_per_step
+        taken = sum(size if self.sampled else cut.num_fresh for cut in self.recorded)
+        covered, ready = self.last_answer, self.ready
+        while due := self.window(covered, ready):
+            covered, ready, taken = due[0], ready[len(due[1]) :], taken + size
+        if not self.sampled:
+            return taken + len(ready)
+        uncovered = len(self.answers) - covered
+        lacking = min(self.least_signal - len(ready), 2 * size - uncovered)
+        return taken + size - max(size - uncovered, lacking, 1)
 
     def floor_of_leases(self) -> int:
         """The next batch may need all its groups, one after it fewer where groups are replayed more often than others come."""
         size = places = self.budget.groups_per_step
-        if self.replaying is not None:
+        if self.replaying is not None and not self.sampled:
             least = math.ceil(places / self.replaying.samples_per_insert)
             places = min(places, max(least, places - self.max_replayed))
-        pending = len(self.live) + self.num_ready
+        pending = len(self.live) + self.places_taken
         batches_ahead = 0 if pending < size else 1 + (pending - size) // places
         return max(0, self.budget.oldest_usable(self.next_step + batches_ahead * self.budget.num_iterations))
 
-    def next_cut(self, partial: bool) -> Cut | None:
+    def next_cut(self) -> Cut | None:
         oldest_usable = self.budget.oldest_usable(self.next_step)
         for lease_id in [lease_id for lease_id in self.ready if self.rows[lease_id].version < oldest_usable]:
             self.rows[lease_id].dropped = "stale"
@@ -222,14 +253,15 @@ class Model:
         if self.recorded:
             return self.recorded.pop(0)
         size = self.budget.groups_per_step
-        fresh = self.ready[:size]
+        due = self.window(self.last_answer, self.ready)
+        last_answer, fresh = due or (self.answers.index(self.ready[-1]) + 1 if self.ready else 0, self.ready)
         again, forgotten = self.next_replays(size - len(fresh)) if fresh else ([], 0.0)
-        if not fresh or (len(fresh) + len(again) < size and not partial):
+        if not fresh or not (due or (not self.sampled and len(fresh) + len(again) == size)):
             return None
         self.forgotten = forgotten
-        del self.ready[: len(fresh)]
+        self.ready = self.ready[len(fresh) :]
         last = self.next_step + self.budget.num_iterations
-        return Cut(self.next_step + 1, last, fresh + again, len(fresh))
+        return Cut(self.next_step + 1, last, fresh + again, len(fresh), last_answer)
 
     def next_replays(self, missing: int) -> tuple[list[str], float]:
         """And the places that nothing will take any more: more than one batch of them is not kept."""
@@ -254,6 +286,7 @@ class Model:
 
     def was_cut(self, cut: Cut) -> None:
         self.cuts[cut.first] = self.current = cut
+        self.last_answer = max(self.last_answer, cut.last_answer)
         self.next_step = cut.last
         self.num_trained += len(cut.ids)
         for position, lease_id in enumerate(cut.fresh):
@@ -310,6 +343,10 @@ class Model:
         self.ready = [row.lease_id for row in self.rows.values() if self.is_available(row)]
         self.ready = [lease_id for lease_id in self.ready if lease_id not in recorded]
         self.next_step = self.recorded[0].first - 1 if self.recorded else self.step
+        first_ready = self.answers.index(self.ready[0]) if self.ready else len(self.answers)
+        self.last_answer = min(first_ready, self.recorded[-1].last_answer if self.recorded else checkpoint.last_answer)
+        if not self.comparable:
+            self.last_answer = len(self.answers)
         self.table = {
             lease_id: times
             for lease_id, times in (checkpoint.table if self.comparable else {}).items()
@@ -334,7 +371,7 @@ class Model:
             if cut.last <= self.step:
                 continue
             missing = self.budget.groups_per_step - len(cut.ids)
-            fits = missing == 0 or (self.partial and missing > 0)
+            fits = missing == 0 or (self.sampled and missing > 0)
             fits = fits and cut.last - first + 1 == self.budget.num_iterations
             usable = self.comparable and not any(self.rows[lease_id].dropped for lease_id in cut.fresh)
             broken = broken or not fits or not usable
@@ -358,7 +395,7 @@ class Model:
             else:
                 del self.replayed[cut.first, position]
         if begun:
-            self.cuts[cut.first] = Cut(cut.first, self.step, cut.ids, cut.num_fresh)
+            self.cuts[cut.first] = Cut(cut.first, self.step, cut.ids, cut.num_fresh, cut.last_answer)
         else:
             del self.cuts[cut.first]
 

@@ -48,6 +48,7 @@ class Cut:
     last: int
     ids: list[str]
     num_fresh: int
+    last_answer: int  # that it covers
 
     @property
     def fresh(self) -> list[str]:
@@ -86,3 +87,4 @@ class Checkpoint:
     num_rows: int = 0
     table: dict[str, int] = field(default_factory=dict)
     num_trained: int = 0
+    last_answer: int = 0

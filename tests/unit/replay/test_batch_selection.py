@@ -1,10 +1,12 @@
-"""Batches are full, or partial where that is allowed; first trainings first, and replays within their bounds."""
+"""Batches are cut by their rule; first trainings first, and replays within their bounds."""
 
 from typing import Any
 
 import pytest
 
+from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
+from replay.journal.schema import RecordedBatch
 from replay.journal.writer import Journal, JournalFullError
 from replay.replay_table import ReplayTable
 from replay.staleness import StalenessBudget
@@ -32,46 +34,38 @@ def table(**settings: Any) -> ReplayTable:
     return replay_table(**({"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4} | settings))
 
 
-def selector(journal: Journal, *, groups_per_step: int = 4, max_staleness: int = 9, **arguments: Any) -> BatchSelector:
-    return BatchSelector(StalenessBudget(groups_per_step, max_staleness), journal, signal=spread, **arguments)
+def selector(journal: Journal, *, groups_per_step: int = 4, sampled: bool = False, **arguments: Any) -> BatchSelector:
+    rule = (BatchRule.sampled if sampled else BatchRule.full)(groups_per_step)
+    return BatchSelector(StalenessBudget(groups_per_step, 9), journal, rule, signal=spread, **arguments)
 
 
 def insert(selection: BatchSelector, journal: Journal, *prompt_ids: int, version: int = 0) -> list[str]:
     rows = [entry(prompt_id, policy_version=version) for prompt_id in prompt_ids]
     journal.append(rows)
-    for row in rows:
-        selection.insert(group(row.lease_id, version))
+    for number, row in enumerate(rows, start=selection.last_answer + selection.num_ready + 1):
+        selection.insert(group(row.lease_id, version), number)
     return [row.lease_id for row in rows]
 
 
 def test_a_batch_is_full_or_nothing(journal: Journal) -> None:
     selection = selector(journal)
     first = insert(selection, journal, 0, 1, 2)
-    assert selection.take(delivered=3, trained=0, partial=False) is None
+    assert selection.take(num_answers=3, num_trained=0) is None
     first += insert(selection, journal, 3, 4)
-    batch = selection.take(delivered=5, trained=0, partial=False)
+    batch = selection.take(num_answers=5, num_trained=0)
     assert batch is not None
     assert (names(batch.groups), batch.num_fresh, batch.first_step, batch.last_step) == (first[:4], 4, 1, 1)
     assert (selection.num_ready, selection.next_step, selection.num_replayable) == (1, 1, 0)
 
 
-def test_a_partial_batch_takes_what_there_is_and_never_nothing(journal: Journal) -> None:
-    selection = selector(journal, partial=True)
-    assert selection.take(delivered=0, trained=0, partial=True) is None
-    ids = insert(selection, journal, 0)
-    batch = selection.take(delivered=1, trained=0, partial=True)
-    assert batch is not None
-    assert (names(batch.groups), batch.num_fresh) == (ids, 1)
-
-
 def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Journal) -> None:
     with pytest.raises(ValueError, match="at least one group that is trained for the first time"):
         selector(journal, max_replayed=4)
-    selection = selector(journal, groups_per_step=2, replay=table(), max_replayed=1, partial=True)
+    selection = selector(journal, groups_per_step=2, replay=table(), max_replayed=1)
     insert(selection, journal, 0, 1)
-    assert selection.take(delivered=PLENTY, trained=0, partial=True)
+    assert selection.take(num_answers=PLENTY, num_trained=0)
     assert selection.num_replayable == 2
-    assert selection.take(delivered=PLENTY, trained=0, partial=True) is None
+    assert selection.take(num_answers=PLENTY, num_trained=0) is None
 
 
 @pytest.mark.parametrize(
@@ -94,9 +88,9 @@ def test_replays_fill_a_batch_as_far_as_share_and_limiter_allow(
 ) -> None:
     selection = selector(journal, replay=table(), max_replayed=max_replayed)
     trained = insert(selection, journal, 0, 1, 2, 3)
-    assert selection.take(delivered=4, trained=0, partial=False)
+    assert selection.take(num_answers=4, num_trained=0)
     fresh = insert(selection, journal, *range(10, 10 + num_fresh), version=1)
-    batch = selection.take(delivered=num_generated, trained=4, partial=False)
+    batch = selection.take(num_answers=num_generated, num_trained=4)
     if expected is None:
         assert batch is None
         return
@@ -110,28 +104,25 @@ def test_replays_fill_a_batch_as_far_as_share_and_limiter_allow(
 
 def test_places_of_groups_without_signal_are_kept_for_one_batch_at_most(journal: Journal) -> None:
     """More would let steps run ahead of the groups that are still under way, which would come back stale."""
-    selection = selector(journal, replay=table(max_times_sampled=9), max_replayed=3, partial=True)
+    selection = selector(journal, replay=table(max_times_sampled=9), max_replayed=3)
     insert(selection, journal, 0, 1, 2, 3)
-    assert selection.take(delivered=104, trained=0, partial=False), "100 had no signal"
+    assert selection.take(num_answers=104, num_trained=0), "100 had no signal"
     insert(selection, journal, 4)
-    second = selection.take(delivered=105, trained=4, partial=False)
+    second = selection.take(num_answers=105, num_trained=4)
     assert second is not None
     assert second.num_fresh == 1
     insert(selection, journal, 5)
-    assert selection.take(delivered=106, trained=8, partial=False) is None, "one of the four places is left"
-    third = selection.take(delivered=106, trained=8, partial=True)
-    assert third is not None
-    assert (len(third.groups), third.num_fresh) == (2, 1)
+    assert selection.take(num_answers=106, num_trained=8) is None, "one of the four places is left"
 
 
 def test_a_group_is_replayed_until_it_is_used_up_or_too_old(journal: Journal) -> None:
     replay = table(max_times_sampled=3, max_age_versions=2)
     selection = selector(journal, groups_per_step=2, replay=replay, max_replayed=1)
     first = insert(selection, journal, 0, 1)
-    batches = [selection.take(delivered=PLENTY, trained=0, partial=False)]
+    batches = [selection.take(num_answers=PLENTY, num_trained=0)]
     for step in range(1, 6):
         insert(selection, journal, 10 * step, version=step)
-        batches.append(selection.take(delivered=PLENTY, trained=0, partial=False))
+        batches.append(selection.take(num_answers=PLENTY, num_trained=0))
     replayed = [names(batch.groups)[batch.num_fresh :] for batch in batches if batch is not None]
     third = [entry(10 * step).lease_id for step in range(6)]
     assert replayed == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
@@ -140,14 +131,14 @@ def test_a_group_is_replayed_until_it_is_used_up_or_too_old(journal: Journal) ->
 def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJournal) -> None:
     selection = selector(journal, groups_per_step=2, replay=table(), max_replayed=1)
     insert(selection, journal, 0, 1)
-    assert selection.take(delivered=2, trained=0, partial=False)
+    assert selection.take(num_answers=2, num_trained=0)
     insert(selection, journal, 2, version=1)
     before = selection.state(), selection.num_ready, selection.next_step
     with full_disk(journal), pytest.raises(JournalFullError):
-        selection.take(delivered=PLENTY, trained=2, partial=False)
+        selection.take(num_answers=PLENTY, num_trained=2)
     assert (selection.state(), selection.num_ready, selection.next_step) == before
     assert journal.query("SELECT * FROM replays") == []
-    assert selection.take(delivered=PLENTY, trained=2, partial=False)
+    assert selection.take(num_answers=PLENTY, num_trained=2)
 
 
 # Through the buffer.
@@ -229,19 +220,17 @@ def test_iterations_that_the_checkpoint_has_are_not_taken_again(journal: Journal
     assert (batch.first_step, batch.num_iterations, batch.last_step) == (1, 1, 3)
 
 
-def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:
-    replay = buffer(journal, groups_per_step=3, max_staleness=9, partial=True)
+def test_what_is_left_of_a_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:
+    replay = buffer(journal, groups_per_step=3, max_staleness=9, sampled=True)
     (harmless,) = fill(replay, 0, count=1)
     (killer,) = fill(replay, 0, count=1)
-    journal.claim(1, 1, [harmless, killer], 2)
+    journal.claim(RecordedBatch(1, 1, [harmless, killer], 2))
     journal.query("UPDATE groups SET tries = 2 WHERE lease_id = ?", (killer,))
-    restored = resumed(journal, None, 0, groups_per_step=3, max_staleness=9, partial=True)
+    restored = resumed(journal, None, 0, groups_per_step=3, max_staleness=9, sampled=True)
     assert journal.query("SELECT step, dropped FROM groups ORDER BY seq") == [(None, None), (1, "quarantined")]
     assert restored.depth()["ready"] == 1
     assert restored.offer([delivery(lease(restored))]) == ["accepted"]
-    batch = restored.next_batch(0.0, partial=True)
-    assert batch is not None
-    assert len(batch.groups) == 2
+    assert len(cut(restored).groups) == 2
 
 
 def test_a_group_that_grows_stale_while_batches_are_cut_again_is_dropped_at_once(journal: Journal) -> None:

@@ -75,13 +75,6 @@ def test_the_next_lease_and_the_next_batch_have_an_oldest_policy(journal: Journa
     assert (replay.next_floor(), replay.oldest_usable()) == (1, 1)
 
 
-def test_groups_that_may_make_a_partial_batch_need_no_older_policy(journal: Journal) -> None:
-    replay = buffer(journal, max_staleness=0, partial=True)
-    assert replay.oldest_usable() == 0
-    offer(replay, lease(replay))
-    assert replay.oldest_usable() is None
-
-
 def test_a_lease_ends_by_time_or_with_its_producer_unless_it_is_kept(journal: Journal) -> None:
     replay = buffer(journal, max_staleness=3)
     short = lease(replay, "a", timeout_s=1.0)

@@ -21,6 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.failures import FailureWatch
@@ -76,7 +77,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         ),
         without_replay=occasionally(True),
         max_replayed=st.integers(1, 2),
-        partial=st.sampled_from([False, False, True]),
+        sampled=st.booleans(),
     )
     def start(self, max_replayed: int, without_replay: bool | None, **choices: Any) -> None:
         vars(self).update(choices)
@@ -110,10 +111,10 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         self.selector = BatchSelector(
             self.budget,
             self.journal,
+            (BatchRule.sampled if self.sampled else BatchRule.full)(self.budget.groups_per_step),
             signal=spread,
             replay=ReplayTable(self.replaying, 0) if self.replaying else None,
             max_replayed=self.max_replayed,
-            partial=self.partial,
         )
         book, watches = self.new_ledger(f"s{self.sessions}"), (FailureWatch(1.0), SignalWatch(None))
         self.replay = RolloutBuffer(book, self.selector, self.journal, self.rules, mean_reward, *watches)
@@ -262,11 +263,10 @@ class RunMachine(Invariants, RuleBasedStateMachine):
     # The trainer
 
     @precondition(lambda self: self.current is None)
-    @rule(patient=st.booleans())
-    def a_batch_is_cut(self, patient: bool) -> None:
-        partial = self.partial and not patient
-        expected = None if self.journal.full else self.next_cut(partial)
-        batch = self.replay.next_batch(0.0, partial=partial)
+    @rule()
+    def a_batch_is_cut(self) -> None:
+        expected = None if self.journal.full else self.next_cut()
+        batch = self.replay.next_batch(0.0)
         assert (batch is None) == (expected is None)
         if batch is None or expected is None:
             return
@@ -306,7 +306,9 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         """Between two steps."""
         state = json.loads(json.dumps(self.replay.state()))
         prompts, table = copy.deepcopy(self.prompts), dict(self.table)
-        self.checkpoints.append(Checkpoint(self.step, state, prompts, len(self.rows), table, self.num_trained))
+        self.checkpoints.append(
+            Checkpoint(self.step, state, prompts, len(self.rows), table, self.num_trained, self.last_answer)
+        )
 
     @rule(
         count=st.integers(1, 5),
@@ -326,7 +328,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         rewards = itertools.cycle([*answers, (0.0, 1.0)])
         for _ in range(200):
             if self.current is None:
-                self.a_batch_is_cut(patient=False)
+                self.a_batch_is_cut()
             if self.current is not None:
                 self.a_step_ends()
                 return
@@ -378,7 +380,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
     def the_trainer_dies_over_a_batch(self, times: int) -> None:
         for _ in range(times):
             if self.current is None:
-                self.a_batch_is_cut(patient=True)
+                self.a_batch_is_cut()
             self.the_trainer_ends_and_another_begins("killed", 0, None, None, None)
 
 

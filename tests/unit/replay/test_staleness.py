@@ -71,21 +71,22 @@ def test_for_one_iteration_and_every_step_it_is_the_bound_of_areal(
 @pytest.mark.long
 @settings(max_examples=75)
 @given(
-    groups_per_step=st.integers(1, 4),
+    groups_per_step=st.sampled_from([1, 2, 3, 4, 9]),
     max_staleness=st.integers(0, 3),
     sync_interval=st.integers(1, 3),
     num_iterations=st.integers(1, 3),
+    sampled=st.booleans(),
     seed=st.integers(0, 10_000),
 )
 def test_in_order_groups_are_never_too_old_and_the_pipeline_never_stands_still(
-    groups_per_step: int, max_staleness: int, sync_interval: int, num_iterations: int, seed: int
+    groups_per_step: int, max_staleness: int, sync_interval: int, num_iterations: int, sampled: bool, seed: int
 ) -> None:
     """Producers learn of versions late and finish whenever they like, but in the order of the leases."""
     with memory_folder() as folder, contextlib.closing(Journal(folder / "journal")) as journal:
-        simulate(journal, StalenessBudget(groups_per_step, max_staleness, sync_interval, num_iterations), seed)
+        simulate(journal, StalenessBudget(groups_per_step, max_staleness, sync_interval, num_iterations), sampled, seed)
 
 
-def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
+def simulate(journal: Journal, budget: StalenessBudget, sampled: bool, seed: int) -> None:
     draw = random.Random(seed)
     replay = buffer(
         journal,
@@ -93,7 +94,9 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
         max_staleness=budget.max_staleness,
         sync_interval=budget.sync_interval,
         num_iterations=budget.num_iterations,
+        sampled=sampled,
     )
+    share = draw.choice([0.1, 0.5, 0.8])
     step = published = known = num_batches = 0
     waiting: list[tuple[str, int]] = []  # leases not begun: id, floor
     begun: list[tuple[str, int]] = []  # in generation: id, version
@@ -111,7 +114,7 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
                 begun.append((waiting.pop(0)[0], known))
             case "finish" if begun:
                 lease_id, version = begun.pop(0)
-                outcome = offer(replay, lease_id, version, signal=draw.random() < 0.8)
+                outcome = offer(replay, lease_id, version, signal=draw.random() < share)
                 assert outcome in ("accepted", "no_signal")
             case "train":
                 batch = replay.next_batch(0.0)

@@ -39,9 +39,9 @@ def polls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes in these alone."""
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: RolloutBuffer, timeout_s: float, *, partial: bool = False) -> Any:
+        def call(self: RolloutBuffer, timeout_s: float) -> Any:
             clock.now += timeout_s
-            return original(self, 0.0, partial=partial)
+            return original(self, 0.0)
 
         return call
 
@@ -55,12 +55,11 @@ def feed(
     intake: FakeIntake | None = None,
     said: list[str] | None = None,
     check: Callable[[], None] = lambda: None,
-    partial_after_s: float | None = None,
     turns: Any = None,
 ) -> BatchFeed:
     said = [] if said is None else said
     waits = WaitPolicy(check=check, say=said.append, stall_timeout_s=60.0)
-    return BatchFeed(replay, intake or FakeIntake(), waits, partial_after_s, turns)
+    return BatchFeed(replay, intake or FakeIntake(), waits, turns)
 
 
 def test_batches_come_in_order_and_the_intake_is_told_of_the_room(journal: Journal) -> None:
@@ -88,29 +87,6 @@ def test_the_wait_of_a_batch_is_measured(journal: Journal) -> None:
     batch = next(batches)
     assert waiting.wait_s == pytest.approx(0.25)
     assert waiting.last is batch
-
-
-def test_a_partial_batch_will_do_after_a_while(journal: Journal, clock: Clock) -> None:
-    replay = live_buffer(journal, max_staleness=1, partial=True)
-    lease_ids = fill(replay, 3)
-    batches = iter(feed(replay, partial_after_s=5.0))
-    assert [g.lease_id for g in next(batches).groups] == lease_ids[:2]
-    assert clock.now < 1001, "a full one is there"
-    begun = clock.now
-    assert [g.lease_id for g in next(batches).groups] == lease_ids[2:]
-    assert clock.now - begun == pytest.approx(5.25)
-
-
-def test_no_batch_is_so_partial_that_it_is_empty(journal: Journal, clock: Clock) -> None:
-    replay = live_buffer(journal, partial=True)
-
-    def check() -> None:
-        if clock.now >= 1020 and not replay.depth()["ready"]:
-            fill(replay, 1)
-
-    batch = next(iter(feed(replay, check=check, partial_after_s=5.0)))
-    assert (len(batch.groups), batch.num_fresh) == (1, 1)
-    assert 1020 < clock.now < 1021
 
 
 def test_a_run_whose_policy_nobody_serves_ends_when_no_batch_is_left(journal: Journal, clock: Clock) -> None:

@@ -23,7 +23,7 @@ from protocol.config.learning import ReplaySection
 from protocol.errors import JournalError, RankLostError
 from replay.journal.reader import JournalReader
 from replay.journal.retention import DiskGuard
-from replay.journal.schema import MicroBatchPlan
+from replay.journal.schema import MicroBatchPlan, RecordedBatch
 from replay.replay_table import ReplayTable
 from tests.unit.consumer.builders import Clock, fill, live_buffer
 from tests.unit.consumer.snapshots import snapshot
@@ -126,7 +126,7 @@ def test_the_try_of_a_batch_is_taken_back_once_and_when_there_is_room(run: Run) 
 
     ids = fill(run.replay)
     run.feed.last = run.replay.next_batch(0.0)
-    run.journal.claim(1, 1, ids, 2)  # the same batch, after a crash
+    run.journal.claim(RecordedBatch(1, 1, ids, 2))  # the same batch, after a crash
     assert tries() == {2}
     run.journal.full = True
     run.run.undo_try()

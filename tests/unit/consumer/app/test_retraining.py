@@ -16,6 +16,7 @@ from protocol.errors import ConfigError, JournalError
 from protocol.exposition import Watch
 from protocol.wire.codec import SCHEMA_VERSION
 from replay.journal.retention import Retention
+from replay.journal.schema import RecordedBatch
 from replay.journal.writer import Journal
 from tests.unit.consumer.builders import SHAPE, fill, live_buffer, run_config
 from tests.unit.replay.builders import replay_table
@@ -89,14 +90,14 @@ def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded
     assert counts == {"trained": 3, "replayed": 1} == {name: replay.totals[name] for name in counts}
 
 
-def test_a_partial_batch_stays_partial(journal: Journal, recorded: RecordedRun) -> None:
+def test_a_small_batch_stays_small(journal: Journal, recorded: RecordedRun) -> None:
     journal.note_facts(FACTS)
-    replay = live_buffer(journal, max_staleness=9, partial=True)
-    made = [fill(replay, 1), fill(replay, 2)]
+    replay = live_buffer(journal, max_staleness=9, sampled=True)
+    made = [fill(replay, 1, dull=3), fill(replay, 2)]
     for step in (1, 2):
-        assert replay.next_batch(0.0, partial=True) is not None
+        assert replay.next_batch(0.0) is not None
         journal.end_step(step)
-    assert [groups for *_, groups in batches(recorded)] == [[made[0][0], made[1][0]], [made[1][1]]]
+    assert [groups for *_, groups in batches(recorded)] == made
 
 
 def test_a_start_behind_the_last_batch_has_nothing_to_train(journal: Journal, recorded: RecordedRun) -> None:
@@ -109,7 +110,7 @@ def test_groups_of_a_batch_come_in_the_order_of_the_step_and_not_of_arrival(
     journal: Journal, recorded: RecordedRun
 ) -> None:
     [[first, second]] = record(journal, 1)
-    journal.claim(1, 1, [second, first], 2)
+    journal.claim(RecordedBatch(1, 1, [second, first], 2))
     journal.end_step(1)
     assert batches(recorded) == [(1, 1, 1, [second, first])]
 

@@ -121,13 +121,15 @@ def test_groups_are_replayed_for_those_without_signal_within_their_share(
     assert buffer.next_batch(0.0) is None, "one group had no signal, and one was replayed for it"
 
 
-def test_a_partial_batch_where_it_is_allowed(tmp_path: Path, journal: FillableJournal) -> None:
-    buffer = buffer_of(tmp_path, journal, pipeline={"fill": "partial"})
-    answer(buffer, SOME)
-    assert buffer.next_batch(0.0) is None
-    batch = buffer.next_batch(0.0, partial=True)
-    assert batch is not None
-    assert len(batch.groups) == 1
+@pytest.mark.parametrize("fill", ["sampled", "full"])
+def test_groups_without_signal_count_for_a_sampled_batch(tmp_path: Path, journal: FillableJournal, fill: str) -> None:
+    buffer = buffer_of(tmp_path, journal, pipeline={"groups_per_step": 3, "max_staleness": 3, "fill": fill})
+    for rewards in (SOME, NOBODY, SOME):
+        assert buffer.next_batch(0.0) is None
+        answer(buffer, rewards)
+    batch = buffer.next_batch(0.0)
+    assert (batch is not None) == (fill == "sampled")
+    assert batch is None or len(batch.groups) == 2
 
 
 def test_a_penalty_for_length_is_a_signal(tmp_path: Path, journal: FillableJournal) -> None:

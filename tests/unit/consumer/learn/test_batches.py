@@ -28,6 +28,7 @@ PAD = 0
 RECIPE = BatchRecipe(
     rewards=RewardRecipe(np.ones(1, np.float32)),
     num_generations=2,
+    groups_per_step=1,
     max_tokens=1000,
     tree=False,
     only_advantages=False,

@@ -71,29 +71,18 @@ def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual / scale, expected / scale, atol=TOLERANCE, rtol=0)
 
 
-# Partial batches.
+# Small batches.
 
 
-@pytest.mark.parametrize("loss_type", SEQUENCE_MEANS)
-def test_a_partial_batch_is_a_full_one_whose_other_groups_have_no_advantage(
+@pytest.mark.parametrize("loss_type", SEQUENCE_MEANS + TOKEN_MEANS)
+def test_a_small_batch_is_a_full_one_whose_other_groups_have_no_advantage(
     trainer: SlipstreamTrainer, loss_type: str
 ) -> None:
+    """And as many tokens as those that are there, where the loss is a mean over tokens."""
     trainer.args.loss_type = loss_type
-    groups = some_groups(2)
-    partial = trainer.recipe.tensors(groups)
-    full = trainer.recipe.tensors(groups + some_groups(2, flat=True, seed=1))
-    assert_same_gradient(trained(trainer, partial)[1], trained(trainer, full)[1])
-
-
-@pytest.mark.parametrize("loss_type", TOKEN_MEANS)
-def test_a_partial_batch_is_a_small_batch_where_the_loss_is_a_mean_over_tokens(
-    trainer: SlipstreamTrainer, monkeypatch: pytest.MonkeyPatch, loss_type: str
-) -> None:
-    trainer.args.loss_type = loss_type
-    partial = trainer.recipe.tensors(some_groups(2))
-    as_partial = trained(trainer, partial)[1]
-    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 8)
-    assert_same_gradient(as_partial, trained(trainer, partial)[1])
+    small = trainer.recipe.tensors(some_groups(2))
+    full = trainer.recipe.tensors(some_groups(2) + some_groups(2, flat=True))
+    assert_same_gradient(trained(trainer, small)[1], trained(trainer, full)[1])
 
 
 def test_groups_without_signal_and_rows_without_advantage_never_reach_the_model(trainer: SlipstreamTrainer) -> None:
@@ -122,7 +111,7 @@ def test_a_micro_batch_that_counts_nowhere_gives_zero_and_no_nan(
 
 
 @pytest.mark.long
-def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) -> None:
+def test_training_with_a_small_batch(tmp_path: Path, one_layer_model: Path) -> None:
     options = {"beta": 0.1, "max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
     trainer = new_trainer(tmp_path, one_layer_model, **options)
     trainer._batches = [

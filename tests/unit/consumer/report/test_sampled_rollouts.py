@@ -19,6 +19,7 @@ from tests.unit.consumer.builders import rollout_group, run_config
 RECIPE = BatchRecipe(
     rewards=RewardRecipe(np.array([1.0, 0.5], np.float32)),
     num_generations=2,
+    groups_per_step=1,
     max_tokens=100,
     tree=False,
     only_advantages=False,

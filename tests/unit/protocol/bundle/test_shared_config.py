@@ -291,7 +291,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
             *("sources", "shuffle", "sampling", "curriculum", "max_prompt_tokens"),
         },
         "pipeline": {
-            *("trainer_tokens_per_micro_batch", "fill", "fill_timeout_s", "sync_interval"),
+            *("trainer_tokens_per_micro_batch", "fill", "sync_interval"),
             *("lease_timeout_s", "max_data_attempts", "max_infra_attempts", "data_backoff_s", "infra_backoff_s"),
             *("max_failed_share", "shard_base", "rank_silence_s", "gpu"),
         },

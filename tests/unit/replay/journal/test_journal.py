@@ -22,7 +22,7 @@ from tests.unit.replay.journals import alter, everything, fill, rows
 def test_a_new_journal_is_empty_durable_and_can_shrink(journal: Journal) -> None:
     assert (journal.facts(), journal.last_seq, journal.newest_version) == ({}, 0, -1)
     pragmas = ("journal_mode", "synchronous", "auto_vacuum", "user_version")
-    assert [journal.query(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 2, 1]
+    assert [journal.query(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 2, 2]
 
 
 def test_rows_come_in_the_order_they_were_appended(journal: Journal) -> None:
@@ -214,13 +214,13 @@ def test_a_group_that_is_not_there_is_named(journal: Journal) -> None:
 def test_a_journal_of_another_release_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     Journal(path).close()
-    alter(path, "PRAGMA user_version = 2")
+    alter(path, "PRAGMA user_version = 9")
     before = path.read_bytes()
-    with pytest.raises(JournalError, match="has journal schema 2, this release writes 1; use its release") as caught:
+    with pytest.raises(JournalError, match="has journal schema 9, this release writes 2; use its release") as caught:
         Journal(path)
     assert caught.value.exit_code == ExitCode.JOURNAL
     assert path.read_bytes() == before
-    alter(path, "PRAGMA user_version = 1")
+    alter(path, "PRAGMA user_version = 2")
     Journal(path).close()  # the lock was given back
 
 

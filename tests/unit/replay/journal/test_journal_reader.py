@@ -51,7 +51,7 @@ def write_run(journal: Journal) -> None:
 
 
 def claim(journal: Journal, step: int, last_step: int, *fresh: int, again: tuple[int, ...] = ()) -> None:
-    journal.claim(step, last_step, ids([*fresh, *again]), len(fresh))
+    journal.claim(RecordedBatch(step, last_step, ids([*fresh, *again]), len(fresh)))
 
 
 def batch(step: int, last_step: int, fresh: list[int], again: tuple[int, ...] = ()) -> RecordedBatch:
@@ -204,7 +204,7 @@ def test_replays_follow_in_their_batch_and_are_counted(journal: Journal) -> None
 
 def test_only_the_surviving_lineage_counts(reader: JournalReader, journal: Journal) -> None:
     claim(journal, 3, 3, 7, 6)  # the trainer died in step 3 for the second time
-    recover(journal, 2, journal.last_seq, StalenessBudget(2, 9, num_iterations=1), partial=False, comparable=True)
+    recover(journal, 2, journal.last_seq, StalenessBudget(2, 9, num_iterations=1), smaller=False, comparable=True)
     assert list(reader.batches(from_step=2)) == [batch(2, 2, [3, 4])]
     journal.append([entry(11, 2)])
     claim(journal, 3, 3, 10, 11)
@@ -217,7 +217,7 @@ def test_iterations_before_a_quarantine_stay_trained(journal: Journal) -> None:
     journal.append(entry(number) for number in range(4))
     for _ in range(2):  # both times it died in step 2, with a checkpoint at step 1
         claim(journal, 1, 2, 0, 1)
-    recover(journal, 1, journal.last_seq, StalenessBudget(2, 9, num_iterations=2), partial=False, comparable=True)
+    recover(journal, 1, journal.last_seq, StalenessBudget(2, 9, num_iterations=2), smaller=False, comparable=True)
     claim(journal, 2, 3, 2, 3)
     with closing(JournalReader(journal.path)) as reader:
         assert list(reader.batches()) == [batch(1, 1, [0, 1]), batch(2, 3, [2, 3])]
@@ -326,7 +326,7 @@ def test_another_schema(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     Journal(path).close()
     alter(path, "PRAGMA user_version = 9")
-    with pytest.raises(JournalError, match=r"has journal schema 9, this release reads 1; use its release$"):
+    with pytest.raises(JournalError, match=r"has journal schema 9, this release reads 2; use its release$"):
         JournalReader(path)
 
 

@@ -20,11 +20,11 @@ def recovered(
     groups_per_step: int = 2,
     num_iterations: int = 1,
     max_staleness: int = 64,
-    partial: bool = False,
+    smaller: bool = False,
     comparable: bool = True,
 ) -> Recovery:
     budget = StalenessBudget(groups_per_step, max_staleness, num_iterations=num_iterations)
-    return recover(journal, step, since_seq, budget, partial=partial, comparable=comparable)
+    return recover(journal, step, since_seq, budget, smaller=smaller, comparable=comparable)
 
 
 def accept(journal: Journal, *prompt_ids: int, **changes: Any) -> None:
@@ -69,7 +69,7 @@ def test_groups_consumed_before_the_checkpoint_are_gone_and_those_after_it_are_c
     claim(journal, 4, 4, 5, 8)  # the trainer died in this one
     found = recovered(journal, 1, since_seq=5)
     assert found.batches == [batch(2, 3, 2), batch(3, 4, 6), batch(4, 5, 8)]
-    assert found.ready == lease_ids(7)
+    assert list(found.ready) == lease_ids(7)
     assert statuses(found) == [(prompt_id, "held") for prompt_id in range(2, 9)]
     assert found.quarantined == 0
 
@@ -90,7 +90,7 @@ def test_steps_that_would_be_too_stale_now_are_cut_anew(journal: Journal) -> Non
         train(journal, step, prompt_id)
     assert recovered(journal, 0, groups_per_step=1, max_staleness=2).batches == [batch(1, 0), batch(2, 1), batch(3, 2)]
     found = recovered(journal, 0, groups_per_step=1, max_staleness=1)
-    assert (found.batches, found.ready) == ([batch(1, 0), batch(2, 1)], lease_ids(2))
+    assert (found.batches, list(found.ready)) == ([batch(1, 0), batch(2, 1)], lease_ids(2))
 
 
 def test_outcomes_since_the_checkpoint_are_counted(journal: Journal) -> None:
@@ -123,7 +123,7 @@ def test_a_begun_batch_that_cannot_go_on_stays_trained_as_far_as_it_was(journal:
     train(journal, 1, 0, 1, num_iterations=2)
     claim(journal, 3, 4, 2, 3)
     found = recovered(journal, 1, num_iterations=1)
-    assert (found.batches, found.ready) == ([], lease_ids(2, 3, 4))
+    assert (found.batches, list(found.ready)) == ([], lease_ids(2, 3, 4))
     assert claims(journal) == {0: [1, 1, None], 1: [1, 1, None]} | {i: [None, None, None] for i in (2, 3, 4)}
     assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "held", 3: "held", 4: "held"}
 
@@ -139,12 +139,12 @@ def test_batches_of_another_size_are_cut_anew_in_the_order_of_arrival(
     train(journal, 1, 0, 1)
     train(journal, 2, 3, 2)
     found = recovered(journal, 1, groups_per_step=groups_per_step, num_iterations=num_iterations)
-    assert (found.batches, found.ready) == ([], lease_ids(4, 3, 2))
+    assert (found.batches, list(found.ready)) == ([], lease_ids(4, 3, 2))
     assert claims(journal) == {
         0: [1, 1, None], 1: [1, 1, None], 4: [None] * 3, 3: [None] * 3, 2: [None] * 3,
     }  # fmt: skip
     later = recovered(journal, 1)  # the size is back, the claims are not
-    assert (later.batches, later.ready) == ([], lease_ids(4, 3, 2))
+    assert (later.batches, list(later.ready)) == ([], lease_ids(4, 3, 2))
 
 
 def test_groups_that_cannot_be_used_any_more_are_dropped_and_their_prompts_go_out_again(journal: Journal) -> None:
@@ -153,7 +153,7 @@ def test_groups_that_cannot_be_used_any_more_are_dropped_and_their_prompts_go_ou
     train(journal, 1, 0, 1)
     train(journal, 2, 2, 3)
     found = recovered(journal, 1, comparable=False)
-    assert (found.batches, found.ready) == ([], [])
+    assert (found.batches, list(found.ready)) == ([], [])
     assert {prompt_id: row[-1] for prompt_id, row in claims(journal).items()} == {
         0: None, 1: None, 2: "configuration", 3: "configuration", 4: "configuration", 5: None,
     }  # fmt: skip
@@ -166,7 +166,7 @@ def test_a_begun_batch_that_cannot_be_used_any_more_is_not_gone_on_with(journal:
     accept(journal, *range(3))
     train(journal, 1, 0, 1, num_iterations=2)
     found = recovered(journal, 1, num_iterations=2, comparable=False)
-    assert (found.batches, found.ready) == ([], [])
+    assert (found.batches, list(found.ready)) == ([], [])
     assert claims(journal) == {0: [1, 1, None], 1: [1, 1, None], 2: [None, None, "configuration"]}
 
 
@@ -182,7 +182,7 @@ def test_a_batch_that_killed_the_trainer_twice_is_quarantined_and_later_ones_are
     train(journal, 3, 4, 5)  # recorded in a later life of the run
     found = recovered(journal, 1)
     assert found.quarantined == 2
-    assert (found.batches, found.ready) == ([], lease_ids(5, 4))
+    assert (found.batches, list(found.ready)) == ([], lease_ids(5, 4))
     assert claims(journal)[2] == claims(journal)[3] == [2, 2, "quarantined"]
     assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "settled", 3: "settled", 4: "held", 5: "held"}
 
@@ -193,7 +193,7 @@ def test_one_group_of_a_batch_in_quarantine_takes_the_others_out_of_it(journal: 
     claim(journal, 1, 1, 0, 1)
     claim(journal, 2, 2, 2, 3)
     found = recovered(journal, 0)
-    assert (found.batches, found.ready, found.quarantined) == ([], lease_ids(1, 2, 3, 4), 1)
+    assert (found.batches, list(found.ready), found.quarantined) == ([], lease_ids(1, 2, 3, 4), 1)
 
 
 def test_a_step_that_ended_between_two_deaths_proves_the_groups_harmless(journal: Journal) -> None:
@@ -216,7 +216,7 @@ def test_a_begun_batch_with_a_group_in_quarantine_is_not_gone_on_with(journal: J
         recovered(journal, 1, num_iterations=2)
         claim(journal, 1, 2, 0, 1)
     found = recovered(journal, 1, num_iterations=2)
-    assert (found.batches, found.ready, found.quarantined) == ([], lease_ids(2, 3), 2)
+    assert (found.batches, list(found.ready), found.quarantined) == ([], lease_ids(2, 3), 2)
     assert claims(journal)[0] == claims(journal)[1] == [1, 1, "quarantined"]
 
 
@@ -265,7 +265,7 @@ def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
     journal.drop(lease_ids(2), "stale")
     found = recovered(journal, 0)
     assert statuses(found) == [(0, "again"), (0, "held"), (1, "again"), (1, "settled"), (2, "again")]
-    assert found.ready == ["0-0-0-2-s"]
+    assert list(found.ready) == ["0-0-0-2-s"]
 
 
 def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -> None:
@@ -304,7 +304,7 @@ def test_a_batch_with_replays_is_cut_again_as_it_was(journal: Journal) -> None:
     claim(journal, 2, 2, 2, again=(1,))
     found = recovered(journal, 1)
     assert found.batches == [RecordedBatch(2, 2, lease_ids(2, 1), 1)]
-    assert (found.ready, found.not_replayable) == (lease_ids(3), set())
+    assert (list(found.ready), found.not_replayable) == (lease_ids(3), set())
 
 
 def test_a_replayed_group_is_not_taken_for_stale(journal: Journal) -> None:
@@ -325,13 +325,13 @@ def test_a_begun_batch_that_cannot_go_on_leaves_the_uses_that_the_checkpoint_kno
     assert journal.query("SELECT step, last_step, lease_id FROM replays") == [(3, 3, lease_ids(0)[0])]
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_partial_batches_stand_only_where_they_may_be(journal: Journal, partial: bool) -> None:
+@pytest.mark.parametrize("smaller", [False, True])
+def test_smaller_batches_stand_only_where_they_may_be(journal: Journal, smaller: bool) -> None:
     accept(journal, 0, 1, 2)
     train(journal, 1, 0)
-    found = recovered(journal, 0, partial=partial)
-    assert found.batches == ([batch(1, 0)] if partial else [])
-    assert recovered(journal, 0, groups_per_step=1, partial=partial).batches == ([batch(1, 0)] if partial else [])
+    found = recovered(journal, 0, smaller=smaller)
+    assert found.batches == ([batch(1, 0)] if smaller else [])
+    assert recovered(journal, 0, groups_per_step=1, smaller=smaller).batches == ([batch(1, 0)] if smaller else [])
 
 
 def test_a_crash_in_the_middle_of_recovery_changes_nothing(journal: FillableJournal) -> None:

@@ -159,7 +159,7 @@ def test_a_quarantined_group_stays_until_no_checkpoint_would_send_its_prompt_out
     journal.drop(lease_ids(0), "quarantined")
     assert pruned(journal, 1, 3) == (0, [0, 1, 2])
     budget = StalenessBudget(1, 9, num_iterations=2)
-    assert recover(journal, 1, 3, budget, partial=False, comparable=True).prompts == [
+    assert recover(journal, 1, 3, budget, smaller=False, comparable=True).prompts == [
         ((0, 0, 0), "settled", "mixed", 0, False),
         ((0, 1, 0), "held", "mixed", 0, False),
         ((0, 2, 0), "held", "mixed", 0, False),

@@ -9,6 +9,7 @@ import pytest
 
 from protocol.wire.codec import encode
 from protocol.wire.messages import MissingReward
+from replay.journal.schema import RecordedBatch
 from replay.journal.writer import Journal
 from replay.rerolls import Grade
 from tests.unit.replay.builders import group_message
@@ -176,11 +177,11 @@ def test_show_says_which_attempt_at_the_prompt_it_is_and_every_step_that_trained
         frame=encode(group_message("0-11-2-1-s", 2)),
     )  # fmt: skip
     journal.append([back])
-    journal.claim(4, 4, ["0-11-2-1-s"], 1)
+    journal.claim(RecordedBatch(4, 4, ["0-11-2-1-s"], 1))
     journal.end_step(4)
     claim(journal, 7, 7, 10)
     for step, last_step in ((5, 5), (8, 9)):
-        journal.claim(step, last_step, ["0-11-2-1-s"], 0)
+        journal.claim(RecordedBatch(step, last_step, ["0-11-2-1-s"], 0))
     lines = command.lines("show", "0-11-2-1-s")
     assert lines[1:3] == ["state     trained, step 4, position 0", "replayed  step 5, steps 8 to 9"]
     assert lines[4:6] == [

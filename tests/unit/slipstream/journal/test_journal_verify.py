@@ -91,7 +91,7 @@ def steps(path: Path, *batches: tuple[int, int, list[int]]) -> None:
         ([(1, 1, [0, 1, 2]), (2, 2, [0, 1, 2]), (3, 3, [0])], {"groups_per_step": "1"}, []),
         ([(1, 1, [0])], {}, []),
         ([], {}, []),
-        ([(1, 1, [0, 1, 2]), (2, 2, [0]), (3, 3, [0, 1, 2])], {"groups_per_step": "3", "fill": "partial"}, []),
+        ([(1, 1, [0, 1, 2]), (2, 2, [0]), (3, 3, [0, 1, 2])], {"groups_per_step": "3", "fill": "sampled"}, []),
     ],
 )
 def test_verify_follows_the_steps(
