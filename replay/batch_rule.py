@@ -33,6 +33,11 @@ class BatchRule:
         """Return the rule of batches that are cut after `size` answers, if a quarter of them (two at least) has signal."""
         return cls(size, min(size, max(2, math.ceil(size / 4))), 2 * size)
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Return whether every batch has `size` groups."""
+        return math.isinf(self.most_answers)
+
     def last_answer(self, signals: Sequence[int], num_answers: int) -> int | None:
         """Return the number of the last answer that the next batch covers; None if it is not due after `num_answers`."""
         if not signals:

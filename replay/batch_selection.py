@@ -133,17 +133,13 @@ class BatchSelector:
 
     def num_taken(self, num_answers: int) -> int:
         """Count the places of the coming batches that are taken, so that no more leases are given than these can train."""
-        recorded = sum(batch.num_fresh if self._waits_for_all else self.rule.size for batch in self._recorded)
+        recorded = sum(batch.num_fresh if self.rule.waits_for_all else self.rule.size for batch in self._recorded)
         return recorded + self.rule.num_taken(self._signals(), num_answers - self.last_answer)
 
     @property
     def least_fresh(self) -> int:
         """The least number of leased groups that a batch covers; the others are replayed."""
-        return self._credit.least_fresh if self._waits_for_all else self.rule.size
-
-    @property
-    def _waits_for_all(self) -> bool:
-        return self.rule.least_signal == self.rule.size
+        return self._credit.least_fresh if self.rule.waits_for_all else self.rule.size
 
     def _signals(self) -> list[int]:
         return [number - self.last_answer for number, _ in self._fresh.values()]
@@ -203,7 +199,7 @@ class BatchSelector:
         if self.replay is not None and fresh and allowed:
             version = self.budget.version_at(self.next_step)
             replayed = self.replay.pick(allowed, step=self.next_step, version=version)
-        if not fresh or not (covered is not None or (self._waits_for_all and len(fresh) + len(replayed) == size)):
+        if not fresh or not (covered is not None or (self.rule.waits_for_all and len(fresh) + len(replayed) == size)):
             return None
         return fresh, replayed, credit, waiting[-1][0] if covered is None else self.last_answer + covered
 

@@ -419,10 +419,10 @@ class RolloutBuffer:
             self.totals.clear()
             self.totals.update(state["counts"])
         since_seq, selector = state["journal_seq"] if state else 0, self.selector
-        smaller = selector.rule.least_signal < selector.rule.size
         found = recover(
-            self.journal, step, since_seq, selector.budget, smaller=smaller, comparable=comparable, sources=self.sources
-        )
+            self.journal, step, since_seq, selector.budget, smaller=not selector.rule.waits_for_all,
+            comparable=comparable, sources=self.sources,
+        )  # fmt: skip
         if self.ledger.draws is not None:
             for group in found.graded:
                 self.ledger.draws.note(group)
