@@ -311,7 +311,7 @@ class VllmApi:
 
     async def verify(self, model: str, rows: list[list[int]], *, is_base: bool) -> list[Scored]:
         """Score rows at once, without cached KV. Unless it is for the base, ask for the next token of the first row before, as a
-        rollout does: two steps of the engine."""
+        rollout does: some three steps of the engine."""
         asked = _next_token(1.0)
         first = None if is_base else await self._complete(model, rows[:1], 1, asked)
         choices = (await self._complete(model, rows, 1, asked | {"prompt_logprobs": 0})).choices
