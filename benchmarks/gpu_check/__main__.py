@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu_check import report
-from benchmarks.gpu_check.plan import PLAN, planned
+from benchmarks.gpu_check.plan import ARMS, PLAN, planned
 from benchmarks.gpu_check.runner import Outcome, run_parts
 from protocol.errors import SlipstreamError
 from protocol.gpu.nvml import select_gpus
@@ -22,11 +22,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="0", metavar="N[,N]|cpu", help="as nvidia-smi counts (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=15, help="5, 15 and 30 are planned for (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder (default: %(default)s)")
-    names = [part.name for part in PLAN]
+    names = [part.name for part in (*PLAN, *ARMS)]
     parser.add_argument("--parts", nargs="+", choices=names, metavar="PART", help=f"these alone: {', '.join(names)}")
     parser.add_argument("--plan", action="store_true", help="show what would run in which order, and run nothing")
     arguments = parser.parse_args(argv)
-    parts = [part for part in PLAN if part.name in arguments.parts] if arguments.parts else planned(arguments.minutes)
+    parts = (
+        [part for part in (*PLAN, *ARMS) if part.name in arguments.parts]
+        if arguments.parts
+        else planned(arguments.minutes)
+    )
     if arguments.plan:
         print("\n".join(f"{part.name:15}{part.expected_s:4} s  {part.about}" for part in parts))
         return 0

@@ -78,7 +78,15 @@ def _build(folder: Path, device: str) -> None:
         )
     with torch.no_grad():
         model.lm_head.weight.normal_(0.0, 0.1)
-    model.to(torch.float32 if small else torch.bfloat16).save_pretrained(folder / "model")
+    save_with_policy(model, folder)
+    lines = (json.dumps({"prompt": row["question"].lower()}) + "\n" for row in rows(512))
+    (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+
+
+def save_with_policy(model: Any, folder: Path) -> None:
+    """Write a model in its device's dtype with a tokenizer, and a random adapter of all its linear layers."""
+    model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16).save_pretrained(folder / "model")
     char_tokenizer().save_pretrained(folder / "model")
     policy = get_peft_model(
         model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -88,6 +96,3 @@ def _build(folder: Path, device: str) -> None:
             if "lora_" in name:
                 value.normal_(0.0, 0.02)
     policy.save_pretrained(folder / "adapter")
-    lines = (json.dumps({"prompt": row["question"].lower()}) + "\n" for row in rows(512))
-    (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
-    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")

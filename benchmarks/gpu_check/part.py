@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.place import NotRunError, Place
-from benchmarks.gpu_check.plan import PLAN
+from benchmarks.gpu_check.plan import ARMS, PLAN
 from protocol.command_line import leave
 from protocol.gpu.nvml import select_gpus
 from protocol.runtime.json_lines import encode_line
@@ -20,7 +20,7 @@ from protocol.runtime.json_lines import encode_line
 
 def main(name: str, gpu: str, shared: str, folder: str, findings: str) -> int:
     place = Place(tuple(select_gpus(gpu)), Path(shared), Path(folder))
-    [part] = [part for part in PLAN if part.name == name]
+    [part] = [part for part in (*PLAN, *ARMS) if part.name == name]
     with open(findings, "a", encoding="utf-8", buffering=1) as file:
 
         def note(line: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Which parts there are, in the order of their worth, and which of them fit into so many minutes.
 
 Guarantee: the choice follows from the plan and the minutes alone. Seconds are estimates from an H200, where an engine starts
-in 100 s and six parts ran.
+in 30 s, the first one in 130 s, and six parts ran.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,40 @@ _OFFLOAD = {
     "package": "transformers",
     "equal": True,
 }
+_TO_256 = {
+    "max_num_seqs": 256, "max_num_batched_tokens": 8192,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64, 128, 192, 256]},
+}  # fmt: skip
+"""The engine of 28 November 2026 (docs/benchmarks.md)."""
+_TO_1024 = {
+    "max_num_seqs": 256, "max_num_batched_tokens": 1024,
+    "compilation_config": {"max_cudagraph_capture_size": 1024},
+}  # fmt: skip
+_SPECIALIZED = _TO_1024 | {"specialize_active_lora": True}
+
+
+def _arm(name: str, about: str, mode: str, engine: dict[str, Any], *groups: int, **more: bool) -> Part:
+    options = {"mode": mode, "engine": engine, "groups": groups} | more
+    return Part(f"engine-{name}", about, "engine_arm", options, 45, 200, 0)
+
+
+ARMS = (
+    _arm("a", "adapters, graphs of up to 256 tokens, 33 groups", "adapter", _TO_256, 33, own_metadata=False),
+    _arm("e", "merged, every step in a graph, 64 groups", "merged", _TO_1024, 64),
+    _arm("defaults", "adapters, our defaults and admission", "adapter", {}, 0),
+    _arm("defaults-merged", "the same, merged", "merged", {}, 0),
+    _arm("d-c", "adapters, every step in a graph, 64 and 33 groups", "adapter", _TO_1024, 64, 33, own_metadata=False),
+    _arm("b", "a, merged", "merged", _TO_256, 33),
+    _arm("g", "d with our LoRA metadata", "adapter", _TO_1024, 64),
+    _arm("f", "d with specialize_active_lora", "adapter", _SPECIALIZED, 64, own_metadata=False),
+    _arm("h", "e beside a busy trainer", "merged", _TO_1024, 64, beside=True),
+    _arm("h-mps", "the same under MPS", "merged", _TO_1024, 64, beside=True, mps=True),
+)
+"""The arms of the part `engine`, the most wanted first."""
 PLAN = (
     Part("machine", "GPU, memory, versions, what does not import", "machine", {}, 15, 60, 0),
     Part("demo", "the demo, both daemons on one GPU, merged, float32", "demo", {}, 150, 300),
+    Part("engine", "the engine alone, in the arms engine-a to engine-h-mps", "engine", {"seconds": 350}, 360, 380, 0),
     Part("pair-adapter", "0.6 B model, both daemons on one GPU, adapters", "pair", {"mode": "adapter"}, 220, 360, 0),
     Part("parity-adapter", "log-probs of vLLM and trainer, adapters", "parity", {"mode": "adapter"}, 130, 300, 0),
     Part("parity-float32", "the same in float32, and the tolerance", "parity", {"mode": "merged", "dtype": "float32"}, 110, 300),

@@ -11,7 +11,17 @@ from tests.integration.warm_commands import WarmCommands
 
 pytestmark = pytest.mark.integration
 
-PARTS = ("machine", "demo", "parity-adapter", "step", "packing")
+PARTS = (
+    "machine",
+    "demo",
+    "parity-adapter",
+    "step",
+    "packing",
+    "engine-a",
+    "engine-defaults",
+    "engine-h",
+    "engine-h-mps",
+)
 
 
 @pytest.mark.timeout(1000)
@@ -30,9 +40,18 @@ def test_on_a_cpu(short_dir: Path, warm: WarmCommands) -> None:
         "parity-adapter": ("done", ""),
         "step": ("done", ""),
         "packing": without,
+        "engine-a": ("done", ""),
+        "engine-defaults": ("done", ""),
+        "engine-h": ("done", ""),
+        "engine-h-mps": ("not run", "nvidia-cuda-mps-control is not installed"),
     }
     found = {finding["what"]: finding for part in parts.values() for finding in part["findings"]}
     assert found["scoring / trainer"]["abs_max"] < 1e-4 < found["trainer / base"]["abs_max"] / 10
     assert found["ours"]["loss"] == pytest.approx(found["trl"]["loss"], abs=1e-5)
     assert found["ours"]["gradient_norm"] == pytest.approx(found["trl"]["gradient_norm"], rel=1e-4)
+    for name in ("engine-a", "engine-defaults", "engine-h"):
+        start, few, many = parts[name]["findings"]
+        assert min(few["tokens_per_s"], many["tokens_per_s"], start["seconds"]) > 0
+        assert few["sequences_a_step"] <= many["sequences_a_step"], "longer completions end more rarely"
+    assert many["trainer_steps_per_s"] > 0
     assert "| packing | **not run** | it needs an NVIDIA GPU |" in (short_dir / "table.md").read_text()

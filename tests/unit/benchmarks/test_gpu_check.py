@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check import pair, runner
+from benchmarks.gpu_check import engine, pair, runner
+from benchmarks.gpu_check.engine_arm import numbers
 from benchmarks.gpu_check.parity import distance
-from benchmarks.gpu_check.plan import PLAN, Part, obstacle, planned
+from benchmarks.gpu_check.place import Place
+from benchmarks.gpu_check.plan import ARMS, PLAN, Part, obstacle, planned
 from benchmarks.gpu_check.report import table
 from benchmarks.gpu_check.runner import Outcome, judged, run_parts
+from producer.engine_contract import EngineLoad, EngineSteps
 from protocol.gpu.nvml import Gpu
 
 
 @pytest.mark.parametrize(
     ("minutes", "last"),
-    [(0.1, "machine"), (5, "demo"), (15, "step"), (30, "swap-adapter"), (45, PLAN[-1].name)],
+    [(0.1, "machine"), (5, "demo"), (15, "parity-adapter"), (30, "nf4"), (50, PLAN[-1].name)],
 )
 def test_what_is_worth_most_comes_first(minutes: float, last: str) -> None:
     parts = planned(minutes)
@@ -26,8 +29,9 @@ def test_what_is_worth_most_comes_first(minutes: float, last: str) -> None:
 
 def test_every_part_has_a_module_and_room_for_more_than_is_expected() -> None:
     folder = Path(runner.__file__).parent
-    assert len({part.name for part in PLAN}) == len(PLAN)
-    assert all((folder / f"{part.module}.py").exists() and part.limit_s > part.expected_s for part in PLAN)
+    parts = (*PLAN, *ARMS)
+    assert len({part.name for part in parts}) == len(parts)
+    assert all((folder / f"{part.module}.py").exists() and part.limit_s > part.expected_s for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,39 @@ def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
     outcomes: list[Outcome] = []
     asyncio.run(run_parts(PLAN[:2], [0], tmp_path, 1, outcomes.append))
     assert [(one.status, one.reason) for one in outcomes] == [("not run", "the time was over")] * 2
+
+
+@pytest.mark.long
+def test_arms_of_the_engine_end_with_its_time_and_say_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_ENTRY", "tests.unit.benchmarks.misbehaving_part")
+    monkeypatch.setattr(runner, "_GRACE_S", 0.1)
+    arms = [Part(name, "", "machine", limit_s=limit) for name, limit in (("dead", 60), ("half", 60), ("slow", 4))]
+    monkeypatch.setattr(engine, "ARMS", arms)
+    found = {one["what"]: one for one in engine.run(Place((2,), tmp_path, tmp_path), 200)}
+    assert found == {
+        "dead, GPU 0": {"what": "dead, GPU 0"},
+        "dead": {"what": "dead", "failed": "killed by SIGKILL"},
+        "half, GPU 0": {"what": "half, GPU 0"},
+        "slow, GPU 0": {"what": "slow, GPU 0"},
+        "slow": {"what": "slow", "too slow": "it did not end within 4 s"},
+    }
+    assert next(iter(engine.run(Place((2,), tmp_path, tmp_path), 1))) == {
+        "what": "dead",
+        "not run": "the time was over",
+    }
+
+
+def test_numbers_of_an_arm_are_those_of_the_steps_between_two_loads() -> None:
+    before = EngineLoad(0.5, 8, 0, 3, EngineSteps(10, 1000, 800, 4))
+    after = EngineLoad(0.5, 8, 0, 5, EngineSteps(30, 9000, 4800, 19))
+    assert numbers(before, after, 2.0) == {
+        "tokens_per_s": 2000.0,
+        "steps_per_s": 10.0,
+        "sequences_a_step": 200.0,
+        "tokens_a_step": 400.0,
+        "share_with_graph": 0.75,
+        "preemptions": 2,
+    }
 
 
 def test_the_table() -> None:
