@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-spot bench-trainer-step bench-ranks bench-variants bench-patches install-systemd uninstall-systemd clean
+.PHONY: help demo demo-real test unit rehearse portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-swap-faults bench-silent bench-scale bench-occupancy bench-spot bench-trainer-step bench-ranks bench-variants bench-patches install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -111,6 +111,9 @@ bench-silent: $(STAMP) ## an engine that serves something else than it says: wha
 
 bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes
 	$(BIN)/python -m benchmarks.scale
+
+bench-occupancy: $(STAMP) ## how many of the engine's places run, by lengths and size of groups, ten minutes
+	$(BIN)/python -m benchmarks.occupancy
 
 bench-spot: $(STAMP) ## 18 of 20 producers killed once a minute of a simulated hour: throughput, tokens thrown away, seven minutes
 	$(BIN)/python -m benchmarks.spot

@@ -31,7 +31,8 @@ UNTOLD = EngineSteps()
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Last report of vLLM's scheduler, how often it has preempted a request since it started, and its steps."""
+    """Last report of vLLM's scheduler, how often it has preempted a request since it started, and its steps. Requests that came
+    since the report are waiting."""
 
     kv_cache_usage: float  # share of the blocks, from 0 to 1
     running: int  # requests, of which a group has one per completion
@@ -181,6 +182,9 @@ class Engine(Protocol):
 
     def current_load(self) -> EngineLoad | None:
         """Return the load at the last engine step; None with `engine.disable_log_stats`."""
+
+    def watch_load(self, look: Callable[[], None]) -> None:
+        """Call `look` after each report of the load."""
 
     def outage(self) -> str | None:
         """Return why the engine cannot generate for now, None if it can. Requests wait until the outage passes by itself."""

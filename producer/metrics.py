@@ -152,7 +152,7 @@ class Situation:
     counters: Counters
     workload: Workload
     delivery: Delivery
-    group_limit: int
+    completion_limit: int
     num_workers: int
     num_idle_workers: int
     steps: EngineSteps = UNTOLD
@@ -168,9 +168,9 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float | None]]] = {
         "Policy version that requests start on; -1 while none.",
         lambda now: now.counters.policy_version,
     ),
-    "rl_producer_group_limit": (
-        "Groups that may be in the engine at once; falls while vLLM preempts.",
-        lambda now: now.group_limit,
+    "rl_producer_completion_limit": (
+        "Completions that may be in the engine at once; falls while vLLM preempts.",
+        lambda now: now.completion_limit,
     ),
     "rl_producer_busy_seconds_total": ("Time with a request in the engine.", lambda now: now.workload.busy_s),
     "rl_producer_idle_seconds_total": (

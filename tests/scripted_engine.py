@@ -94,6 +94,8 @@ class EngineWithoutWeights:
     def current_load(self) -> None:
         return None
 
+    def watch_load(self, look: Callable[[], None]) -> None: ...
+
     def outage(self) -> None:
         return None
 

@@ -98,10 +98,10 @@ class LeaseDispatcher:
             self.buffer.totals["prompts_differ"] += 1
             self.warn("prompts_differ", f"producer {session.name}: {problem}")
 
-    def _room(self, session: ProducerSession) -> int:
-        """Return how many leases a producer would take: none if it refuses for good what the next one needs."""
+    def _room(self, session: ProducerSession) -> float:
+        """Return the free share of the leases that a producer takes: none if it refuses for good what the next one needs."""
         hopeless = session.heartbeat.num_refused > 0 and not session.may_serve(self.buffer.next_floor())
-        return 0 if hopeless else session.room
+        return 0.0 if hopeless or not session.capacity else session.room / session.capacity
 
     def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
         serves = session.heartbeat.policy_version if session.heartbeat.num_refused else None

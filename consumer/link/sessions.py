@@ -1,9 +1,9 @@
 """The producers that said hello, as last heard of, which of them have room for work, and how they part.
 
 Guarantee: a lease is lost when a producer does not name it in two heartbeats in a row, and only then. The producer with the most
-room gets the next lease. At the end every producer that can be heard hears of it, however slow it is to read: ZeroMQ drops what
-a peer has not read when its connection ends, and a producer that missed the end of the run would wait for this trainer for ever.
-Silent producers are not waited for.
+room, for its size, gets the next lease. At the end every producer that can be heard hears of it, however slow it is to read:
+ZeroMQ drops what a peer has not read when its connection ends, and a producer that missed the end of the run would wait for this
+trainer for ever. Silent producers are not waited for.
 """
 
 import heapq
@@ -88,10 +88,10 @@ class RoomQueue:
     """Producers with room for leases, the one with the most first. `note` one whose room may have grown; `refill` finds who was
     not noted. What is done for one lease does not grow with the number of producers."""
 
-    def __init__(self, room: Callable[[ProducerSession], int]) -> None:
+    def __init__(self, room: Callable[[ProducerSession], float]) -> None:
         self._room = room
-        self._heap: list[tuple[int, int, bytes, ProducerSession]] = []  # by room, negative, and then by turn
-        self._noted: dict[bytes, int] = {}  # the room that counts of those in the heap
+        self._heap: list[tuple[float, int, bytes, ProducerSession]] = []  # by room, negative, and then by turn
+        self._noted: dict[bytes, float] = {}  # the room that counts of those in the heap
         self._turns = itertools.count()
 
     def refill(self, producers: Iterable[tuple[bytes, ProducerSession]]) -> None:

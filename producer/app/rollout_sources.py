@@ -11,8 +11,8 @@ from producer.endpoint.agents import Agents
 from producer.engine_contract import Engine
 from producer.environments.contract import Environments
 from producer.metrics import Counters
-from producer.rollouts.admission import EngineAccess
 from producer.rollouts.chat import ChatFormat
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.leases import RolloutSource
 from producer.rollouts.prompts import PromptFormat
 from producer.rollouts.routed import RoutedRollouts

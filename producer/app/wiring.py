@@ -23,7 +23,7 @@ from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import EndpointPlugin
 from producer.endpoint.serving import Serving, base_url, listening, read_keys
-from producer.engine_contract import UNTOLD, Engine, most_groups
+from producer.engine_contract import UNTOLD, Engine, EngineLoad, most_groups
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.contract import Environments
@@ -51,7 +51,8 @@ from producer.policies.probe import SwapProof
 from producer.policies.registry import AdapterRegistry, SwapReport
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Failure
-from producer.rollouts.admission import Admission, EngineAccess
+from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation, RolloutSource
@@ -74,6 +75,10 @@ from protocol.wire.messages import Hello, Lease, PolicyInfo
 
 if TYPE_CHECKING:
     from producer.plugins.engine_server.teachers import TeacherPool
+
+LEASES = 6
+"""Times the groups that fill the engine whole: with long tails it runs the rest of five times as many, and others wait or are
+scored."""
 
 
 class Tasks:
@@ -358,11 +363,11 @@ async def open_tokenizer(base: Base, helpers: Helpers, engine: Engine) -> Any:
 def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any) -> Producer:
     config, counters, health, name = base.config, base.counters, base.watch.health, base.launch.name
     can, rewards = engine.capabilities, helpers.rewards
-    max_groups = most_groups(can.max_num_seqs, config.sampling.num_generations)
-    admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
     limit = config.transport.max_message_bytes
     mailbox = Mailbox(ZmqClient(name, config.control_endpoint, config.blob_endpoint, limit, base.launch.keys))
     gate = EngineGate()
+    max_groups = most_groups(can.max_num_seqs, config.sampling.num_generations)
+    admission = build_admission(engine, gate, max_groups, config.sampling.num_generations)
     registry = build_registry(base, engine, mailbox, gate)
     gpu_turns = build_gpu_turns(base, engine, gate, registry, mailbox.wake)
     in_flight = InFlight(engine, registry, counters, config.on_swap, gate=gate)
@@ -395,7 +400,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     def workload() -> Workload:
         return replace(generation.workload(), takes_leases=engine.outage() is None)
 
-    hello = build_hello(base, engine, 2 * max_groups)
+    hello = build_hello(base, engine, LEASES * max_groups)
     beat = partial(health.beat, "link")
     link = Link(mailbox, hello, config.transport, base.sources, emit, counters, workload, beat)
 
@@ -413,6 +418,18 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     on_tick = partial(health.beat, "event")
     supervision = Supervision(engine, read_status, base.timeline, watchdog, on_tick, generation)
     return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns, access, forget, events)
+
+
+def build_admission(engine: Engine, gate: EngineGate, max_groups: int, group_size: int) -> Admission:
+    """Make the way into the engine. Its load counts while requests are there: not those that were cut for the trainer's turn on
+    the GPU, or that wait for a server."""
+
+    def load() -> EngineLoad | None:
+        return engine.current_load() if gate.is_open and engine.outage() is None else None
+
+    admission = Admission(max_groups, group_size, load)
+    engine.watch_load(admission.note_load)
+    return admission
 
 
 def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:

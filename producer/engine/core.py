@@ -56,6 +56,11 @@ class EngineCore:
             raise EngineError("the engine has been shut down")
         return self._running
 
+    @property
+    def num_requests(self) -> int:
+        """The number of completions and probes that were asked for and have not ended."""
+        return 0 if self._running is None else self._running.get_num_unfinished_requests()
+
     async def sample(
         self,
         request_id: str,

@@ -6,6 +6,8 @@ refuses one adapter.
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -133,7 +135,15 @@ class VllmEngine:
         return OpenAIServer(self._core, self.weights, config)
 
     def current_load(self) -> EngineLoad | None:
-        return self._recorder.load if self._recorder else None
+        if self._recorder is None:
+            return None
+        load, num_requests = self._recorder.load, self._core.num_requests
+        running = min(load.running, num_requests)  # without those that have just been aborted
+        return replace(load, running=running, waiting=num_requests - running)
+
+    def watch_load(self, look: Callable[[], None]) -> None:
+        if self._recorder is not None:
+            self._recorder.look = look
 
     def outage(self) -> str | None:
         """Return None, because an engine of this process works or is dead."""
@@ -151,6 +161,7 @@ class _LoadRecorder(StatLoggerBase):
         self._preemptions = self._steps = self._tokens = self._sequences = 0
         self._with_graph: int | None = None  # while no step has told it
         self.load = EngineLoad(0.0, 0, 0, 0)
+        self.look: Callable[[], None] = lambda: None
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if iteration_stats is not None:
@@ -175,6 +186,7 @@ class _LoadRecorder(StatLoggerBase):
             self._preemptions,
             EngineSteps(self._steps, self._tokens, self._sequences, self._with_graph),
         )
+        self.look()
 
     def log_engine_initialized(self) -> None:
         pass

@@ -17,7 +17,7 @@ import numpy as np
 from producer.groups import LeaseFailure, Rollouts, group_message
 from producer.metrics import Counters, ProducerMetrics
 from producer.rewards.pool import RewardFailures, RewardPool
-from producer.rollouts.admission import Progress
+from producer.rollouts.engine_access import Progress
 from protocol.runtime.logs import Throttle
 from protocol.wire.messages import Group, Lease, Logged
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from producer.groups import LeaseFailure, Rollouts
 from producer.metrics import Counters, Workload
-from producer.rollouts.admission import Progress
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import BusyClock
 from protocol.runtime.logs import Throttle

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from producer.groups import LeaseFailure, Rollouts
-from producer.rollouts.admission import Progress
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.leases import RolloutSource
 from protocol.config.environments import COLUMN, environment_of
 from protocol.wire.messages import Lease

@@ -22,9 +22,9 @@ import numpy as np
 from producer.environments.contract import EnvironmentFailedError, Environments, Session
 from producer.groups import Episode, LeaseFailure, Record, Rollouts
 from producer.metrics import Counters
-from producer.rollouts.admission import EngineAccess, Progress
 from producer.rollouts.branching import Branch, Place, RecordedSession, trunk_turns
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import Sample
 from producer.rollouts.prompts import malformed
 from protocol.config.rewards import EnvironmentSection
@@ -61,6 +61,8 @@ class PlayedRollouts:
                 async with asyncio.TaskGroup() as group:
                     plays = [self._episode(play) for _ in range(lease.sampling.num_generations)]
                     tasks = [group.create_task(each) for each in plays]
+                    for task in tasks:
+                        task.add_done_callback(lambda _: progress.end_episode())
         except ExceptionGroup as errors:  # what is no failure of the lease ends the daemon, whatever failed before it
             raise next(
                 (e for e in errors.exceptions if not isinstance(e, LeaseFailure)), errors.exceptions[0]

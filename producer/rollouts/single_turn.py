@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from producer.endpoint.agents import Agents
 from producer.engine_contract import Completion
 from producer.groups import Episode, Rollouts
-from producer.rollouts.admission import EngineAccess, Progress
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.prompts import PromptFormat
 from protocol.wire.messages import Lease
 

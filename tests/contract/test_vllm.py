@@ -32,6 +32,7 @@ CALLS = (
     f"{LLM}.add_request(self, request_id, prompt, params, lora_request=lora)",
     f"{LLM}.generate(self, prompt, params, request_id, lora_request=lora)",
     f"{LLM}.abort(self, request_id, internal=True)",
+    f"{LLM}.get_num_unfinished_requests(self)",
     f"{LLM}.collective_rpc(self, method, args=args)",
     f"{LLM}.sleep(self, 1)",
     f"{LLM}.wake_up(self)",

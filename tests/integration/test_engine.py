@@ -23,7 +23,8 @@ from producer.metrics import Counters
 from producer.policies.loader import DownloadedPolicy
 from producer.policies.probe import ReceivedProbe
 from producer.policies.registry import AdapterRegistry
-from producer.rollouts.admission import Admission, EngineAccess, Progress
+from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError, EngineError

@@ -13,8 +13,9 @@ from producer.engine_contract import ToolCall
 from producer.environments.pool import EnvironmentPool
 from producer.groups import group_message
 from producer.metrics import Counters
-from producer.rollouts.admission import Admission, EngineAccess, Progress
+from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.several_turns import PlayedRollouts
 from protocol.config.rewards import EnvironmentSection

@@ -25,7 +25,7 @@ from producer.groups import LeaseFailure, Rollouts
 from producer.plugins.atropos.recorded import RecordedCalls
 from producer.plugins.atropos.routes import PREFIX, Registration, atropos_routes, generate_body, parse_generate
 from producer.plugins.atropos.scored_data import ScoredData, match_group
-from producer.rollouts.admission import EngineAccess, Progress
+from producer.rollouts.engine_access import EngineAccess, Progress
 from protocol.config.run import RunConfig
 from protocol.runtime.logs import Throttle
 from protocol.runtime.metrics import Readings

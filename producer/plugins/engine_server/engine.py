@@ -64,9 +64,11 @@ LINGER_S = 30.0  # files outlive their adapter: vLLM may read them for a request
 
 @dataclass
 class Servers:
-    """The servers of a run. Each calls `note_change` when it becomes ready or is lost."""
+    """The servers of a run. Each calls `note_change` when it becomes ready, is lost, or has told its load, for which `look` is
+    called."""
 
     all: list[Server] = field(default_factory=list)
+    look: Callable[[], None] = lambda: None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -76,6 +78,7 @@ class Servers:
     def note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.look()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -277,8 +280,11 @@ class ServerEngine:
         raise ConfigError("serve.enabled: true cannot be used with engine_server; remove one of them")
 
     def current_load(self) -> EngineLoad | None:
-        """Return the load of all servers together, a few seconds old."""
-        return joined(server.own_load.load for server in self.servers.all)
+        """Return the load of all servers together, by reports of the last second and what was asked since."""
+        return joined(server.load for server in self.servers.all)
+
+    def watch_load(self, look: Callable[[], None]) -> None:
+        self.servers.look = look
 
     def outage(self) -> str | None:
         return self.servers.outage()

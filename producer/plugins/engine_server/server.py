@@ -3,13 +3,15 @@
 Guarantee: a server is ready only after it was inspected and has every needed policy, each loaded under a name that was never used
 before and, once one server has computed its probe, computing the same. A lost server, or one with a wrong answer, stops being
 ready at once; it is inspected again until it is ready, and each reason is logged. Of preemptions a producer counts its share of
-the requests in the server. A counter that begins again, and a metric that is missing or absurd, count nothing.
+the requests in the server. A counter that begins again, and a metric that is missing or absurd, count nothing. What this producer
+has asked since a report waits in the load; of what it had in the server then, the part is left that its requests are.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from producer.plugins.engine_server.inspection import Inspected, Inspection
 
 logger = logging.getLogger(__name__)
 
-_CHECK_EVERY_S = 5.0
+_CHECK_EVERY_S = 1.0
 _ASK_AGAIN_S = (0.2, 2.0)  # the first pause, and the longest
 _REMIND_EVERY_S = 10.0
 _NOT_ASKED = "has not been asked yet"
@@ -31,19 +33,32 @@ _NOT_ASKED = "has not been asked yet"
 class OwnLoad:
     """The load of one server, with this producer's share of its preemptions."""
 
-    load: EngineLoad | None = None
+    load: EngineLoad | None = None  # of the last report
     _before: int | None = None  # preemptions in the last report
     _own: float = 0.0  # this producer's share
+    _in_flight: int = 0  # completions of this producer then
 
     def note(self, told: EngineLoad | None, in_flight: int) -> None:
         """Note a report of the server, which has `in_flight` completions of this producer."""
         if told is None:
             return
+        self._in_flight = in_flight
         if self._before is not None and told.preemptions > self._before:
             requests = max(1, in_flight, told.running + told.waiting)
             self._own += (told.preemptions - self._before) * in_flight / requests
         self._before = told.preemptions
         self.load = replace(told, preemptions=int(self._own))
+
+    def now(self, num_left: int, num_new: int) -> EngineLoad | None:
+        """Estimate the load where this producer has `num_left` completions of those at the report, and `num_new` since."""
+        if self.load is None:
+            return None
+        load, share = self.load, 1.0
+        if num_then := load.running + load.waiting:
+            own = min(num_then, self._in_flight) / num_then
+            share -= own * (1 - num_left / max(1, self._in_flight))
+        running, waiting = round(share * load.running), round(share * load.waiting) + num_new
+        return replace(load, kv_cache_usage=share * load.kv_cache_usage, running=running, waiting=waiting)
 
 
 Row = tuple[int, ...]
@@ -75,8 +90,7 @@ class Server:
         self.url = api.url
         self.api = api
         self.inspected: Inspected | None = None
-        self.in_flight = 0
-        self.own_load = OwnLoad()
+        self._own_load = OwnLoad()
         self.names: dict[int, str] = {}  # of its adapters, by id
         self.problem: str | None = _NOT_ASKED  # why the server is not ready
         self.is_mismatch = False  # the server answers, and this run cannot use it
@@ -88,7 +102,8 @@ class Server:
         self._proved: set[tuple[int, Row]] = set()
         self._asked: set[str] = set()  # names under which the server may have the KV of a probe
         self._base: dict[Row, Scored] = {}
-        self._limits: set[asyncio.Timeout] = set()  # of requests in the server
+        self._requests: dict[asyncio.Timeout, tuple[float, int]] = {}  # since when, and how many completions
+        self._reported_at = -math.inf  # when the last report of its load was asked for
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -99,6 +114,18 @@ class Server:
         return self.problem is None
 
     @property
+    def in_flight(self) -> int:
+        """The completions of this producer that it has."""
+        return sum(count for _, count in list(self._requests.values()))
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """The load by now; None while it says nothing. Any thread may read it."""
+        requests = list(self._requests.values())
+        num_new = sum(count for since, count in requests if since >= self._reported_at)
+        return self._own_load.now(sum(count for _, count in requests) - num_new, num_new)
+
+    @property
     def was_asked(self) -> bool:
         return self.problem != _NOT_ASKED
 
@@ -106,16 +133,14 @@ class Server:
     async def working(self, count: int) -> AsyncIterator[None]:
         """Hold `count` completions in the server. Raises ServerLostError when it is gone, which a connection may not show."""
         limit = asyncio.timeout(None)
-        self.in_flight += count
-        self._limits.add(limit)
+        self._requests[limit] = time.monotonic(), count
         try:
             async with limit:
                 yield
         except TimeoutError:
             raise ServerLostError("is gone") from None
         finally:
-            self.in_flight -= count
-            self._limits.discard(limit)
+            del self._requests[limit]
 
     def lose(self, problem: str, *, is_mismatch: bool = False) -> None:
         """Stop being ready for this reason, until the next inspection passes."""
@@ -233,10 +258,16 @@ class Server:
                 try:
                     await self.api.check_health()
                 except ServerLostError:
-                    while self._limits:
-                        self._limits.pop().reschedule(0.0)
+                    for limit in self._requests:
+                        if not limit.expired():
+                            limit.reschedule(0.0)
                     raise
-                self.own_load.note(await self.api.scheduler_load(), self.in_flight)
+                asked_at, in_flight = time.monotonic(), self.in_flight
+                told = await self.api.scheduler_load()
+                if told is not None:
+                    self._reported_at = asked_at
+                    self._own_load.note(told, in_flight)
+                    self._on_change()
 
     async def _prepare(self) -> None:
         self.inspected = await self._inspection.inspect(self.api)

@@ -25,7 +25,7 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
     counters.groups, counters.truncated, counters.swaps, counters.failed_swaps = 7, 2, 5, 1
     counters.idle_s = 0.5
     assert value("rl_producer_groups_generated_total") == 7
-    assert value("rl_producer_group_limit") == 5
+    assert value("rl_producer_completion_limit") == 5
     assert value("rl_producer_completions_truncated_total") == 2
     assert value("rl_producer_swaps_total", outcome="live") == 5
     assert value("rl_producer_swaps_total", outcome="refused") == 1

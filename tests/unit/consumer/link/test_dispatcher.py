@@ -90,12 +90,12 @@ def test_a_row_has_a_limit_of_its_own_and_a_wrong_one_fails_alone(
     assert "'limit' has 'no'" in problems[0]
 
 
-def test_the_producer_with_the_most_room_is_next(counter: Counter) -> None:
+def test_the_producer_with_the_most_room_for_its_size_is_next(counter: Counter) -> None:
     small, large = counter.join("small", 2), counter.join("large", 5)
     large.leases = {"an older one"}
     counter.give()
-    assert counter.channel.prompts_of(b"large") == [0, 1, 3, 5]
-    assert counter.channel.prompts_of(b"small") == [2, 4]
+    assert counter.channel.prompts_of(b"large") == [1, 2, 4, 5]
+    assert counter.channel.prompts_of(b"small") == [0, 3]
     assert (small.room, large.room) == (0, 0)
 
 

@@ -66,6 +66,8 @@ class Engine(FakeEngine):
     def current_load(self) -> None:
         return None
 
+    def watch_load(self, look: Callable[[], None]) -> None: ...
+
     def outage(self) -> str | None:
         return self.out_of_order
 

@@ -17,7 +17,7 @@ from producer.environments.pool import environments_of
 from producer.groups import Rollouts
 from producer.plugins.openenv.pool import OpenEnvPool
 from producer.plugins.openenv.session import OpenEnvSession, _content
-from producer.rollouts.admission import Progress
+from producer.rollouts.engine_access import Progress
 from protocol.config.environment_servers import OpenEnvOptions
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError

@@ -13,7 +13,8 @@ from producer.groups import LeaseFailure
 from producer.metrics import Counters, ProducerMetrics
 from producer.policies.loader import DownloadedPolicy
 from producer.rewards.pool import RewardFailures, Scored
-from producer.rollouts.admission import Admission, EngineAccess
+from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.group import GroupBuilder
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation

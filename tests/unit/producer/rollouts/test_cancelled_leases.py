@@ -78,7 +78,7 @@ class Scene(Setup):
             work.task = None
         self.generation.abandon_all()
         places = self.admission
-        assert (self.stepping.running, places._inside, places._background, self.clock._active) == (0, 0, 0, 0)
+        assert (self.stepping.running, places._inside, places._behind, self.clock._active) == (0, set(), set(), 0)
         assert (places._line._grants, places._line_behind._grants) == ({}, {})
         assert asyncio.all_tasks() == self.before
 

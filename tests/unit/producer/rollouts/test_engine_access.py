@@ -208,7 +208,7 @@ async def test_a_group_that_has_begun_goes_on_while_others_wait_for_the_end_of_a
     setup.generation = setup.generation_from(Slow(setup.access, Prompts()))
     for number in range(2):  # all places
         setup.generation.start(lease(number))
-    await until(lambda: len(begun) == 2 and setup.admission._inside == 0)
+    await until(lambda: len(begun) == 2 and not setup.admission._inside)
     setup.access.pause(True)
     for number in range(2, 5):
         setup.generation.start(lease(number))

@@ -15,8 +15,8 @@ from producer.engine_contract import Completion, ToolCall
 from producer.environments.contract import EnvironmentFailedError
 from producer.groups import Episode, LeaseFailure, Rollouts
 from producer.metrics import Counters
-from producer.rollouts.admission import Progress
 from producer.rollouts.chat import ChatFormat
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.several_turns import PlayedRollouts
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import EngineError

@@ -10,7 +10,7 @@ from producer.engine_contract import Completion
 from producer.groups import Episode, LeaseFailure, Record, Rollouts
 from producer.metrics import Counters, ProducerMetrics
 from producer.rewards.pool import RewardFailures, Scored
-from producer.rollouts.admission import Progress
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.group import GroupBuilder
 from protocol.wire.messages import Group, MissingReward, PolicyInfo
 from tests.scripted_trainer import lease

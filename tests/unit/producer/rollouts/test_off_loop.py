@@ -14,8 +14,8 @@ from producer.engine_contract import Completion
 from producer.groups import Episode, Rollouts
 from producer.metrics import Counters, ProducerMetrics
 from producer.rollouts import group as finish
-from producer.rollouts.admission import Progress
 from producer.rollouts.chat import ChatFormat
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.group import GroupBuilder
 from producer.rollouts.prompts import PromptFormat
 from producer.rollouts.several_turns import PlayedRollouts

@@ -9,7 +9,7 @@ import pytest
 from producer.engine_gate import EngineGate
 from producer.groups import LeaseFailure, Rollouts
 from producer.plugins.atropos.atropos import AtroposRollouts
-from producer.rollouts.admission import EngineAccess, Progress
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.single_turn import AgentRollouts
 from protocol.wire.messages import Sampling
 from tests.policies import Policies

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from producer.groups import Episode, LeaseFailure, Rollouts
-from producer.rollouts.admission import Progress
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.routed import RoutedRollouts
 from protocol.wire.messages import Lease
 from tests.scripted_trainer import lease

@@ -68,6 +68,20 @@ def test_of_preemptions_a_producer_has_the_share_of_its_requests() -> None:
     assert joined([None]) is None
 
 
+def test_since_a_report_what_was_asked_waits_and_what_has_ended_is_gone() -> None:
+    own = OwnLoad()
+    assert own.now(8, 8) is None
+    own.note(EngineLoad(0.5, 30, 10, 0), 20)  # half of what it has
+    assert own.now(20, 0) == EngineLoad(0.5, 30, 10, 0)
+    assert own.now(20, 8) == EngineLoad(0.5, 30, 18, 0)
+    assert own.now(0, 8) == EngineLoad(0.25, 15, 13, 0), "others have the rest"
+    own.note(EngineLoad(0.5, 30, 10, 0), 64)  # all of it, and 24 have ended
+    assert own.now(32, 0) == EngineLoad(0.25, 15, 5, 0)
+    assert own.now(0, 0) == EngineLoad(0.0, 0, 0, 0)
+    own.note(EngineLoad(0.0, 0, 0, 0), 0)
+    assert own.now(0, 8) == EngineLoad(0.0, 0, 8, 0)
+
+
 @asynchronous
 async def test_a_server_that_preempts_takes_fewer_groups(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started) as engine:
@@ -81,11 +95,12 @@ async def test_a_server_that_preempts_takes_fewer_groups(tmp_path: Path) -> None
         }
         await until(lambda: engine.current_load() is not None)
         admission = Admission(4, 2, engine.current_load)
-        for _ in range(4):
-            await admission._enter()
+        places = [admission.place() for _ in range(4)]
+        for place in places:
+            await place.__aenter__()
         async with engine.servers.all[0].working(8):
             load["num_preemptions_total"] = 90
             await until(lambda: (told := engine.current_load()) is not None and told.preemptions == 40)
-        admission._leave()
-        assert admission.limit == 3
+        await places[0].__aexit__(None, None, None)
+        assert admission.limit == 6
         assert server.asked["/metrics"] > 1
