@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from producer.engine import lora_metadata
 from producer.engine.published import PartlyServedError, PublishedAdapter, read_published
 from producer.engine.swap_proof import AdapterProof
 from protocol.errors import is_out_of_memory
@@ -76,6 +77,7 @@ class AdapterWorker:
     """The methods that vLLM adds to its workers (`worker_extension_cls`), for `producer.engine.weights.AdapterWeights`."""
 
     def loading_start(self) -> None:
+        lora_metadata.install(self.model_runner)  # type: ignore[attr-defined]
         self._loading = AdapterLoader(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
     def loading_prepare(self, request: tuple[str, int, str], checksum: int | None) -> None:

@@ -6,6 +6,7 @@ The sources are read and not imported: those that are installed, or those in the
 
 import ast
 import functools
+import hashlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -94,6 +95,12 @@ ATTRIBUTES = {
     "vllm.lora.layers.column_parallel_linear:MergedColumnParallelLinearWithLoRA": "output_sizes",
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": "w13_lora_a_stacked",
     PUNICA: "token_lora_indices sampler_indices update_metadata",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU": "_token_lora_indices _sampler_indices _sampler_indices_padded "
+    "_embeddings_indices indices_len device is_prefill update_metadata token_mapping_meta prompt_mapping_meta",
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta": "token_lora_mapping token_indices_sorted_by_lora_ids "
+    "active_lora_ids num_tokens_per_lora lora_token_start_loc no_lora_flag_cpu num_active_loras_cpu captured_lora_counts",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "lora_state",
+    "vllm.v1.worker.gpu.lora_utils:LoraState": "lora_ids lora_requests make_lora_inputs",
     CHAT: "default_sampling_params",
     COMPLETION: "default_sampling_params",
     f"{LINEAR}:LinearBase": "input_size quant_method",
@@ -126,6 +133,24 @@ TEXTS = {
     "vllm.lora.lora_weights:LoRALayerWeights.optimize": ("self.lora_b *= self.scaling",),
 }
 """Values, and places where vLLM does what we count on."""
+
+REPLACED = {
+    "vllm.lora.punica_wrapper.utils:convert_mapping": "b662ec8402b9",
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata": "46b720957f9b",
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.update_metadata": "fdd4f625eb5b",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.update_metadata": "32cff1eeac25",
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta._reset": "fbc53501aa8b",
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta.prepare_tensors": "18c0cb37aef6",
+    "vllm.lora.layers.utils:LoRAMapping": "6e406d8b7713",
+    "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping": "b53f96436fbf",
+    "vllm.lora.model_manager:LoRAModelManager._set_adapter_mapping": "4d0cdabbd5c3",
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras": "fc383cce41cb",
+    "vllm.v1.worker.gpu.lora_utils:LoraState.add_request": "864caf357ce1",
+    "vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs": "0653865f5feb",
+    "vllm.v1.worker.gpu.lora_utils:LoraState.get_activate_loras": "1a5a7cfec891",
+}
+"""Functions whose results `producer.engine.lora_metadata` computes, and those between: a digest of their code. Where one has
+changed, see whether `tests/integration/test_lora_metadata.py` still compares all that it computes."""
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +237,15 @@ def test_what_we_read_of_vllms_objects_is_there(vllm: Sources, name: str) -> Non
 def test_values_that_we_rely_on(vllm: Sources, name: str) -> None:
     text = ast.unparse(vllm.find(name)[1])
     assert [value for value in TEXTS[name] if value not in text] == []
+
+
+@pytest.mark.parametrize("name", REPLACED, ids=lambda name: name.rpartition(":")[2])
+def test_code_that_we_compute_in_another_way_is_what_it_was(vllm: Sources, name: str) -> None:
+    code = vllm.find(name)[1]
+    assert isinstance(code, ast.FunctionDef | ast.ClassDef)
+    without_docstring = code.body[ast.get_docstring(code) is not None :]
+    text = "\n".join(map(ast.unparse, without_docstring))
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == REPLACED[name]
 
 
 def test_our_subclasses_override_what_is_there_and_take_what_it_takes(vllm: Sources) -> None:
