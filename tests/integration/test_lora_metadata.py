@@ -34,10 +34,10 @@ def metadata_of_kernels() -> Iterator[None]:
         yield
 
 
-def wrapper_of(kind: str, max_loras: int, *, specialized: bool = False) -> Any:
+def wrapper_of(kind: str, max_loras: int, *, specialized: bool = False, device: str = "cpu") -> Any:
     lora_config = SimpleNamespace(max_loras=max_loras, specialize_active_lora=specialized)
     module: Any = punica_gpu if kind == "PunicaWrapperGPU" else punica_cpu
-    wrapper = getattr(module, kind)(MOST_TOKENS, 16, torch.device("cpu"), lora_config=lora_config)
+    wrapper = getattr(module, kind)(MOST_TOKENS, 16, torch.device(device), lora_config=lora_config)
     for buffer in tensors_of(wrapper).values():
         buffer.fill_(77)  # what a test compares it has written
     return wrapper

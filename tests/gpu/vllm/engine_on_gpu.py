@@ -4,14 +4,19 @@
 in float16 and float32 as a GPU does, and wrongly in bfloat16.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from producer.engine import lora_metadata
 from producer.engine_contract import Completion
 from protocol.wire.messages import Sampling
+from tests.gpu.stand_in import cuda
 from tests.gpu.vllm.worker import ENGINE
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import build_model, reference_logprobs
+from tests.integration.test_lora_metadata import content_of, runner_of, state_of, step, wrapper_of
 
 TOKENS = [5, 6, 7, 8, 9, 20, 30, 40]
 LENGTH = 2
@@ -19,7 +24,22 @@ SLOTS = {"max_staleness": 0}  # the kernels look at each, also at empty ones
 
 
 @pytest.fixture
-def adapters(tmp_path):
+def mappings(tmp_path, monkeypatch):
+    """A file with a letter for each mapping of a step that the engine's process has read."""
+    file = tmp_path / "mappings"
+    update = lora_metadata.StepMetadata.update
+
+    def noted(self, mapping, *rest, **named):
+        with file.open("a") as notes:
+            notes.write("b" if isinstance(mapping.index_mapping[0], bytes) else "-")
+        update(self, mapping, *rest, **named)
+
+    monkeypatch.setattr(lora_metadata.StepMetadata, "update", noted)
+    return file
+
+
+@pytest.fixture
+def adapters(tmp_path, mappings):
     model = build_model("qwen2", tmp_path / "model", num_layers=1)
     with live_engine(model, tmp_path, dtype="float16", engine=ENGINE, pipeline=SLOTS) as engine:
         yield engine
@@ -60,7 +80,7 @@ def check_worker(live: LiveEngine) -> None:
     assert config.scheduler_config.async_scheduling
 
 
-def test_adapters_are_computed_by_the_lora_kernels_of_gpus(adapters: LiveEngine) -> None:
+def test_adapters_are_computed_by_the_lora_kernels_of_gpus(adapters: LiveEngine, mappings: Path) -> None:
     live = adapters
     check_worker(live)
 
@@ -76,6 +96,21 @@ def test_adapters_are_computed_by_the_lora_kernels_of_gpus(adapters: LiveEngine)
         assert await live.engine._core.call_workers("list_loras") == [[]]
 
     live.run(check())
+    assert "b" in mappings.read_text(), "metadata was ours"
+
+
+def test_metadata_of_a_step_goes_to_the_gpu_without_a_wait() -> None:
+    theirs, ours = (wrapper_of("PunicaWrapperGPU", 3, device="cuda") for _ in range(2))
+    gpu = cuda.install()
+    for requests in ([(3, 2), (0, 1), (5, 4)], [(0, 3)], [(5, 1), (3, 1)]):
+        own, state = state_of(requests), state_of(requests)
+        lora_metadata.install(runner_of(ours, state))
+        waits = [gpu.num_syncs]
+        for made, wrapper in ((own, theirs), (state, ours)):
+            step(made, wrapper, requests, [None, 5, 3])
+            waits.append(gpu.num_syncs)
+        assert waits[0] < waits[1] == waits[2]
+        assert content_of(ours) == content_of(theirs)
 
 
 def test_merged_weights_are_installed_from_pinned_memory_and_taken_back(merged: LiveEngine) -> None:
