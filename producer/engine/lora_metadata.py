@@ -1,4 +1,4 @@
-"""What vLLM's LoRA kernels read of a step: the slot of each token's adapter, and the tokens of each slot.
+"""The LoRA metadata of a step, which vLLM's kernels read: the slot of each token's adapter, and the tokens of each slot.
 
 Guarantee: the buffers hold what vLLM's own code writes there. That code loops in Python over the tokens of a step, and waits for
 the GPU. Here numpy computes all of it, and it goes to the device in one copy, for which nothing waits. If vLLM lacks a name that
