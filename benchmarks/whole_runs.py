@@ -1,7 +1,8 @@
 """Whole runs of a benchmark's task: the processes of a run, the pair in it, and accuracy at its checkpoints.
 
 Guarantee: on a CPU an engine has one thread, on core 0, and the trainer's processes have one thread each, on both cores. On a GPU
-both sides share it, in bfloat16, with an adapter that the engine serves. All processes of a run end with it.
+both sides share it, in bfloat16, with an adapter that the engine serves unless the case says otherwise. All processes of a run
+end with it.
 """
 
 import functools
@@ -68,7 +69,7 @@ class Run:
     def __init__(self, case: RunCase, stack: ExitStack, watch: Watch, *, on_gpu: bool = False) -> None:
         self.case, self.stack, self._watch, self._on_gpu = case, stack, watch, on_gpu
         self.tokens = stack.enter_context(EngineTokens(case.folder))
-        self.settings = case.settings + (_ON_GPU if on_gpu else [])
+        self.settings = (_ON_GPU if on_gpu else []) + case.settings
         self.config = load_config(TASKS[case.task].config, self.settings)
 
     def start(self, side: str, module: str, words: list[str]) -> "subprocess.Popen[bytes]":

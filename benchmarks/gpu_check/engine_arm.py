@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,11 +188,16 @@ class _Bench:
 
     def _admission(self) -> Admission:
         ceiling = most_groups(self._engine.capabilities.max_num_seqs, GROUP)
-        return Admission(ceiling, GROUP, self._engine.current_load)
+        admission = Admission(ceiling, GROUP, self._engine.current_load)
+        self._engine.watch_load(admission.note_load)
+        return admission
 
     async def _sample(self, admission: Admission | None, sampling: Sampling) -> None:
         while True:
-            async with admission.place() if admission is not None else nullcontext():
+            async with AsyncExitStack() as stack:
+                if admission is not None:
+                    place = await stack.enter_async_context(admission.place())
+                    await stack.enter_async_context(place.use(GROUP))
                 own = [self._draw.randrange(3, self._engine.capabilities.vocab_size) for _ in range(_PROMPT - _SHARED)]
                 await self._engine.generate([3] * _SHARED + own, sampling, self._adapter)
 

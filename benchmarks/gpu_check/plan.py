@@ -76,6 +76,7 @@ PLAN = (
     Part("machine", "GPU, memory, versions, what does not import", "machine", {}, 15, 60, 0),
     Part("demo", "the demo, both daemons on one GPU, merged, float32", "demo", {}, 150, 300),
     Part("engine", "the engine alone, in the arms engine-a to engine-h-mps", "engine", {"seconds": 350}, 360, 380, 0),
+    Part("beside-trl", "SmolLM2 learns sums: the pair, merged, and TRL's asynchronous trainer", "beside_trl", {}, 360, 480, 0),
     Part("pair-adapter", "0.6 B model, both daemons on one GPU, adapters", "pair", {"mode": "adapter"}, 220, 360, 0),
     Part("parity-adapter", "log-probs of vLLM and trainer, adapters", "parity", {"mode": "adapter"}, 130, 300, 0),
     Part("parity-float32", "the same in float32, and the tolerance", "parity", {"mode": "merged", "dtype": "float32"}, 110, 300),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.integration
 PARTS = (
     "machine",
     "demo",
+    "beside-trl",
     "parity-adapter",
     "step",
     "packing",
@@ -37,6 +38,7 @@ def test_on_a_cpu(short_dir: Path, warm: WarmCommands) -> None:
     assert {name: (part["status"], part["reason"]) for name, part in parts.items()} == {
         "machine": ("done", ""),
         "demo": without,
+        "beside-trl": ("done", ""),
         "parity-adapter": ("done", ""),
         "step": ("done", ""),
         "packing": without,
@@ -49,6 +51,9 @@ def test_on_a_cpu(short_dir: Path, warm: WarmCommands) -> None:
     assert found["scoring / trainer"]["abs_max"] < 1e-4 < found["trainer / base"]["abs_max"] / 10
     assert found["ours"]["loss"] == pytest.approx(found["trl"]["loss"], abs=1e-5)
     assert found["ours"]["gradient_norm"] == pytest.approx(found["trl"]["gradient_norm"], rel=1e-4)
+    for arm in ("own engine", "TRL AsyncGRPO"):
+        assert found[arm]["step_s"] > 0
+        assert found[f"{arm}, after step 5"]["sampled_tokens"] > found[f"{arm}, after step 4"]["sampled_tokens"] > 0
     for name in ("engine-a", "engine-defaults", "engine-h"):
         start, few, many = parts[name]["findings"]
         assert min(few["tokens_per_s"], many["tokens_per_s"], start["seconds"]) > 0

@@ -12,6 +12,7 @@ import sys
 from typing import NoReturn
 
 _MODULES = {
+    "benchmarks.async_trl": "trainer",
     "benchmarks.gpu_check.part": "producer",
     "benchmarks.trainer_step_side": "trainer",
     "consumer.app.cli": "trainer",

@@ -19,7 +19,7 @@ from protocol.gpu.nvml import Gpu
 
 @pytest.mark.parametrize(
     ("minutes", "last"),
-    [(0.1, "machine"), (5, "demo"), (15, "parity-adapter"), (30, "nf4"), (50, PLAN[-1].name)],
+    [(0.1, "machine"), (5, "demo"), (15, "beside-trl"), (30, "pair-turns"), (55, PLAN[-1].name)],
 )
 def test_what_is_worth_most_comes_first(minutes: float, last: str) -> None:
     parts = planned(minutes)
