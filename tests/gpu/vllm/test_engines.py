@@ -60,7 +60,7 @@ def test_every_step_that_decodes_has_a_graph_and_every_step_of_a_small_model() -
     for rows in configurations.table().values():
         for name in configurations.PARAMETERS:
             row = rows[name]
-            assert num_places(row["max_num_seqs"], 8) in row["graph_sizes"]
+            assert num_places(row["max_num_seqs"], 4) in row["graph_sizes"]  # groups of 4
             is_whole = row["graph_sizes"][-1] == row["max_num_batched_tokens"]
             assert is_whole == (name in ("0.1 B", "0.6 B"))
 
