@@ -90,10 +90,7 @@ class Run:
     def serve(self, model: Path, *flags: str) -> str:
         """Start a vLLM server of a model on the engine's core or the GPU, wait for it, and return its address."""
         port = reserve_port(self.stack)
-        on_cpu = (
-            *("--enforce-eager", "--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),
-            *("--max-num-batched-tokens", "256"),  # vLLM copies the adapter for each token of a step
-        )
+        on_cpu = ("--enforce-eager", "--distributed-executor-backend", ON_CPU["distributed_executor_backend"])
         words = [
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", self.config.model.dtype),
             *("--max-model-len", str(self.config.engine["max_model_len"])),
