@@ -44,8 +44,6 @@ REMEDIES: dict[str, Settings] = {
     "by source and signal, without rerolls": ("SOURCES", "dataset.sampling=by_signal", "reroll.max_attempts=0"),
     "replay": ("replay.mode=signal",),
     "replay, without rerolls": ("replay.mode=signal", "reroll.max_attempts=0"),
-    "partial batches": ("pipeline.fill=partial", "pipeline.fill_timeout_s=5"),
-    "partial batches, 0.1 s": ("pipeline.fill=partial", "pipeline.fill_timeout_s=0.1"),
     **{f"{groups} groups a step": (f"pipeline.groups_per_step={groups}",) for groups in (4, 8)},
     "256 prompts": _FEW,
     "256 prompts, by signal": (*_FEW, "dataset.sampling=by_signal"),
@@ -55,11 +53,7 @@ REMEDIES: dict[str, Settings] = {
 is known of single prompts counts from the second epoch on, which takes few prompts."""
 
 FILLS: dict[str, Settings] = {
-    f"{fill}, {groups} groups": (
-        f"pipeline.fill={fill}",
-        f"pipeline.groups_per_step={groups}",
-        *(["pipeline.fill_timeout_s=5"] if fill == "partial" else []),
-    )
+    f"{fill}, {groups} groups": (f"pipeline.fill={fill}", f"pipeline.groups_per_step={groups}")
     for groups in (8, 16, 32)
     for fill in get_args(PipelineSection.model_fields["fill"].annotation)
 }
