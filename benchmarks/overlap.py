@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+
 from benchmarks.finished_runs import FinishedRuns
 from benchmarks.overlap_report import ITS_OWN, OWN, SERVED, TRL, WARM_UP, fastest, ratios, table
 from benchmarks.tasks import TASKS
@@ -65,14 +67,18 @@ class Case(NamedTuple):
 
 
 def serve(run: Run, case: Case) -> str:
-    """Serve the base and adapters, and return the address."""
-    modules = served_modules(run.config.lora_section["target_modules"], TASKS[case.task].base)
-    return run.serve(
-        TASKS[case.task].base, "--max-num-seqs", str(run.config.engine["max_num_seqs"]), "--enable-lora",
+    """Serve the base and adapters, and return the address. The first completion, which takes seconds, is sampled before."""
+    base = TASKS[case.task].base
+    modules = served_modules(run.config.lora_section["target_modules"], base)
+    url = run.serve(
+        base, "--max-num-seqs", str(run.config.engine["max_num_seqs"]), "--enable-lora",
         *("--max-loras", str(case.staleness + 3), "--max-lora-rank", str(run.config.lora_section["r"])),
         *("--logprobs-mode", "processed_logprobs"),
         *(["--lora-target-modules", *modules] if modules else []),
     )  # fmt: skip
+    request = {"model": str(base), "prompt": "1+1=", "max_tokens": 4, "logprobs": 0}
+    httpx.post(f"{url}/v1/completions", json=request, timeout=600.0).raise_for_status()
+    return url
 
 
 def run(case: Case, *, on_gpu: bool) -> dict[str, Any]:
