@@ -181,9 +181,8 @@ def _of_training(trainer: TrainerView) -> Iterator[Warned]:
         yield Warned("completions_truncated", text, "raise sampling.max_completion_length, or punish length (rewards)")
     if (share := trainer.zero_signal_share or 0.0) > LIMITS.zero_signal_share:
         text = f"{percent(share)} of the groups have no signal: all their rewards are equal"
-        yield Warned(
-            "zero_signal", text, "an easier or harder mix of prompts; a lower pipeline.groups_per_step waits less"
-        )
+        cure = "easier or harder prompts: dataset.sampling: by_signal, reroll.solved_cooldown_epochs, or a curriculum"
+        yield Warned("zero_signal", text, cure)
 
 
 def _of_what_was_refused(trainer: TrainerView) -> Iterator[Warned]:
