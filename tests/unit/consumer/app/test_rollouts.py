@@ -105,7 +105,7 @@ def test_groups_are_replayed_for_those_without_signal_within_their_share(
     tmp_path: Path, journal: FillableJournal
 ) -> None:
     replay = {"mode": "signal", "min_size": 1, "max_share": 0.5}
-    buffer = buffer_of(tmp_path, journal, replay=replay, pipeline={"max_staleness": 4})
+    buffer = buffer_of(tmp_path, journal, replay=replay, pipeline={"max_staleness": 4, "fill": "full"})
     for rewards in (SOME, SOME, ALL):
         answer(buffer, rewards)
     first = buffer.next_batch(0.0)

@@ -42,7 +42,7 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "max_completion_length": "6",
         "vocab_size": "64",
         "groups_per_step": "2",
-        "fill": "full",
+        "fill": "sampled",
         "num_iterations": "3",
         "quantization": "",
         "model_dtype": "float32",
