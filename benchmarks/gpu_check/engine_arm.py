@@ -75,7 +75,7 @@ def run(
     with ExitStack() as stack, asyncio.Runner() as runner:
         if mps:
             stack.enter_context(_mps())
-        trained = stack.enter_context(_busy_trainer(place)) if beside else lambda: 0
+        trained = stack.enter_context(_busy_trainer(place)) if beside else None
         began = time.monotonic()
         bench = runner.run(_Bench.started(config, folder / "adapter", own_metadata=own_metadata))
         stack.callback(bench.close)
@@ -169,17 +169,17 @@ class _Bench:
     def _load(self) -> Any:
         return self._engine.current_load()
 
-    async def measure(self, num_groups: int, load: Load, trained: Callable[[], int]) -> dict[str, Any]:
+    async def measure(self, num_groups: int, load: Load, trained: Callable[[], int] | None) -> dict[str, Any]:
         """Keep the engine full, and return what its steps were once it was. `trained` counts the steps of a trainer."""
         sampling = Sampling(GROUP, load.longest, 1.0, stop_token_ids=load.ends)
         admission = None if num_groups else self._admission()
         callers = [asyncio.create_task(self._sample(admission, sampling)) for _ in range(num_groups or _LEASES)]
         try:
             await self._passed(load.ramp, callers)
-            before, began, trained_before = self._load, time.monotonic(), trained()
+            before, began, trained_before = self._load, time.monotonic(), trained() if trained else 0
             await self._passed(load.steps, callers)
-            seconds, trained_steps = time.monotonic() - began, trained() - trained_before
-            beside = {"trainer_steps_per_s": trained_steps / seconds} if trained_steps else {}
+            seconds = time.monotonic() - began
+            beside = {"trainer_steps_per_s": (trained() - trained_before) / seconds} if trained else {}
             return numbers(before, self._load, seconds) | beside
         finally:
             for caller in callers:
