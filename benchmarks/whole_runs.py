@@ -90,7 +90,10 @@ class Run:
     def serve(self, model: Path, *flags: str) -> str:
         """Start a vLLM server of a model on the engine's core or the GPU, wait for it, and return its address."""
         port = reserve_port(self.stack)
-        on_cpu = ("--enforce-eager", "--distributed-executor-backend", ON_CPU["distributed_executor_backend"])
+        on_cpu = (
+            *("--enforce-eager", "--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),
+            "--no-enable-chunked-prefill",  # a prompt in two parts, with a seed, ends vLLM's engine on a CPU
+        )
         words = [
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", self.config.model.dtype),
             *("--max-model-len", str(self.config.engine["max_model_len"])),
