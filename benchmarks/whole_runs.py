@@ -92,6 +92,7 @@ class Run:
         port = reserve_port(self.stack)
         on_cpu = (
             *("--enforce-eager", "--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),
+            *("--block-size", str(ON_CPU["block_size"])),
             "--no-enable-chunked-prefill",  # a prompt in two parts, with a seed, ends vLLM's engine on a CPU
         )
         words = [

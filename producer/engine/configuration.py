@@ -96,8 +96,12 @@ def _graph_defaults(config: RunConfig, folder: Path, arguments: Any, vllm_config
     return defaults
 
 
-ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
-"""By default vLLM computes in one more process, and the engine core spins on a CPU that this process needs."""
+ON_CPU: dict[str, Any] = {
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "block_size": 32,
+}
+"""By default vLLM computes in one more process, and the engine core spins on a CPU that this process needs. And its prefix cache
+keeps blocks of 128 tokens, so each completion of a group computes a shorter prompt anew."""
 
 
 def leave_a_core(vllm_config: Any) -> None:
