@@ -160,7 +160,7 @@ class GroupShape:
         if len(prompt_ids) == 0:
             raise InvalidGroupError("prompt_ids is empty")
         logprobs = _array(message.logprobs, _FLOAT32, "logprobs", num_tokens)
-        if np.fmin.reduce(logprobs) == -math.inf or np.fmax.reduce(logprobs) > _ROUNDING:  # both pass over NaN
+        if (logprobs == -math.inf).any() or (logprobs > _ROUNDING).any():  # neither is NaN, nor hidden by one
             raise InvalidGroupError("logprobs must be finite and not positive (NaN for unscored tokens)")
         rewards = _array(message.rewards, _FLOAT32, "rewards", self.num_generations * self.num_rewards)
         if math.inf in map(abs, rewards.tolist()):

@@ -12,6 +12,9 @@ from replay.groups import GroupShape, InvalidGroupError, message_of
 from tests.unit.replay.builders import SHAPE, group_message
 
 
+SIGNALING_NAN = b"\x01\x00\x80\x7f"  # float32; the largest of other values and it is NaN for some CPUs
+
+
 def ints(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
 
@@ -94,6 +97,7 @@ REFUSED_TOPS: list[tuple[dict[str, Any], str]] = [
         ({"logprobs": floats(math.nan, -math.inf, -1, -1)}, "logprobs must be finite and not positive"),
         ({"logprobs": floats(-1, math.inf, -1, -1)}, "logprobs must be finite and not positive"),
         ({"logprobs": floats(-1, -1, -1, 0.5)}, "logprobs must be finite and not positive"),
+        ({"logprobs": floats(-1, -1, 0.5) + SIGNALING_NAN}, "logprobs must be finite and not positive"),
         ({"rewards": floats(0)}, "rewards has 4 bytes, expected 2 x 4"),
         ({"rewards": floats(0, 1, 2, 3)}, "rewards has 16 bytes, expected 2 x 4"),
         ({"rewards": floats(0, math.inf)}, "rewards must be finite"),
