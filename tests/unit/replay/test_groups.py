@@ -11,7 +11,6 @@ from protocol.wire.messages import Group, Logged
 from replay.groups import GroupShape, InvalidGroupError, message_of
 from tests.unit.replay.builders import SHAPE, group_message
 
-
 SIGNALING_NAN = b"\x01\x00\x80\x7f"  # float32; the largest of other values and it is NaN for some CPUs
 
 
