@@ -50,7 +50,7 @@ class Run:
             "dataset": {"path": str(folder / "train.jsonl")},
             "rewards": {"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
             "sampling": {"num_generations": 4, "max_completion_length": 48},
-            "pipeline": {"groups_per_step": 2, "max_staleness": 3},
+            "pipeline": {"groups_per_step": 2, "max_staleness": 3, "fill": "full"},
             "replay": {"keep_all": True},
             "transport": {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
             "lora": {"r": 4, "lora_alpha": 8},

@@ -48,7 +48,7 @@ RUN: dict[str, Any] = {
     "dataset": {"path": "/etc/slipstream/train.jsonl"},
     "rewards": {"functions": [{"function": "/etc/slipstream/rewards.py:reward"}], "num_workers": 1},
     "sampling": {"num_generations": 4, "max_completion_length": 8},
-    "pipeline": {"groups_per_step": 2, "max_staleness": 3},
+    "pipeline": {"groups_per_step": 2, "max_staleness": 3, "fill": "full"},
     "observability": {"trainer_metrics_port": 9464, "producer_metrics_port": 9465},
     "lora": {"r": 4, "lora_alpha": 8},
     "trainer": {"max_steps": 100_000, "save_steps": 10, "gradient_checkpointing": False},

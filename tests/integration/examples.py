@@ -17,6 +17,7 @@ SMALL = {
     "rewards.num_workers": 1,
     "sampling.num_generations": 4,
     "pipeline.groups_per_step": 2,
+    "pipeline.fill": "full",
     "engine.max_num_seqs": 32,
     "engine.max_model_len": 512,
     "engine.enforce_eager": "true",

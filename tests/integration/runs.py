@@ -34,7 +34,7 @@ class Run:
             "dataset": {"path": str(folder / "train.jsonl")},
             "rewards": {"functions": [{"function": "rewards:reward"}]},
             "sampling": {"num_generations": 4, "max_completion_length": 6},
-            "pipeline": {"groups_per_step": 2},
+            "pipeline": {"groups_per_step": 2, "fill": "full"},
             "transport": {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5},
             "lora": {"r": 4, "lora_alpha": 8},
             "trainer": {"max_steps": 6, "learning_rate": 1e-3, "gradient_checkpointing": False},

@@ -49,7 +49,7 @@ def task(short_dir: Path) -> Iterator[Path]:
             "dataset": {"path": "data.jsonl"},
             "rewards": {"functions": [{"function": "rewards.py:various"}], "num_workers": 1},
             "sampling": {"num_generations": 4, "max_completion_length": 8},
-            "pipeline": {"groups_per_step": 2, "max_staleness": 1},
+            "pipeline": {"groups_per_step": 2, "max_staleness": 1, "fill": "full"},
             "transport": {
                 "keys": str(short_dir / "keys" / "trainer"),
                 "endpoint": f"tcp://127.0.0.1:{ports[0]}",

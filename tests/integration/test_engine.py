@@ -432,7 +432,7 @@ def test_a_prefix_cache_that_does_not_tell_versions_apart_is_seen_at_the_first_o
         registry = registry_of(stale.engine.weights, tmp_path, tolerance=TOLERANCES["bfloat16"])
         with stale.unloading(registry):
             assert not stale.run(registry.publish(stale.downloaded(1, probe(stale, 1))))
-            assert "found 128 tokens in the engine's prefix cache" in registry.report.counters.refusal
+            assert "found 160 tokens in the engine's prefix cache" in registry.report.counters.refusal
 
 
 def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins(live, tmp_path):

@@ -36,7 +36,7 @@ def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sectio
         "dataset": {"path": str(folder / "data.jsonl")},
         "rewards": {"functions": [{"function": f"{folder}/rewards.py:{name}"}], "num_workers": 1},
         "sampling": {"num_generations": 4, "max_completion_length": 8},
-        "pipeline": {"groups_per_step": 4, "max_staleness": 2},
+        "pipeline": {"groups_per_step": 4, "max_staleness": 2, "fill": "full"},
         "transport": {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 3.0},
         "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
         "engine": {

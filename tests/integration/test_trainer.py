@@ -187,7 +187,8 @@ def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
 
 def test_batches_of_few_groups_train_and_are_trained_again_alike(start: Callable[..., Run]) -> None:
     """Of the first four answers all have signal, then every other, then only the eighth."""
-    run = start(pipeline={"groups_per_step": 4}, trainer={"max_steps": 4}, replay={"keep_all": True})
+    pipeline = {"groups_per_step": 4, "fill": "sampled"}
+    run = start(pipeline=pipeline, trainer={"max_steps": 4}, replay={"keep_all": True})
     signals = iter([1, 1, 1, 1, *[0, 1, 0, 1], *[0, 0, 0, 0, 0, 0, 0, 1], *[1, 0, 1, 0]])
 
     def answer(lease: Lease, version: int) -> Group:
