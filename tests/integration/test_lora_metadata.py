@@ -28,7 +28,7 @@ Request = tuple[int, int]
 
 @pytest.fixture(autouse=True, scope="module")
 def metadata_of_kernels() -> Iterator[None]:
-    """Where Triton runs no kernels, vLLM does not import what describes their tokens."""
+    """vLLM does not import what describes tokens of Triton kernels where there are none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)
         yield

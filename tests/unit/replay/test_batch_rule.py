@@ -1,4 +1,4 @@
-"""When batches are cut, by hand; and what follows for leases, in any order of answers."""
+"""Cuts of batches by hand, and what follows from them for leases, in any order of answers."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_of_full_batches_each_group_with_signal_takes_a_place(num_signals: int, 
 def test_groups_that_are_let_out_are_in_the_batches_for_which_they_are_counted(
     size: int, answers: list[bool], is_sampled: bool, more: list[bool]
 ) -> None:
-    """Whatever signal they have: one that has place p, from 0, is in batch floor(p / size) or an earlier one."""
+    """A group with place p, from 0, is in batch floor(p / size) or an earlier one, whatever signal others have."""
     rule = BatchRule.sampled(size) if is_sampled else BatchRule.full(size)
     taken = rule.num_taken(_numbers(answers), len(answers))
     batches = _batches(rule, answers + more)

@@ -1,4 +1,4 @@
-"""What the engine's steps count: by hand, with the numbers that vLLM hands its loggers."""
+"""Counts of the engine's steps, by hand, with the numbers that vLLM hands its loggers."""
 
 from types import SimpleNamespace
 from typing import Any
