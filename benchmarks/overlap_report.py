@@ -7,6 +7,7 @@ Guarantee: seconds and sampled tokens count from the first request. Rates and wa
 """
 
 import argparse
+import math
 import statistics
 from pathlib import Path
 from statistics import median
@@ -66,9 +67,15 @@ def waits(one: Result) -> float:
 
 
 def fastest(results: list[Result], task: str) -> int:
-    """Return the number of TRL's tasks in flight with which the first round's steps were the shortest."""
-    tried = [one for one in results if (one["task"], one["arm"], one["round"]) == (task, TRL, 1)]
-    return int(min(tried, key=step_s)["inflight"])
+    """Return the number of TRL's tasks in flight with which the first round was near the end soonest, or had the shortest steps
+    if none got there."""
+
+    def slowness(one: Result) -> tuple[float, float]:
+        seconds = cost(one, TASKS[task].goals[-1], _SECONDS)
+        return math.inf if seconds is None else seconds, step_s(one)
+
+    first = [one for one in results if (one["task"], one["arm"], one["round"]) == (task, TRL, 1)]
+    return int(min(first, key=slowness)["inflight"])
 
 
 def cost(one: Result, goal: float, column: int) -> float | None:
@@ -77,11 +84,13 @@ def cost(one: Result, goal: float, column: int) -> float | None:
 
 
 def arms_of(results: list[Result], task: str) -> dict[str, list[Result]]:
-    """Return the runs of a task by arm. Of TRL they are those with its own number of tasks in flight, and the fastest ones."""
+    """Return the runs of a task by arm. Of TRL they are those with its own number of tasks in flight, and the fastest
+    ones, if those are others."""
     runs = [one for one in results if one["task"] == task]
     arms = {arm: [one for one in runs if one["arm"] == arm] for arm in (OWN, SERVED)}
     if theirs := [one for one in runs if one["arm"] == TRL]:
-        chosen = {TUNED: fastest(runs, task), DEFAULT: ITS_OWN}
+        tuned = fastest(runs, task)
+        chosen = ({} if tuned == ITS_OWN else {TUNED: tuned}) | {DEFAULT: ITS_OWN}
         arms |= {arm: [one for one in theirs if one["inflight"] == number] for arm, number in chosen.items()}
     return {arm: found for arm, found in arms.items() if found}
 

@@ -51,6 +51,12 @@ def test_rates_are_those_after_the_first_three_steps() -> None:
 def test_the_fastest_setting_of_trl_is_that_of_the_first_round() -> None:
     runs = [result(TRL, [4.0, 7.0], inflight=16), result(TRL, [4.0, 6.0], inflight=32)]
     assert fastest([*runs, result(TRL, [4.0, 4.5], inflight=16, number=2)], "sums") == 32
+    assert fastest([*runs, result(TRL, [4.0, 8.0], inflight=64, scale=0.9)], "sums") == 64, "it was near the end sooner"
+
+
+def test_trl_has_one_row_where_its_own_setting_is_the_fastest() -> None:
+    runs = [result(TRL, [4.0, 6.0], inflight=ITS_OWN), result(TRL, [4.0, 7.0], inflight=32)]
+    assert [row[1] for row in cells(table(runs))] == ["TRL, default"]
 
 
 def test_trl_is_tuned_in_the_first_round_and_arms_go_back_in_the_second() -> None:
