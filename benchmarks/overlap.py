@@ -31,8 +31,8 @@ from protocol.gpu.nvml import select_gpus
 FOLDER = Path("runs/bench/overlap").absolute()
 STEPS = {"sums": 40, "smollm2": 10, "lcm": 30, "times": 28}
 SAVE_STEPS = {"sums": 4, "smollm2": 1, "lcm": 3, "times": 2}
-INFLIGHT = {"sums": [32, 64], "smollm2": [24], "lcm": [24], "times": [24]}
-"""Tasks in flight with which TRL is tuned, beside its own number."""
+INFLIGHT = {"sums": [ITS_OWN, 32, 64], "smollm2": [ITS_OWN, 24], "lcm": [ITS_OWN, 24], "times": [ITS_OWN, 24]}
+"""Tasks in flight with which TRL runs in the first round."""
 
 _END_S = 3600.0
 
@@ -129,8 +129,13 @@ def cases(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[
     for number in range(1, options.rounds + 1):
         arms = [(arm, 0) for arm in options.arms if arm != TRL]
         if TRL in options.arms:
-            tuned = options.inflight or INFLIGHT[task] if number == 1 else {fastest(known, task)} - {ITS_OWN}
-            arms += [(TRL, inflight) for inflight in (ITS_OWN, *tuned)]
+            tried = options.inflight or INFLIGHT[task]
+            kept = (
+                tried
+                if number == 1
+                else [inflight for inflight in tried if inflight in (ITS_OWN, fastest(known, task))]
+            )
+            arms += [(TRL, inflight) for inflight in kept]
         for arm, inflight in arms if number % 2 else reversed(arms):
             yield Case(task, arm, staleness, inflight, number, steps)
 
@@ -143,7 +148,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help=f"(default: {STEPS})")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--inflight", type=int, nargs="+", help=f"TRL's tasks, beside its own (default: {INFLIGHT})")
+    parser.add_argument(
+        "--inflight", type=int, nargs="+", help=f"TRL's tasks; -1: its own number (default: {INFLIGHT})"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER.with_suffix(".jsonl"), help="file to append to")
     options = parser.parse_args(argv)
     if (options.steps or STEPS[options.task]) < WARM_UP + 2:

@@ -63,10 +63,12 @@ def test_trl_is_tuned_in_the_first_round_and_arms_go_back_in_the_second() -> Non
     known = [
         result(TRL, [4.0, seconds], inflight=inflight) for inflight, seconds in ((ITS_OWN, 9.0), (16, 7.0), (32, 8.0))
     ]
-    options = Namespace(task="sums", arms=[OWN, TRL], inflight=[16, 32], rounds=2, staleness=1, steps=None)
+    options = Namespace(task="sums", arms=[OWN, TRL], inflight=[ITS_OWN, 16, 32], rounds=2, staleness=1, steps=None)
     found = [(case.round, case.arm, case.inflight) for case in cases(options, known)]
     first = [(1, OWN, 0), (1, TRL, ITS_OWN), (1, TRL, 16), (1, TRL, 32)]
     assert found == [*first, (2, TRL, 16), (2, TRL, ITS_OWN), (2, OWN, 0)]
+    options.inflight = [16, 32]
+    assert [case.inflight for case in cases(options, known)] == [0, 16, 32, 16, 0]
     options.arms = [OWN]
     assert [case.round for case in cases(options, [])] == [1, 2]
 
