@@ -32,7 +32,7 @@ from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter
 from producer.metrics import Counters, Delivery, PolicyCounts, ProducerMetrics, Situation, Workload
 from producer.plugins.atropos.atropos import Atropos
-from producer.rewards.worker import Failure
+from producer.rewards.messages import Failure
 from protocol.channel.authenticator import Refusals
 from protocol.config.run import RunConfig
 from protocol.exposition import (

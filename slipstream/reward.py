@@ -23,8 +23,8 @@ from rich.text import Text
 from consumer.prompts.completion_limit import CompletionLimit
 from consumer.prompts.written import as_leased, of_json
 from producer.groups import LeaseFailure
+from producer.rewards.messages import Failure
 from producer.rewards.pool import RewardPool, merged
-from producer.rewards.worker import Failure
 from protocol.config.environments import environment_of
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError

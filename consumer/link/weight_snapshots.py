@@ -27,7 +27,7 @@ from consumer.link.policy_store import PublishedPolicy
 from consumer.link.probe import Measurement
 from consumer.link.snapshots import lies_on_gpu
 from protocol.errors import ConfigError
-from protocol.gpu.model_files import weights_of
+from protocol.gpu.weights import weights_of
 from protocol.wire.patch_streams import PER_WORD
 from protocol.wire.weight_patch import WeightPatch
 

@@ -49,8 +49,8 @@ from producer.metrics import Counters, ProducerMetrics, Situation, Workload
 from producer.policies.loader import PolicyLoader
 from producer.policies.probe import SwapProof
 from producer.policies.registry import AdapterRegistry, SwapReport
+from producer.rewards.messages import Failure
 from producer.rewards.pool import RewardPool
-from producer.rewards.worker import Failure
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.group import GroupBuilder

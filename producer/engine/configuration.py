@@ -21,7 +21,7 @@ from producer.engine_contract import most_groups
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.gpu.model_files import weights_of
+from protocol.gpu.weights import weights_of
 from protocol.wire.model_folder import needs_own_code, vision_language
 from protocol.wire.model_source import resolve_model
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from producer.engine.adapter_worker import BackgroundWork, State
-from producer.engine.merged_proof import Survival
+
+Survival = dict[str, tuple[float, float]]
+"""By the last part of the module's name, the two sums whose quotient is S:
+
+    S = sum((round(W + D) - W) * D) / sum(D * D)
+
+W is the base and D the update, scaling * B @ A. S is 1 where nothing is lost and 0 where rounding undoes the update."""
 
 
 class UnmappedError(Exception):

@@ -7,24 +7,15 @@ columns, and no sums. All is computed on the device of the weights, for which th
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from producer.engine.published import PartlyServedError, listed, loaded
-
-if TYPE_CHECKING:
-    from producer.engine.merged_worker import Part
+from producer.engine.exchange_worker import Survival
+from producer.engine.published import Part, PartlyServedError, listed, loaded
 
 COLUMNS = 8
 _HALF_STEP = 2.0**-24  # of float32, relative
-
-Survival = dict[str, tuple[float, float]]
-"""By the last part of the module's name, the two sums whose quotient is S:
-
-    S = sum((round(W + D) - W) * D) / sum(D * D)
-
-W is the base and D the update, scaling * B @ A. S is 1 where nothing is lost and 0 where rounding undoes the update."""
 
 
 class Evidence(NamedTuple):
@@ -51,7 +42,7 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(
-    name: str, layer: Any, base: torch.Tensor, parts: "list[Part]", sums: torch.Tensor, number: int,
+    name: str, layer: Any, base: torch.Tensor, parts: list[Part], sums: torch.Tensor, number: int,
     merged: torch.Tensor | None = None,
 ) -> Evidence:  # fmt: skip
     """Note the evidence for a layer, on the device of `sums`; swap `number` chooses the columns. The update is computed part by
@@ -86,15 +77,6 @@ def row_sums(weight: torch.Tensor) -> torch.Tensor:
     whole = width % 8 == 0 and weight.is_contiguous() and weight.data_ptr() % 8 == 0
     words = torch.int64 if whole else {2: torch.int16, 4: torch.int32}[weight.element_size()]
     return weight.view(words).sum(1, dtype=torch.int64)
-
-
-def columns_of(layer: Any, columns: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    """Return these columns of a layer's weight as it computes with them, (outputs, C). They are its output for unit vectors,
-    which is exact, because only zeros are added to each number."""
-    unit = torch.zeros(len(columns), num_inputs, dtype=layer.weight.dtype)
-    unit[torch.arange(len(columns)), columns] = 1
-    with torch.no_grad():
-        return layer.quant_method.apply(layer, unit, None).t()
 
 
 def prove(

@@ -7,7 +7,6 @@ would be served in part is refused. (vLLM's layers are used by their attributes:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 
 from producer.engine.adapter_worker import own_stream, state_after
 from producer.engine.exchange_worker import Exchange, ExchangeWorker, use_all_cores
-from producer.engine.merged_proof import Evidence, columns_of, evidence_of, prove, row_sums
-from producer.engine.published import PartlyServedError, loaded, read_published
+from producer.engine.merged_proof import Evidence, evidence_of, prove, row_sums
+from producer.engine.packed_layers import columns_of, is_packed, packed, unpacked
+from producer.engine.published import Part, PartlyServedError, loaded, read_published
 from producer.engine.swap_proof import leaf
 
-_ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 _BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements that are merged at a time
 
 
@@ -28,18 +27,6 @@ class MergeWorker(ExchangeWorker):
 
     def make_weights(self) -> "Merger":
         return Merger(self.get_model())  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A target module of an adapter, by the last part of its name: a whole layer of the engine, or the shard of a fused one."""
-
-    name: str
-    layer: str
-    shard: str | int | None
-    down: torch.Tensor
-    up: torch.Tensor
-    scaling: float
 
 
 class Merger(Exchange):
@@ -189,41 +176,6 @@ def factors(layer: Any, shape: torch.Size, parts: list[Part]) -> tuple[torch.Ten
     return torch.cat(ups, 1), torch.cat(downs)
 
 
-def is_packed(layer: Any) -> bool:
-    """Tell whether vLLM's CPU build has packed the weight and dropped the original."""
-    return bool(layer.weight.numel() == 0)
-
-
-def unpacked(layer: Any) -> torch.Tensor:
-    """Return the weight of a packed layer: its output for unit vectors, which is exact, because only zeros are added to each
-    number."""
-    unit = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size), dtype=layer.weight.dtype)
-    with torch.no_grad():
-        columns = [layer.quant_method.apply(layer, rows, None) for rows in unit.split(_ROWS)]
-    return torch.cat(columns).t().contiguous()
-
-
 def _in_host_memory(like: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor like this one, pinned where there is a GPU, which copies from there beside its other work."""
     return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
-
-
-def packed(layer: Any, weight: torch.Tensor) -> Callable[[], None]:
-    """Pack a weight for a layer. The result installs it."""
-    linear = packed_linear(layer, weight)
-
-    def install() -> None:
-        layer.cpu_linear = linear
-        if layer.weight.numel():
-            layer.weight.data.copy_(weight)
-
-    return install
-
-
-def packed_linear(layer: Any, weight: torch.Tensor) -> Any:
-    """Pack a weight as the layer does after loading, and return the function that computes with it."""
-    stand_in: Any = torch.nn.Module()
-    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
-    stand_in.bias = getattr(layer, "bias", None)
-    layer.quant_method.process_weights_after_loading(stand_in)
-    return stand_in.cpu_linear

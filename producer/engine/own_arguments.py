@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.gpu.model_files import weights_of
+from protocol.gpu.weights import weights_of
 from protocol.wire.handshake import LOGPROBS_MODE
 
 _DECODER = {

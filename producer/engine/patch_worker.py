@@ -22,8 +22,8 @@ import torch
 
 from producer.engine.adapter_worker import own_stream, state_after
 from producer.engine.exchange_worker import Exchange, ExchangeWorker, UnmappedError, use_all_cores
-from producer.engine.merged_proof import COLUMNS, columns_of
-from producer.engine.merged_worker import packed_linear
+from producer.engine.merged_proof import COLUMNS
+from producer.engine.packed_layers import columns_of, packed_linear
 from producer.engine.published import PartlyServedError, listed
 from producer.engine.weight_map import Checkpoint, blocks_of, flat_bits, read_back, sum_of
 from protocol.wire.patch_streams import composed

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,18 @@ class Pair(NamedTuple):
     """The matrices of a module, A (rank, inputs) and B (outputs, rank), in the dtype of the file. The update of its weight is
     scaling * B @ A."""
 
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A target module of an adapter, by the last part of its name, in the engine: a whole layer, or the shard of a fused one."""
+
+    name: str
+    layer: str
+    shard: str | int | None
     down: torch.Tensor
     up: torch.Tensor
     scaling: float

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from producer.engine.exchange_worker import UnmappedError
-from protocol.gpu.model_files import weight_files
+from protocol.gpu.weights import weight_files
 from protocol.wire.model_check import is_of_text_model
 from protocol.wire.patch_streams import Bits, Places
 

@@ -26,7 +26,7 @@ from protocol.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from producer.engine.core import EngineCore
-    from producer.engine.merged_proof import Survival
+    from producer.engine.exchange_worker import Survival
 
 Generate = Callable[[str, Any, str], Awaitable[Any]]
 """Runs a request of vLLM, given its id, its LoRARequest or None, and a salt: requests share KV with those of the same salt."""

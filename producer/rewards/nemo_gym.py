@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from producer.rewards.services import HttpReward, failed
-from producer.rewards.worker import Job, Scores, checked
+from producer.rewards.http_reward import HttpReward, failed
+from producer.rewards.messages import Job, Scores
+from producer.rewards.worker import checked
 from protocol.errors import UNREADABLE, UNSENDABLE
 
 _TASK = "task"  # the column in which `slipstream environment rows` writes a row

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from producer.groups import LeaseFailure
 from producer.rewards.contract import TrainerState
-from producer.rewards.services import HttpReward, WorkerReward, sources_of
+from producer.rewards.http_reward import HttpReward
+from producer.rewards.messages import Failure, Job, Scores
+from producer.rewards.services import WorkerReward, sources_of
 from producer.rewards.spans import Spans
 from producer.rewards.steps import reduced
 from producer.rewards.thinking import Thinking, view, with_hidden_rows
-from producer.rewards.worker import Failure, Job, Scores
 from producer.rewards.workers import WorkerLostError
 from protocol.config.environments import environment_of
 from protocol.config.functions import REWARD_ARGUMENTS

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import regex
 
+from producer.rewards.messages import Scores
 from producer.rewards.spans import finite, text_of
-from producer.rewards.worker import Scores
 from protocol.config.reward_options import Steps
 
 Ends = list[int] | Exception

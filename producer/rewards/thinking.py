@@ -18,8 +18,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from producer.rewards.messages import Job, Scores
 from producer.rewards.spans import ends_in_tokens
-from producer.rewards.worker import Job, Scores
 from protocol.config.rewards import RewardFunction, RewardsSection, ThinkingSection
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from producer.rewards.worker import Answer, Call, Failure, Job, Ready, Scores, Source
+from producer.rewards.messages import Answer, Call, Failure, Job, Ready, Scores, Source
 from protocol.errors import UNSENDABLE, ConfigError, DeviceError
 from protocol.runtime.child import ChildEndedError, ChildProcess, ChildProcesses
 from protocol.runtime.logs import Throttle

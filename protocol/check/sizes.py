@@ -13,7 +13,7 @@ from protocol.config.mistakes import Mistake
 from protocol.config.run import RunConfig
 from protocol.config.section import nearest
 from protocol.errors import ConfigError
-from protocol.gpu.model_files import weights_of
+from protocol.gpu.weights import weights_of
 from protocol.wire.model_folder import json_object
 
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"

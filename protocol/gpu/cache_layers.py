@@ -6,10 +6,9 @@ window that there is, unless it says which have not. A layer that keeps a state 
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from protocol.gpu.model_files import Weight
+from protocol.gpu.weights import Weight
 
 _ATTENDS = re.compile(
     r"\.(?:[kv]_proj|kv_a_proj_with_mqa|kv_a_proj|qkv_proj|qkv|query_key_value|c_attn|Wqkv|W_pack|att_proj)\b"
@@ -36,7 +35,7 @@ def numbers_of_row(layers: Iterable[CacheLayer], length: int) -> int:
 
 
 def cache_layers(
-    config: Mapping[str, Any], weights: Iterable["Weight"], num_layers: int, kv_size: int
+    config: Mapping[str, Any], weights: Iterable[Weight], num_layers: int, kv_size: int
 ) -> tuple[CacheLayer, ...]:
     """Read the layers from a text model's configuration and from the names and shapes of its weights.
 
@@ -61,7 +60,7 @@ def cache_layers(
     return tuple(result)
 
 
-def _sizes_of_layers(weights: Iterable["Weight"]) -> dict[int, dict[str, int]]:
+def _sizes_of_layers(weights: Iterable[Weight]) -> dict[int, dict[str, int]]:
     """Return the layers that have weights of attention, with the sides of those of keys and values."""
     result: dict[int, dict[str, int]] = {}
     for weight in weights:

@@ -19,8 +19,9 @@ from protocol.config.learning import FIRST_TOKENS
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError
 from protocol.gpu.cache_layers import numbers_of_row
-from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
+from protocol.gpu.model_files import ModelShape, model_shape
 from protocol.gpu.nvml import Gpu, given_gpu, gpu_facts
+from protocol.gpu.weights import Weight, weights_of
 from protocol.wire.model_source import folder_on_disk
 
 GIB = 2**30

@@ -306,7 +306,7 @@ def test_what_the_loader_reads_of_a_request_is_there(vllm: Sources) -> None:
 
 
 def test_what_the_loaders_of_layers_read_of_a_weight_is_there(vllm: Sources) -> None:
-    """`producer.engine.merged_worker.loaded` gives them a bare parameter."""
+    """`producer.engine.published.loaded` gives them a bare parameter."""
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     known = {
         *dir(weight),
@@ -319,7 +319,7 @@ def test_what_the_loaders_of_layers_read_of_a_weight_is_there(vllm: Sources) -> 
 
 
 def test_what_packs_a_weight_reads_of_a_layer_is_there(vllm: Sources) -> None:
-    """`producer.engine.merged_worker.packed` gives it a module with a weight and a bias."""
+    """`producer.engine.packed_layers.packed` gives it a module with a weight and a bias."""
     read = attributes_of(vllm.find("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm")[1], "layer")
     assert {"weight", "cpu_linear"} & read
     assert read <= {"weight", "bias", "cpu_linear", "register_parameter", "_cpu_unpacked_conv_weight"}

@@ -17,14 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from producer.endpoint.agents import first_difference, sampled_as
-from producer.endpoint.openai import Generating, Recorder, RefusedError, Sampled, ServedRequest, malformed
+from producer.endpoint.openai import (
+    Generating,
+    Recorder,
+    RefusedError,
+    Sampled,
+    ServedRequest,
+    decode_body,
+    malformed,
+    parse_object,
+)
 from producer.groups import LeaseFailure, Rollouts
+from producer.plugins.atropos.bodies import Registration, generate_body, parse_generate, unzip
 from producer.plugins.atropos.recorded import RecordedCalls
-from producer.plugins.atropos.routes import PREFIX, Registration, atropos_routes, generate_body, parse_generate
-from producer.plugins.atropos.scored_data import ScoredData, match_group
+from producer.plugins.atropos.scored_data import ScoredData, ScoredGroups, match_group
 from producer.rollouts.engine_access import EngineAccess, Progress
 from protocol.config.run import RunConfig
 from protocol.runtime.logs import Throttle
@@ -33,6 +44,7 @@ from protocol.wire.messages import Lease
 
 logger = logging.getLogger(__name__)
 
+_PREFIX = "/atropos"
 _REMEMBERED_GROUPS = 4096  # to know those that are posted again
 _BYTES_PER_TOKEN = 128  # of a group as JSON: token, mask, log-prob, messages
 _MAX_ENVIRONMENTS = 256
@@ -196,10 +208,46 @@ class Atropos:
 
     # The endpoint's side
 
-    prefix = PREFIX
+    prefix = _PREFIX
 
     def routes(self, generating: Generating) -> list[Route]:
-        return [*atropos_routes(self), generating(f"{PREFIX}/generate", parse_generate, generate_body)]
+        """Return the API below `/atropos`, as far as environments use it (docs/environments.md)."""
+
+        def route(
+            method: str, name: str, answer: Callable[[Any], dict[str, Any]], read: Callable[[bytes], Any] = bytes
+        ) -> Route:
+            async def respond(request: Request) -> JSONResponse:
+                body, is_packed = await request.body(), "gzip" in request.headers.get("content-encoding", "").lower()
+                if is_packed:
+                    body = await asyncio.to_thread(unzip, body, self.max_body_bytes)
+                return JSONResponse(answer(await asyncio.to_thread(read, body)))
+
+            return Route(f"{_PREFIX}/{name}", respond, methods=[method])
+
+        async def health(_: Request) -> JSONResponse:
+            return JSONResponse({}, 200 if self.is_ready else 503)
+
+        def register(body: bytes) -> dict[str, Any]:
+            return self.register(decode_body(body, Registration, "the registration of an environment of Atropos"))
+
+        def one(body: bytes) -> list[ScoredData]:
+            return [decode_body(body, ScoredData, "the scored data of Atropos")]
+
+        def several(body: bytes) -> list[ScoredData]:
+            return decode_body(body, ScoredGroups, "the scored data of Atropos")
+
+        return [
+            route("POST", "register-env", register),
+            route("POST", "disconnect-env", lambda body: self.disconnect(parse_object(body).get("env_id"))),
+            route("POST", "scored_data", self.post, one),
+            route("POST", "scored_data_list", self.post, several),
+            route("GET", "wandb_info", lambda _: self.names),
+            route("GET", "info", lambda _: self.info),
+            route("GET", "status", lambda _: self.status()),
+            route("GET", "status-env", lambda body: self.status(parse_object(body).get("env_id"))),
+            Route(f"{_PREFIX}/health", health),
+            generating(f"{_PREFIX}/generate", parse_generate, generate_body),
+        ]
 
     def rollouts(self, access: EngineAccess, reward_names: tuple[str, ...]) -> "AtroposRollouts":
         return AtroposRollouts(self, access, reward_names)

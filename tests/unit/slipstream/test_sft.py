@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from consumer.learn.model import load_model
 from protocol.errors import ConfigError, DatasetError, DeviceError
-from protocol.gpu.model_files import weights_of
+from protocol.gpu.weights import weights_of
 from slipstream import sft as sft
 from slipstream.sft import training_rows
 from tests.integration.models import byte_bpe_tokenizer, reference_logprobs

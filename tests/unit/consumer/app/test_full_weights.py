@@ -14,7 +14,7 @@ from consumer.waiting import StopRequested
 from protocol.config.loader import dump_config, load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.gpu.model_files import weights_of
+from protocol.gpu.weights import weights_of
 from protocol.wire.weight_patch import anchor_of, parse
 from tests.integration.models import build_model
 from tests.unit.consumer.app.test_run import Run

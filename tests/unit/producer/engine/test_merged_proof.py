@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from producer.engine import merged_worker
-from producer.engine.merged_proof import Evidence, columns_of, evidence_of, prove, row_sums
-from producer.engine.merged_worker import Merger, Part
-from producer.engine.published import PartlyServedError
+from producer.engine.merged_proof import Evidence, evidence_of, prove, row_sums
+from producer.engine.merged_worker import Merger
+from producer.engine.packed_layers import columns_of
+from producer.engine.published import Part, PartlyServedError
 from tests.unit.producer.engine.test_merging import adapter, engine_model, prepare
 
 NAMES = ("attn.k_proj", "attn.o_proj", "mlp.up_proj")

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from producer.engine.merged_worker import _BLOCK, Merger, Part, factors, merge, unpacked
+from producer.engine.merged_worker import _BLOCK, Merger, factors, merge
+from producer.engine.packed_layers import unpacked
+from producer.engine.published import Part
 
 
 class Fused(torch.nn.Module):

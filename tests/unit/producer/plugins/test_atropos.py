@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from producer.endpoint.openai import RefusedError
-from producer.plugins.atropos.routes import parse_generate, unzip
+from producer.plugins.atropos.bodies import parse_generate, unzip
 from tests.unit.producer.endpoint.test_endpoint import endpoint
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.plugins.atropos_scene import Scene, scene

@@ -6,7 +6,7 @@ import pytest
 
 from producer.endpoint.openai import RefusedError, decode_body
 from producer.plugins.atropos.atropos import Environments
-from producer.plugins.atropos.routes import Registration
+from producer.plugins.atropos.bodies import Registration
 
 
 def registration(weight: float = 1.0, length: float = 64) -> Registration:

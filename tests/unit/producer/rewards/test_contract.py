@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from producer.rewards.contract import Logbook, Taken, TrainerState
+from producer.rewards.messages import Job, Scores
 from producer.rewards.pool import RewardPool, Scored
-from producer.rewards.worker import Job, Made, Scores, _score
+from producer.rewards.worker import Made, _score
 from protocol.errors import ConfigError
 from protocol.wire.messages import LOGGED_CHARS, MOST_COLUMNS, MOST_METRICS, Logged, RunPlan
 from tests.unit.producer.rewards.test_rewards import COMPLETIONS, IDS, Seen, section, with_pool

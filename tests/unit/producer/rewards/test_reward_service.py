@@ -11,9 +11,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from openai.types.responses import Response
 
+from producer.rewards.http_reward import HttpReward
+from producer.rewards.messages import Job
 from producer.rewards.nemo_gym import NemoGymReward
-from producer.rewards.services import HttpReward, sources_of
-from producer.rewards.worker import Job
+from producer.rewards.services import sources_of
 from protocol.config.reward_options import RewardService
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from producer.groups import LeaseFailure
+from producer.rewards.messages import Job
 from producer.rewards.pool import MAX_FAILURES, RewardFailures, RewardPool
-from producer.rewards.worker import Job, Made, _score
+from producer.rewards.worker import Made, _score
 from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError, DeviceError
 from protocol.wire.messages import MissingReward

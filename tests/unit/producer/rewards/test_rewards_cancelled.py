@@ -8,7 +8,7 @@ import pytest
 from producer.environments.contract import EnvironmentFailedError
 from producer.environments.pool import EnvironmentPool
 from producer.environments.worker import Answer as Played
-from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
+from producer.rewards.messages import Answer, Call, Job, Ready, Scores, Source
 from producer.rewards.workers import WorkerLostError, WorkerPool
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError

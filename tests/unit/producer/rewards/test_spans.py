@@ -10,11 +10,12 @@ import pytest
 
 from producer.engine_contract import Completion
 from producer.groups import Episode, Record, group_message
+from producer.rewards.http_reward import _Answer
+from producer.rewards.messages import Job, Scores
 from producer.rewards.pool import RewardPool, Scored
-from producer.rewards.services import _Answer
 from producer.rewards.spans import Spans, ends_in_tokens
 from producer.rewards.thinking import with_hidden_rows
-from producer.rewards.worker import Job, Made, Scores, _score, checked
+from producer.rewards.worker import Made, _score, checked
 from replay.groups import GroupShape, RolloutGroup
 from tests.unit.producer.rewards.test_rewards import Seen, section, with_pool
 

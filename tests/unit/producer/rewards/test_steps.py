@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from producer.groups import LeaseFailure
+from producer.rewards.http_reward import HttpReward
+from producer.rewards.messages import Job, Scores
 from producer.rewards.models import reward_model
 from producer.rewards.pool import RewardPool, Scored
-from producer.rewards.services import HttpReward
 from producer.rewards.spans import Spans
 from producer.rewards.steps import as_spans, reduced, split
-from producer.rewards.worker import Job, Scores
 from protocol.config.reward_options import RewardModel, RewardService, Steps
 from protocol.errors import ConfigError
 from tests.integration.models import byte_bpe_tokenizer

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from producer.rewards.messages import Job, Scores
 from producer.rewards.pool import RewardPool
 from producer.rewards.thinking import Reasoning, Thinking, segments, view, with_hidden_rows
-from producer.rewards.worker import Job, Scores
 from protocol.config.rewards import ThinkingSection
 from tests.unit.producer.rewards.test_rewards import section, with_pool
 

@@ -10,7 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from protocol.gpu.cache_layers import CacheLayer, cache_layers, numbers_of_row
 from protocol.gpu.memory import engine_needs, row_bytes
-from protocol.gpu.model_files import Weight, model_shape
+from protocol.gpu.model_files import model_shape
+from protocol.gpu.weights import Weight
 from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
 
 FULL, WINDOW = "full_attention", "sliding_attention"

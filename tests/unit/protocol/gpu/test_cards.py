@@ -10,7 +10,8 @@ import pytest
 from protocol.config.loader import load_config
 from protocol.gpu import cards
 from protocol.gpu.cards import CARDS, fits, memory_table
-from protocol.gpu.model_files import ModelShape, Weight
+from protocol.gpu.model_files import ModelShape
+from protocol.gpu.weights import Weight
 from tests.unit.protocol.gpu.models import run_of, write_model
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "gsm8k"

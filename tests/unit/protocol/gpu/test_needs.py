@@ -22,7 +22,8 @@ from protocol.gpu.memory import (
     pass_bytes,
     trainer_needs,
 )
-from protocol.gpu.model_files import ModelShape, Weight, model_shape, weights_of
+from protocol.gpu.model_files import ModelShape, model_shape
+from protocol.gpu.weights import Weight, weights_of
 from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from producer.environments.agent_program import rows
 from producer.environments.pool import EnvironmentPool
-from producer.rewards.worker import Job, Source
+from producer.rewards.messages import Job, Source
 from producer.rewards.workers import WorkerPool
 from protocol.bundle.sources import RunSources
 from protocol.config.functions import load_function
