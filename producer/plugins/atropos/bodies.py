@@ -18,6 +18,18 @@ from producer.endpoint.openai import (
     parse_object,
 )
 
+_Amount = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+
+
+class Registration(msgspec.Struct):
+    """The report of an environment about itself, in the fields of Atropos."""
+
+    group_size: int
+    max_token_length: _Amount
+    weight: _Amount
+    desired_name: str | None = None
+    min_batch_allocation: Any = None
+
 
 def unzip(body: bytes, limit: int) -> bytes:
     """Unpack a body. Raise RefusedError if it is no gzip, or has more than `limit` bytes of text."""
