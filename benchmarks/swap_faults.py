@@ -35,12 +35,12 @@ from consumer.link.snapshots import AdapterSnapshots
 from producer.engine.own_arguments import own_arguments
 from producer.engine_contract import Adapter, AdapterRefusedError, Scored
 from producer.metrics import Verdict
-from producer.plugins.engine_server.engine import server_engine
 from producer.policies.probe import ReceivedProbe, SwapProof, probe_of
 from protocol.config.run import RunConfig
 from protocol.runtime import json_lines
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.messages import PolicyOffer
+from slipstream_extras.engine_server.engine import server_engine
 from tests.integration.engines import run_config
 from tests.integration.faulty_workers import FILE
 from tests.integration.forked_cores import forked_cores

@@ -31,7 +31,6 @@ from producer.endpoint.agents import Agents
 from producer.endpoint.metrics import ServeMetrics
 from producer.endpoint.versions import ClientLimiter
 from producer.metrics import Counters, Delivery, PolicyCounts, ProducerMetrics, Situation, Workload
-from producer.plugins.atropos.atropos import Atropos
 from producer.rewards.messages import Failure
 from protocol.channel.authenticator import Refusals
 from protocol.config.run import RunConfig
@@ -44,6 +43,7 @@ from protocol.runtime.health import (
     Notifier,
 )
 from replay.sources import ENVIRONMENTS, Parts
+from slipstream_extras.environments.atropos.atropos import Atropos
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,9 +30,7 @@ _COMMANDS = {
     "init": "slipstream.init:init",
     "run": "slipstream.run:run",
     "status": "slipstream.status.cli:status",
-    "view": "slipstream.view.cli:view",
     "journal": "slipstream.journal.cli:journal",
-    "cluster": "slipstream.cluster.cli:cluster",
     "sft": "slipstream.cli:sft",
     "export": "slipstream.cli:export",
     "inspect": "slipstream.cli:inspect",
@@ -42,6 +41,8 @@ _COMMANDS = {
     "env": "slipstream.env:env",
 }
 """The place of each subcommand. Their modules import at their head no more than `--help` needs."""
+_GROUP = "slipstream.commands"
+"""The entry points of the subcommands of extras and of other packages."""
 
 
 def main() -> NoReturn:
@@ -65,11 +66,14 @@ def run(arguments: list[str]) -> int:
 
 class _LazyGroup(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [*_COMMANDS, *sorted(entry_points(group=_GROUP).names)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        place = _COMMANDS.get(cmd_name)
-        command: click.Command | None = pkgutil.resolve_name(place) if place else None
+        command: click.Command | None = None
+        if cmd_name in _COMMANDS:
+            command = pkgutil.resolve_name(_COMMANDS[cmd_name])
+        elif cmd_name in (installed := entry_points(group=_GROUP)).names:
+            command = installed[cmd_name].load()
         return command
 
 

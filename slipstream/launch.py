@@ -13,7 +13,7 @@ from protocol.config.loader import load_config
 from protocol.gpu.cards import sharing_of
 from protocol.gpu.memory import known_gpu
 from protocol.gpu.nvml import VISIBLE, visible_gpus
-from slipstream.cluster.plan import start_command
+from protocol.runtime.supervisor import start_command
 from slipstream.tables import duration, percent
 
 if TYPE_CHECKING:

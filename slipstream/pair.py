@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from protocol.errors import ExitCode
 from protocol.runtime.child import KeptProcess
 from protocol.runtime.processes import descendants, exit_text
-from slipstream.cluster.plan import restart
+from protocol.runtime.supervisor import restart
 
 Show = Callable[[str, str], None]
 """Takes a daemon's name, and one line of its output or about it."""

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from replay.journal.schema import GroupRow
+    from slipstream.decoder import Decoder
     from slipstream.journal.content import Content
     from slipstream.run_reader import Line
-    from slipstream.view.index.decoder import Decoder
 
 
 class Run:
@@ -62,8 +62,8 @@ class Run:
             JournalError: there is no journal, or it cannot be read.
         """
         from replay.journal.schema import EVERY_GROUP
+        from slipstream.decoder import find_decoder
         from slipstream.journal.content import ContentReader
-        from slipstream.view.index.decoder import find_decoder
 
         if newest < 1:
             raise ValueError(f"newest: expected a number of groups from 1 on (got {newest})")

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.serving import Serving, listening
-from producer.plugins.atropos.atropos import Atropos
 from protocol.config.run import RunConfig
+from slipstream_extras.environments.atropos.atropos import Atropos
 
 
 @asynccontextmanager

@@ -14,10 +14,10 @@ import msgspec
 
 from campaigns.chaos.run_folder import DEFAULT, prepare
 from campaigns.cluster.machine import cluster_run, eventually
-from slipstream.cluster.plan import FleetReport
-from slipstream.cluster.scaling import Looks, answers
+from slipstream_extras.ray.plan import FleetReport
+from slipstream_extras.ray.scaling import Looks, answers
 
-LOADS = Path(__file__).parents[1] / "unit/slipstream/cluster/loads"
+LOADS = Path(__file__).parents[2] / "tests/unit/slipstream_extras/ray/loads"
 _EVERY_S = 5.0
 
 

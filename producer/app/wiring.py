@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from producer.app.gpu_turns import GpuTurns
 from producer.app.rollout_sources import build_agents, build_source
@@ -23,7 +23,7 @@ from producer.endpoint.agents import Agents
 from producer.endpoint.generation import ServedEngine
 from producer.endpoint.openai import EndpointPlugin
 from producer.endpoint.serving import Serving, base_url, listening, read_keys
-from producer.engine_contract import UNTOLD, Engine, EngineLoad, most_groups
+from producer.engine_contract import UNTOLD, Engine, EngineLoad, engine_plugin, most_groups
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
 from producer.environments.contract import Environments
@@ -53,7 +53,7 @@ from producer.rewards.messages import Failure
 from producer.rewards.pool import RewardPool
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import EngineAccess
-from producer.rollouts.group import GroupBuilder
+from producer.rollouts.group import GroupBuilder, Teachers
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.leases import Generation, RolloutSource
 from producer.rollouts.prompts import load_tokenizer
@@ -72,9 +72,6 @@ from protocol.runtime.scratch import SharedMemory, scratch_folder, shared_memory
 from protocol.runtime.stacks import log_stacks
 from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.messages import Hello, Lease, PolicyInfo
-
-if TYPE_CHECKING:
-    from producer.plugins.engine_server.teachers import TeacherPool
 
 LEASES = 6
 """Times the groups that fill the engine whole: with long tails it runs the rest of five times as many, and others wait or are
@@ -200,7 +197,7 @@ class Helpers:
     client_keys: tuple[bytes, ...]
     agents: Agents | None
     programs: dict[str, AgentProgram]
-    teachers: "TeacherPool | None"
+    teachers: Teachers | None
 
     async def start(self) -> None:
         await self.rewards.start()
@@ -238,12 +235,10 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     return Helpers(rewards, environments, listener, client_keys, agents, programs, teachers)
 
 
-def build_teachers(base: Base, stack: AsyncExitStack) -> "TeacherPool | None":
+def build_teachers(base: Base, stack: AsyncExitStack) -> Teachers | None:
     if not base.config.teachers:
         return None
-    from producer.plugins.engine_server.teachers import TeacherPool  # aiohttp takes a fifth of a second
-
-    teachers = TeacherPool(base.config, base.metrics)
+    teachers: Teachers = load_plugin("slipstream.teachers", "vllm_server", "teachers")(base.config, base.metrics)
     stack.push_async_callback(teachers.close)
     return teachers
 
@@ -270,11 +265,8 @@ async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
 
 
 async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
-    if base.config.engine_server is not None:
-        from producer.plugins.engine_server.engine import server_engine
-
-        logger.info("asking for %s at %s ...", base.config.model.path, ", ".join(base.config.engine_server.url))
-        return await stack.enter_async_context(server_engine(base.config))
+    if (plugin := engine_plugin(base.config)) is not None:
+        return await stack.enter_async_context(plugin.open(base.config))
     logger.info("loading the engine for %s ...", base.config.model.path)
     with gc_disabled():
         from producer.engine.engine import VllmEngine  # vLLM takes seconds to import

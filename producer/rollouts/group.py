@@ -18,6 +18,8 @@ from producer.groups import LeaseFailure, Rollouts, group_message
 from producer.metrics import Counters, ProducerMetrics
 from producer.rewards.pool import RewardFailures, RewardPool
 from producer.rollouts.engine_access import Progress
+from producer.rollouts.prompts import PromptFormat
+from producer.rollouts.self_teacher import Score
 from protocol.runtime.logs import Throttle
 from protocol.wire.messages import Group, Lease, Logged
 
@@ -25,6 +27,18 @@ logger = logging.getLogger(__name__)
 
 
 class Teachers(Protocol):
+    """What scores groups beside rewards, as the entry point of the group `slipstream.teachers` offers it."""
+
+    async def read_with(self, tokenizer: Any) -> None:
+        """Check all teachers. Raise ConfigError if one that answers cannot teach."""
+        ...
+
+    def use_engine(self, prompts: PromptFormat, score: Score) -> None:
+        """Let the policy teach itself where the configuration says so."""
+        ...
+
+    async def close(self) -> None: ...
+
     async def scores(self, lease: Lease, group: Group) -> dict[str, bytes]:
         """Return the fields of a group that a teacher's log-probs of its tokens fill. Raise LeaseFailure if there are none."""
         ...

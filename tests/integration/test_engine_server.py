@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from producer.engine_contract import Completion
-from producer.plugins.engine_server.engine import server_engine
 from producer.policies.loader import DownloadedPolicy
 from protocol.config.operation import TOLERANCES
 from protocol.wire.messages import PolicyInfo, Sampling
+from slipstream_extras.engine_server.engine import server_engine
 from tests.integration.engines import run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
 from tests.integration.pair import Daemon, end_well

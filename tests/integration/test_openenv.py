@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from producer.environments.contract import EnvironmentFailedError
-from producer.plugins.openenv.pool import OpenEnvPool
 from protocol.config.rewards import EnvironmentSection
+from slipstream_extras.environments.openenv.pool import OpenEnvPool
 from tests.tools import python_with
 from tests.unit.protocol.channel_harness import reserve_port
 

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from producer.plugins.judge.code import code, program_of
 from producer.rewards.sandbox import ENVIRONMENT, Isolation, Limits, Outcome, Sandbox
 from protocol.errors import ConfigError
+from slipstream_extras.judge.code import code, program_of
 from tests.processes import NewProcesses
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]

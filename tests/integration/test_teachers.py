@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry
 from producer.engine_contract import Completion
 from producer.groups import Episode, Record, group_message
 from producer.metrics import ProducerMetrics
-from producer.plugins.engine_server.teachers import TeacherPool
 from producer.rollouts.prompts import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.wire.messages import Group
+from slipstream_extras.engine_server.teachers import TeacherPool
 from tests.integration.engines import run_config
 from tests.integration.models import build_model, char_tokenizer, reference_distributions, reference_logprobs
 from tests.integration.pair import Daemon, run_pair

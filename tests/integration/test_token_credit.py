@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from protocol.wire.messages import Group, Lease
 from replay.deviations import EPSILON
 from slipstream.cli import run as slipstream
-from slipstream.view.server.app import application
-from slipstream.view.server.viewer import Viewer
+from slipstream_extras.view.server.app import application
+from slipstream_extras.view.server.viewer import Viewer
 from tests.scripted import made_up_group
 
 from .pair import Daemon, end_well

@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.journal.content import ContentReader
 from slipstream.run_reader import RunReader
-from slipstream.view.pages.group import SURPRISE
+from slipstream_extras.view.pages.group import SURPRISE
 from tests.integration.browser import browser, console, drawn, texts, until, viewed
 from tests.integration.runs import Run
 from tests.tools import give_up, require

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream", "slipstream_extras")
 MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py"))
 EXAMPLES = sorted(file for folder in ("examples", "deploy") for file in (REPOSITORY / folder).rglob("*.py"))
 LONGEST_MODULE = 500  # lines
@@ -20,8 +20,8 @@ MOST_ARGUMENTS = 8  # of a constructor, without self
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 RUN_IN_A_SANDBOX = {
-    "producer.plugins.judge.judge",
-    "producer.plugins.judge.program_side",
+    "slipstream_extras.judge.judge",
+    "slipstream_extras.judge.program_side",
 }  # where the code that a model wrote is run
 UNPICKLING = {("allow_pickle", True), ("weights_only", False)}  # of numpy.load and torch.load
 FORBIDDEN = re.compile(rf"\b({'|'.join(FORBIDDEN_MODULES | FORBIDDEN_CALLS | {name for name, _ in UNPICKLING})})\b")
@@ -97,7 +97,7 @@ def test_what_runs_in_a_sandbox_is_imported_nowhere_else() -> None:
     """It is read as text. One of them may import another."""
 
     def imported(file: Path) -> set[str]:
-        if file.parent == REPOSITORY / "producer/plugins/judge":
+        if file.parent == REPOSITORY / "slipstream_extras/judge":
             return set()
         return {node.module or "" for node in statements(file) if isinstance(node, ast.ImportFrom)} & RUN_IN_A_SANDBOX
 

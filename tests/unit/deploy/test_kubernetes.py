@@ -17,7 +17,7 @@ from protocol.channel.authenticator import AuthorizedKeys
 from protocol.channel.keys import generate, producer_keys, trainer_keys, write_public
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
-from slipstream.cluster.plan import STAYS_DOWN
+from protocol.runtime.supervisor import STAYS_DOWN
 from tests.unit.deploy.scripts import KEYS, REPOSITORY, bash, calls, stand_in
 from tests.unit.protocol.config.files import MINIMAL
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ExitCode
-from slipstream.cluster.plan import STAYS_DOWN
+from protocol.runtime.supervisor import STAYS_DOWN
 from tests.unit.deploy.scripts import KEYS, REPOSITORY, bash, calls, stand_in
 
 COMMON = REPOSITORY / "deploy" / "systemd" / "common.conf"

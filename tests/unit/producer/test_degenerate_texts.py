@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from producer.plugins.judge.code import program_of
 from producer.rewards.builtin import last_answer, last_number
 from producer.rewards.thinking import segments
-from slipstream.view.pages.group import plain, turns
+from slipstream_extras.judge.code import program_of
+from slipstream_extras.view.pages.group import plain, turns
 
 READERS: dict[str, Callable[[str], object]] = {
     "program_of": program_of,

@@ -10,8 +10,8 @@ import pytest
 
 from protocol.errors import ExitCode
 from slipstream import pair
-from slipstream.cluster import plan
 from slipstream.pair import PRODUCER, TRAINER, Pair
+from slipstream_extras.ray import plan
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
 # The signal may come while `up` is being printed, when print refuses to be called again.

@@ -36,10 +36,10 @@ from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, Poli
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
 from tests.scripted_vllm_server import Flags, ScriptedVllmServer
-from tests.unit.producer.plugins.engine_server.test_teachers import Letters
 from tests.unit.producer.policies.test_registry import FakeEngine, blob
 from tests.unit.protocol.channel_harness import reserve_port
 from tests.unit.protocol.gpu.models import run_of, write_model
+from tests.unit.slipstream_extras.engine_server.test_teachers import Letters
 
 
 def watch() -> Watch:

@@ -8,10 +8,10 @@ import pytest
 
 from producer.engine_gate import EngineGate
 from producer.groups import LeaseFailure, Rollouts
-from producer.plugins.atropos.atropos import AtroposRollouts
 from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.single_turn import AgentRollouts
 from protocol.wire.messages import Sampling
+from slipstream_extras.environments.atropos.atropos import AtroposRollouts
 from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import asynchronous, settle
