@@ -11,7 +11,7 @@ from types import FrameType
 
 from protocol.errors import ConfigError, SlipstreamError, access_fix, is_device_failure
 
-_OURS = ("protocol", "replay", "producer", "consumer", "slipstream")
+_OURS = ("protocol", "replay", "producer", "consumer", "slipstream", "slipstream_extras")
 _LONGEST_REASON = 600  # characters
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from protocol.errors import ConfigError, DeviceError, is_device_failure
 
-PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream", "slipstream_extras")
 ENVIRONMENT_PLUGINS = "slipstream.environments"
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """The arguments of every call of a reward function, beside columns."""

@@ -17,7 +17,10 @@ REPOSITORY = Path(__file__).parents[2]
 WITHOUT_TORCH = "torch ; python_version < '3'"
 SUBJECTS = [
     "contract",
-    *(f"unit/{package}" for package in ("protocol", "replay", "consumer", "producer", "slipstream")),
+    *(
+        f"unit/{package}"
+        for package in ("protocol", "replay", "consumer", "producer", "slipstream", "slipstream_extras")
+    ),
 ]
 # An old release uses former names of newer ones, and closes less.
 OLD_BESIDE_NEW = ("-W", "default::DeprecationWarning", "-W", "default::pytest.PytestUnraisableExceptionWarning")

@@ -19,7 +19,7 @@ from protocol import __version__
 pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream", "slipstream_extras")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 _INSPECT = """
 import importlib.metadata as metadata, json, protocol, slipstream

@@ -23,7 +23,7 @@ from slipstream.cli import slipstream
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"
-PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream", "slipstream_extras")
 _ROOT = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in _ROOT)]
 
@@ -160,7 +160,9 @@ def test_nobody_is_told_to_install_what_no_index_has() -> None:
 
 def test_every_module_and_target_that_a_page_names_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-    packages = "protocol|replay|producer|consumer|slipstream|campaigns|benchmarks|examples|docs|deploy|tests"
+    packages = (
+        "protocol|replay|producer|consumer|slipstream|slipstream_extras|campaigns|benchmarks|examples|docs|deploy|tests"
+    )
     gone = []
     for page in PAGES:
         text = page.read_text()
