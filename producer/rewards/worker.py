@@ -18,7 +18,7 @@ import msgspec
 from producer.rewards.contract import NOT_COLUMNS, Logbook, Taken
 from producer.rewards.messages import Answer, Call, Failure, Job, Ready, Scores, Source
 from producer.rewards.spans import FLOAT32_MAX, Spans
-from protocol.config.functions import load_function, make_plugin
+from protocol.config.functions import load_function, load_plugin, make_plugin
 from protocol.errors import ConfigError, DeviceError
 from protocol.runtime.worker_channel import WorkerChannel, end_before_daemon, raised
 
@@ -60,10 +60,11 @@ def main(descriptor: int, sources: bytes) -> None:
 
 def _function(source: Source) -> Callable[..., Any]:
     if source.is_model:
-        from producer.rewards.models import reward_model
         from protocol.config.reward_options import RewardModel  # only here: importing it takes as long as all else
 
-        return reward_model(source.place, RewardModel.model_validate(source.options))
+        reward_model = load_plugin("slipstream.reward_models", "transformers", "rewards.functions")
+        made: Callable[..., Any] = reward_model(source.place, RewardModel.model_validate(source.options))
+        return made
     if ":" in source.place:
         return load_function(source.place, "rewards.functions")
     made = make_plugin("slipstream.rewards", source.place, source.options, "rewards.functions")

@@ -25,12 +25,12 @@ from transformers import (
 from producer.groups import LeaseFailure
 from producer.rewards.http_reward import HttpReward
 from producer.rewards.messages import Job, Scores
-from producer.rewards.models import reward_model
 from producer.rewards.pool import RewardPool, Scored
 from producer.rewards.spans import Spans
 from producer.rewards.steps import as_spans, reduced, split
 from protocol.config.reward_options import RewardModel, RewardService, Steps
 from protocol.errors import ConfigError
+from slipstream_extras.reward_models.models import reward_model
 from tests.integration.models import byte_bpe_tokenizer
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.rewards.test_rewards import Seen, section

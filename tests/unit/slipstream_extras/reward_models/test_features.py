@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
-from producer.rewards.features import FeatureNetwork, Match, feature_matching
 from producer.rewards.services import WorkerReward, sources_of
 from protocol.config.reward_options import FeatureMatching
 from protocol.config.rewards import RewardFunction
 from protocol.errors import ConfigError
+from slipstream_extras.reward_models.features import FeatureNetwork, Match, feature_matching
 from tests.integration.models import byte_bpe_tokenizer
 from tests.unit.producer.rewards.test_rewards import section
 

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.rewards.builtin import column_of
-from producer.rewards.models import loaded, outputs
 from producer.rewards.spans import text_of
 from protocol.config.reward_options import FeatureMatching
 from protocol.errors import ConfigError
 from protocol.wire.answers import right_answers
+from slipstream_extras.reward_models.models import loaded, outputs
 
 Features = NDArray[np.float64]
 _TOLERANCE = 1e-5
