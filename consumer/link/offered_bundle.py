@@ -4,15 +4,15 @@ Guarantee: it is given only where who asks is known, by a key or by the rights o
 without: its producers are started with configuration files of their own.
 """
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.bundle.bundle import digest_of
-from protocol.bundle.packing import pack
+from protocol.config.functions import load_plugin
 from protocol.config.operation import is_trusted
 from protocol.config.run import RunConfig
-from protocol.errors import BundleError
+from protocol.errors import BundleError, ConfigError
 from protocol.wire.messages import BlobChunk, BlobRequest, BundleOffer, Reject
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ def offered_bundle(config: RunConfig, folder: Path) -> OfferedBundle:
             "transport.keys (docs/security.md), or connect over ipc"
         )
     try:
-        data = pack(config, folder)
-    except BundleError as error:
+        data: bytes = load_plugin("slipstream.bundles", "pack", "--connect")(config, folder)
+    except (BundleError, ConfigError) as error:
         logger.warning("producers cannot start with --connect: %s", error)
         return _none(str(error))
-    digest = digest_of(data)
+    digest = hashlib.sha256(data).hexdigest()
     logger.info("producers that --connect get bundle %s (%d bytes)", digest[:12], len(data))
     return OfferedBundle(
         BundleOffer(digest, len(data), transport.blob_chunk_bytes, transport.blob_endpoint or ""), data

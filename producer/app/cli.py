@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from protocol import command_line
+from protocol.config.functions import load_plugin
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
 from protocol.runtime.processes import follow_parent_if_tied
@@ -35,8 +36,7 @@ class _Start:
 
     @contextmanager
     def load(self, arguments: argparse.Namespace) -> Iterator[RunConfig]:
-        from producer.app.joining import joined
-
+        joined = load_plugin("slipstream.bundles", "joined", "--connect")
         with joined(arguments) as (config, self.bundle):
             yield config
 

@@ -228,7 +228,7 @@ class Reject(Struct, frozen=True, forbid_unknown_fields=True, tag="reject"):
 
 
 class BundleRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="bundle_request"):
-    """Asks for the configuration and the code of the run (`protocol.bundle`). The answer is an offer, or `Reject`."""
+    """Asks for the configuration and the code of the run (`slipstream_extras.bundle`). The answer is an offer, or `Reject`."""
 
 
 class BundleOffer(Struct, frozen=True, forbid_unknown_fields=True, tag="bundle_offer"):

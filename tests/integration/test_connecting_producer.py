@@ -16,8 +16,8 @@ from protocol.runtime.scratch import PREFIX
 from tests.integration.models import build_model
 from tests.integration.pair import Daemon, end_well
 from tests.integration.warm_commands import WarmCommands
-from tests.unit.producer.app.bundle_server import make_keys
 from tests.unit.protocol.channel_harness import reserve_port
+from tests.unit.slipstream_extras.bundle.bundle_server import make_keys
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

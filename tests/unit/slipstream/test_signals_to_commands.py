@@ -53,7 +53,12 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 DAEMONS = [
     ("producer.app.cli", (*CONFIG, "--gpu", "cpu"), LOADING, ExitCode.OK),
-    ("producer.app.cli", ("--connect", "ipc:///nowhere"), "producer.app.joining.BundleFetch.run", ExitCode.OK),
+    (
+        "producer.app.cli",
+        ("--connect", "ipc:///nowhere"),
+        "slipstream_extras.bundle.joining.BundleFetch.run",
+        ExitCode.OK,
+    ),
     ("consumer.app.cli", (*CONFIG, "--gpu", "cpu"), LOADING, ExitCode.OK),
     ("consumer.app.cli", (*CONFIG, "--check"), LOADING, ExitCode.INTERRUPTED),
 ]

@@ -1,7 +1,6 @@
 """Who asks gets the run's bundle, before it has said hello; who was started from another one is told before anything else."""
 
 from consumer.link.offered_bundle import NO_BUNDLE, OfferedBundle
-from protocol.bundle.bundle import digest_of
 from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
@@ -12,6 +11,7 @@ from protocol.wire.messages import (
     Reject,
     Welcome,
 )
+from slipstream_extras.bundle.bundle import digest_of
 from tests.scripted import facts
 from tests.unit.consumer.link.builders import BLOB, DIGEST, Producer, Start, only
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from consumer.link.offered_bundle import NO_BUNDLE, OfferedBundle, offered_bundle
-from protocol.bundle.bundle import decode, digest_of
 from protocol.config.loader import load_config
 from protocol.wire.messages import BlobChunk, BlobRequest, BundleOffer, Reject
+from slipstream_extras.bundle.bundle import decode, digest_of
 from tests.unit.protocol.config.files import MINIMAL
 
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from producer.app import cli
-from protocol.bundle.bundle import digest_of
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
-from tests.unit.producer.app.bundle_server import bundle_of, served
+from slipstream_extras.bundle.bundle import digest_of
+from tests.unit.slipstream_extras.bundle.bundle_server import bundle_of, served
 
 REPOSITORY = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("own_logging")

@@ -9,10 +9,10 @@ from producer.environments.agent_program import rows
 from producer.environments.pool import EnvironmentPool
 from producer.rewards.messages import Job, Source
 from producer.rewards.workers import WorkerPool
-from protocol.bundle.sources import RunSources
 from protocol.config.functions import load_function
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import BundleError, ConfigError
+from slipstream_extras.bundle.sources import RunSources
 from tests.plugins import install
 from tests.unit.producer.loop import asynchronous
 from tests.unit.test_house import MODULES, PACKAGES

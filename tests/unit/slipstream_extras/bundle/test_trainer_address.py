@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from producer.app.trainer_address import TrainerAddress, trainer_address
 from protocol.errors import ConfigError, ExitCode
-from tests.unit.producer.app.bundle_server import make_keys
+from slipstream_extras.bundle.trainer_address import TrainerAddress, trainer_address
+from tests.unit.slipstream_extras.bundle.bundle_server import make_keys
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_where_blobs_are_may_be_said_and_must_be_as_safe(keys: str) -> None:
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> int:
     """This process takes itself for another user than the owner of its files, and root for a third."""
-    monkeypatch.setattr("producer.app.trainer_address._ROOT", 54321)
+    monkeypatch.setattr("slipstream_extras.bundle.trainer_address._ROOT", 54321)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     return 12345
 

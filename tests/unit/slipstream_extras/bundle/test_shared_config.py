@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from protocol.bundle.packing import ALL, SHARED, share
-from protocol.bundle.sources import RunSources
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
+from slipstream_extras.bundle.packing import ALL, SHARED, share
+from slipstream_extras.bundle.sources import RunSources
 from tests.unit.replay.builders import memory_folder
 
 REPOSITORY = Path(__file__).parents[4]

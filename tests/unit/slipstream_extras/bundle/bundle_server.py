@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from consumer.link.offered_bundle import OfferedBundle
-from protocol.bundle.bundle import Bundle, BundledFile, digest_of, encode
 from protocol.channel.keys import generate, trainer_keys, write_public
 from protocol.channel.server import ZmqServer
 from protocol.wire.messages import BlobMissing, BlobRequest, BundleOffer, BundleRequest, Hello
+from slipstream_extras.bundle.bundle import Bundle, BundledFile, digest_of, encode
 
 CONFIG = """\
 run_dir: run

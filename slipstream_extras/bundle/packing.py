@@ -14,14 +14,14 @@ from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 
-from protocol.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, encode, requirements
-from protocol.bundle.sources import RunSources
 from protocol.config.functions import ENVIRONMENT_PLUGINS
 from protocol.config.operation import LOOPBACK_HOSTS
 from protocol.config.places import is_local
 from protocol.config.rewards import ATROPOS_ITEMS, REWARD_PLUGINS, EnvironmentSection
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
+from slipstream_extras.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, encode, requirements
+from slipstream_extras.bundle.sources import RunSources
 
 ALL = None
 SHARED: dict[str, tuple[str, ...] | None] = {

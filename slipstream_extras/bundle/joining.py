@@ -15,10 +15,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from producer.app.trainer_address import TrainerAddress, trainer_address
 from producer.link.chunks import Chunks
 from producer.link.session import Connection
-from protocol.bundle.bundle import CONFIG_FILE, Bundle, check_size, decode, differing, digest_of, missing, unpack
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import process_name
@@ -27,6 +25,17 @@ from protocol.config.run import RunConfig
 from protocol.errors import BundleError, ConfigError, IncompatiblePeerError, NoAnswerError
 from protocol.runtime.scratch import scratch_folder
 from protocol.wire.messages import BlobChunk, BlobMissing, BundleOffer, BundleRequest, Reject, TrainerMessage
+from slipstream_extras.bundle.bundle import (
+    CONFIG_FILE,
+    Bundle,
+    check_size,
+    decode,
+    differing,
+    digest_of,
+    missing,
+    unpack,
+)
+from slipstream_extras.bundle.trainer_address import TrainerAddress, trainer_address
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from protocol.bundle.bundle import Requirement, decode, differing, digest_of, missing, requirements
-from protocol.bundle.packing import pack
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
+from slipstream_extras.bundle.bundle import Requirement, decode, differing, digest_of, missing, requirements
+from slipstream_extras.bundle.packing import pack
 from tests.plugins import install
 from tests.unit.protocol.config.files import MINIMAL
 
@@ -127,7 +127,7 @@ def test_what_producers_get_is_a_configuration_that_asks_the_same_of_them(
 
 
 def test_too_large_a_folder_is_no_bundle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.bundle.bundle.LARGEST_BUNDLE_BYTES", 200)
+    monkeypatch.setattr("slipstream_extras.bundle.bundle.LARGEST_BUNDLE_BYTES", 200)
     (folder / "helper.py").write_text("#" * 300)
     with pytest.raises(BundleError, match="200 are allowed"):
         pack(config(), folder)

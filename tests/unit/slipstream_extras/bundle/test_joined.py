@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from producer.app.joining import joined
-from protocol.bundle.bundle import Requirement, digest_of
 from protocol.config.functions import load_function
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError, ConfigError
-from tests.unit.producer.app.bundle_server import CONFIG, bundle_of, served
+from slipstream_extras.bundle.bundle import Requirement, digest_of
+from slipstream_extras.bundle.joining import joined
+from tests.unit.slipstream_extras.bundle.bundle_server import CONFIG, bundle_of, served
 
 
 @pytest.fixture

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from consumer.link.offered_bundle import OfferedBundle
-from producer.app.joining import BundleFetch, FetchedBundle
-from producer.app.trainer_address import TrainerAddress, trainer_address
-from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, digest_of
 from protocol.errors import BundleError, ConfigError, ExitCode, NoAnswerError
 from protocol.wire.messages import BlobRequest, BundleRequest, Reject
-from tests.unit.producer.app.bundle_server import BundleServer, bundle_of, make_keys, offer_of, served
+from slipstream_extras.bundle.bundle import LARGEST_BUNDLE_BYTES, digest_of
+from slipstream_extras.bundle.joining import BundleFetch, FetchedBundle
+from slipstream_extras.bundle.trainer_address import TrainerAddress, trainer_address
 from tests.unit.protocol.channel_harness import PATIENCE_S, eventually, reserve_port
+from tests.unit.slipstream_extras.bundle.bundle_server import BundleServer, bundle_of, make_keys, offer_of, served
 
 DATA = bundle_of()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.app.joining._TICK_S", 0.02)
+    monkeypatch.setattr("slipstream_extras.bundle.joining._TICK_S", 0.02)
 
 
 def fetch(address: TrainerAddress, wait_s: float = 30.0, name: str = "gpu01-1-aa") -> FetchedBundle:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, MOST_FILES, check_size, is_plain
 from protocol.config.functions import PACKAGES, is_plugin, plugin_module
 from protocol.errors import BundleError
+from slipstream_extras.bundle.bundle import LARGEST_BUNDLE_BYTES, MOST_FILES, check_size, is_plain
 
 _CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")

@@ -11,9 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.bundle import bundle as bundles
-from protocol.bundle.bundle import CONFIG_FILE, Bundle, BundledFile, Requirement, decode, digest_of, encode, unpack
 from protocol.errors import BundleError, ExitCode
+from slipstream_extras.bundle import bundle as bundles
+from slipstream_extras.bundle.bundle import (
+    CONFIG_FILE,
+    Bundle,
+    BundledFile,
+    Requirement,
+    decode,
+    digest_of,
+    encode,
+    unpack,
+)
 from tests.unit.replay.builders import memory_folder
 
 CONFIG = BundledFile(CONFIG_FILE, b"seed: 1\n")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.bundle import sources
-from protocol.bundle.sources import RunSources, imports_of
 from protocol.errors import BundleError
+from slipstream_extras.bundle import sources
+from slipstream_extras.bundle.sources import RunSources, imports_of
 
 KEY = "rewards.functions.0"
 
@@ -156,7 +156,7 @@ def test_long_chains_are_followed_and_end_at_the_bound(tmp_path: Path, monkeypat
 
 def test_a_file_that_is_larger_than_a_bundle_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path, rewards="x = 1\n" * 100)
-    monkeypatch.setattr("protocol.bundle.bundle.LARGEST_BUNDLE_BYTES", 64)
+    monkeypatch.setattr("slipstream_extras.bundle.bundle.LARGEST_BUNDLE_BYTES", 64)
     monkeypatch.setattr(sources, "LARGEST_BUNDLE_BYTES", 64)
     with pytest.raises(BundleError, match="has 65 bytes, and 64 are allowed"):
         run.add_function("rewards.py:f", KEY)
