@@ -1,9 +1,9 @@
 """The agent program: the process in which a plugin plays the episodes of another library's environment.
 
 Guarantee: it runs in a Python of its own, in which nothing of Slipstream has to be installed: this module and the plugins of
-`producer.plugins` import the standard library, each other and the library whose environments they play. Its first frame reports
-that it can play, or why not. It ends with the producer, with all that it started (`protocol.runtime.keeper`). SIGTERM ends it
-with status 0.
+`slipstream_extras.environments` import the standard library, each other and the library whose environments they play. Its first
+frame reports that it can play, or why not. It ends with the producer, with all that it started (`protocol.runtime.keeper`).
+SIGTERM ends it with status 0.
 
     from the producer                                    to the producer, frames of JSON (`protocol.runtime.worker_channel`)
     {"kind": "play" or "rows", ...}            ->

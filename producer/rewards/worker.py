@@ -72,7 +72,7 @@ def _function(source: Source) -> Callable[..., Any]:
         raise ConfigError(
             f"rewards.functions: plugin {source.place} made a {type(made).__name__}, which is not callable"
         )
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _is_asynchronous(function: Callable[..., Any]) -> bool:

@@ -172,7 +172,11 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     for child in producer.family():
         with contextlib.suppress(psutil.Error):  # it may have ended
             commands[child] = " ".join(child.cmdline())
-    (program,) = [child for child, said in commands.items() if "producer.plugins" in said and "keeper.py" not in said]
+    (program,) = [
+        child
+        for child, said in commands.items()
+        if "slipstream_extras.environments" in said and "keeper.py" not in said
+    ]
     program.kill()
     producer.wait_for(r"the agent program of environment ended \(killed by SIGKILL\); starting another in 1 s")
     end_well(trainer, producer)
