@@ -23,10 +23,10 @@ from datasets import Dataset
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 
-from consumer.learn.advantages import advantages
 from consumer.learn.options import build_lora
 from protocol.config.run import RunConfig
 from protocol.runtime.processes import block_import
+from replay.advantages import advantages
 from replay.groups import RolloutGroup
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -100,8 +100,7 @@ def trl_async(
 
 def samples_of(number: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
     """Yield what TRL's rollout worker would put into its queue, with the advantages of GRPOTrainer."""
-    rewards = torch.from_numpy(group.rewards).double()
-    values = advantages(rewards, torch.ones(1).double(), len(rewards)).tolist()
+    values = advantages(group.rewards, np.ones(1), group.num_completions).tolist()
     ends = group.completion_lengths.cumsum()[:-1]
     for ids, value in zip(np.split(group.completion_ids, ends), values, strict=True):
         prompt = len(group.prompt_ids)

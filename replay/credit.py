@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.deviations import EPSILON, deviations
+from replay.advantages import EPSILON, deviations
 from replay.groups import RolloutGroup
 
 if TYPE_CHECKING:

@@ -19,25 +19,10 @@ from numpy.typing import NDArray
 from protocol.config.environments import outcome_weights
 from protocol.config.run import RunConfig
 from protocol.errors import DataFailuresError, NoSignalError, SlipstreamError
+from replay.advantages import EPSILON, RELATIVE, advantages, deviations, weighted_sums
 from replay.credit import CreditRecipe
-from replay.deviations import EPSILON, RELATIVE, deviations
 from replay.distillation import DistillationRecipe
 from replay.groups import RolloutGroup
-
-
-def weighted_sums(rewards: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Compute the worth of each completion: the weighted sum of its rewards, (n, k), (k,) -> (n,).
-
-    A missing reward adds nothing; a completion without any is worth NaN, not 0. With weights 1 and 0.5:
-
-        [[1.0, 2.0],        [2.0,    1 + 0.5 x 2
-         [1.0, NaN],   ->    1.0,    1
-         [NaN, NaN]]         NaN]    nothing is known
-    """
-    missing = np.isnan(rewards)
-    totals: NDArray[np.float64] = np.where(missing, 0.0, rewards).astype(np.float64) @ weights.astype(np.float64)
-    totals[missing.all(axis=1)] = np.nan
-    return totals
 
 
 @dataclass(frozen=True)
@@ -66,11 +51,12 @@ class RewardRecipe:
     credit: CreditRecipe | None = None  # None: a token has the advantage of its completion
     distillation: DistillationRecipe | None = None  # None: there are no teachers
     outcome_weights: NDArray[np.float32] | None = None  # of the rewards in an advantage; None: `weights`
-    compares: bool = True  # completions of a group with each other; False: an advantage is the reward itself
+    scale_rewards: str = "group"
+    baseline: str = "group"
 
     @classmethod
-    def of(cls, config: RunConfig, aggregation: str) -> "RewardRecipe":
-        """The recipe of a run; `aggregation` has its default in TRL and so comes from TRL's arguments."""
+    def of(cls, config: RunConfig, aggregation: str, scale_rewards: str) -> "RewardRecipe":
+        """The recipe of a run; what has its default in TRL comes from TRL's arguments."""
         buffer_tokens = config.advantage.overlong_buffer_tokens
         overlong = OverlongPenalty(
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
@@ -81,8 +67,9 @@ class RewardRecipe:
         if teachers is not None:
             distillation = DistillationRecipe(teachers.coef, teachers.alone, teachers.num_top, teachers.mixture)
         punishment = overlong if buffer_tokens else None
-        compares = config.advantage.baseline != "none"
-        return cls(weights, aggregation, punishment, credit, distillation, of_outcome, compares)
+        return cls(
+            weights, aggregation, punishment, credit, distillation, of_outcome, scale_rewards, config.advantage.baseline
+        )
 
     @property
     def num_top(self) -> int:
@@ -108,6 +95,16 @@ class RewardRecipe:
         punishment[np.isnan(group.rewards).all(axis=1)] = np.nan
         return np.concatenate([group.rewards, punishment[:, None]], axis=1)
 
+    def advantages(self, groups: list[RolloutGroup]) -> NDArray[np.float64]:
+        """Return (N,), of the completions in the order of the groups, as many in each; zeros where teachers alone teach."""
+        rewards = np.concatenate([self.columns(group) for group in groups])
+        if self.distillation is not None and self.distillation.alone:
+            return np.zeros(len(rewards))
+        return advantages(
+            rewards, self.column_weights, groups[0].num_completions,
+            scale_rewards=self.scale_rewards, aggregation=self.aggregation, baseline=self.baseline,
+        )  # fmt: skip
+
     def mean_reward(self, group: RolloutGroup) -> float:
         """Mean over the scored completions of the functions' weighted sum, without punishment; NaN if none is scored."""
         totals = weighted_sums(group.rewards, self.weights)
@@ -129,7 +126,7 @@ class RewardRecipe:
 
     def _signal_of_outcome(self, group: RolloutGroup) -> float:
         columns = self.columns(group)
-        if not self.compares:
+        if self.baseline == "none":
             return float(np.nansum(np.abs(weighted_sums(columns, self.column_weights))))
         if self.aggregation == "sum_then_normalize":
             own, _ = deviations(weighted_sums(columns, self.column_weights)[:, None])

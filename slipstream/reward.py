@@ -30,8 +30,8 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import carried
 from protocol.wire.messages import Logged, RunPlan, is_conversational
+from replay.advantages import weighted_sums
 from replay.reward_watch import RewardWatch
-from replay.rewards import weighted_sums
 from slipstream.run_inputs import RunInputs
 from slipstream.tables import printable
 

@@ -253,7 +253,7 @@ class Run(TrainerCallback):
         if published:
             self.publish(step)
         self._report(step)
-        self._rollouts.note(step, batch, self.setup.budget.version_at(batch.first_step - 1))
+        self._rollouts.note(step, batch, self.trainer.advantages, self.setup.budget.version_at(batch.first_step - 1))
         if self.evaluation is not None:
             self.evaluation.collect(self.trainer.log_now)
         self.feed.wait_s = 0.0  # further iterations over the same batch do not wait
@@ -293,8 +293,7 @@ class Run(TrainerCallback):
         """Return how the last step was split into passes, with its advantages."""
         trained = self.trainer.last
         assert trained is not None
-        advantages = self.trainer.recipe.advantages_of(self._batch.groups)
-        return trained.plan._replace(advantages=advantages.numpy().astype("<f4").tobytes())
+        return trained.plan._replace(advantages=self.trainer.advantages.astype("<f4").tobytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.flush()

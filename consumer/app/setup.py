@@ -107,7 +107,7 @@ class Setup:
             config.pipeline.sync_interval,
             arguments.num_iterations,
         )
-        rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
+        rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation, arguments.scale_rewards)
         limit = arguments.save_total_limit  # the trainer takes it out of its arguments
         return cls(
             config,

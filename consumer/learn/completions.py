@@ -26,7 +26,7 @@ def log_completions(trainer: Any, groups: list[RolloutGroup]) -> None:
         name: [value for group in groups for value in group.rewards[:, column].tolist()]
         for column, name in enumerate(trainer.reward_names)
     }
-    advantages = trainer.recipe.advantages_of(groups).tolist() if groups else []
+    advantages = trainer.advantages.tolist() if groups else []
     shown = trainer.args.num_completions_to_print
     if importlib.util.find_spec("rich") is not None:
         print_prompt_completions_sample(table["prompt"], table["completion"], rewards, advantages, step, shown)

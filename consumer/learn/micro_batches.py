@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from consumer.learn.advantages import advantages
 from consumer.learn.row_splits import Sizes, shares, split_rows
 from consumer.learn.tree import Row, shared_beginnings, tree_order
 from consumer.ranks.exchange import Ranks
@@ -134,8 +133,6 @@ class BatchRecipe:
     only_advantages: bool  # without advantage a row has no gradient
     keeps_all_rows: bool  # each has one, because the experts' load-balancing loss is a mean over all tokens
     pad_token_id: int
-    scale_rewards: str
-    baseline: str
     mask_truncated: bool
     seed: int
     rank: int = 0
@@ -148,11 +145,13 @@ class BatchRecipe:
         answers: Answers = (),
         weights: LossWeights = (),
         *,
+        advantages: NDArray[np.float64] | None = None,
         dealt_by: int | None = None,
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
         Args:
+            advantages: (N,), of the completions, if they are there already.
             dealt_by: tokens of a micro-batch by which rows are dealt out to the ranks, where it is not `max_tokens`.
 
         Each has `row` (B,), by which rows are found again in another cut of the batch, `prompt_ids`, `prompt_mask` (left-padded),
@@ -164,7 +163,7 @@ class BatchRecipe:
         A step with fewer groups than a full one has `filled_share`, its share of them.
         """
         of_groups = list(weights) or [UNWEIGHTED] * len(groups)
-        rows = self._rows(groups, of_groups)
+        rows = self._rows(groups, self.rewards.advantages(groups) if advantages is None else advantages, of_groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         of_answers = _answer_rows(groups, answers, of_groups, len(rows))
         moving = [row for row in rows + of_answers if self._has_gradient(row)]
@@ -209,24 +208,10 @@ class BatchRecipe:
         moves = bool(of_rewards and np.any(row.advantage)) or bool(of_teacher and by_teacher)
         return row.in_loss and (moves or not self.only_advantages)
 
-    def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
-        """Return float32 (N,), of the completions in the order of the groups; zeros where teachers alone teach."""
-        if self.rewards.distillation is not None and self.rewards.distillation.alone:
-            return torch.zeros(len(groups) * self.num_generations)
-        return advantages(
-            torch.from_numpy(np.concatenate([self.rewards.columns(group) for group in groups])),
-            torch.from_numpy(self.rewards.column_weights),
-            self.num_generations,
-            scale_rewards=self.scale_rewards,
-            aggregation=self.rewards.aggregation,
-            baseline=self.baseline,
-        )
-
-    def _rows(self, groups: list[RolloutGroup], weights: LossWeights) -> list[_Row]:
-        values, credit = self.advantages_of(groups), self.rewards.credit
-        result = list[_Row]()
-        for of_group, group, of_loss in zip(values.split(self.num_generations), groups, weights, strict=True):
-            own = of_group.tolist() if credit is None else credit.advantages(group, of_group.double().numpy())
+    def _rows(self, groups: list[RolloutGroup], advantages: NDArray[np.float64], weights: LossWeights) -> list[_Row]:
+        credit, result = self.rewards.credit, list[_Row]()
+        for of_group, group, of_loss in zip(np.split(advantages, len(groups)), groups, weights, strict=True):
+            own = of_group.tolist() if credit is None else credit.advantages(group, of_group)
             taught = None if self.rewards.distillation is None else teacher_advantages(group)
             buckets = teacher_buckets(group) if self.rewards.num_top else None
             for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
@@ -344,6 +329,7 @@ class StepSplitter:
         self._is_under_way = False
         self._kept: Sequence[MicroBatch] = ()  # of the step before over the same batch
         self._recipe: BatchRecipe
+        self.advantages: NDArray[np.float64] = np.empty(0)  # of the completions of the batch
         self._batch: tuple[list[RolloutGroup], Answers, LossWeights]
         self._dealt_by: int  # tokens of a pass when the rows were dealt out to the ranks
 
@@ -352,6 +338,7 @@ class StepSplitter:
     ) -> None:
         """Take up the next batch."""
         self._recipe, self._batch, self.micro_batches = recipe, (groups, answers, weights), []
+        self.advantages = recipe.rewards.advantages(groups)
 
     def split(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of optimizer step `step`, counted from 1, over the batch."""
@@ -425,7 +412,7 @@ class StepSplitter:
         if not self._kept:
             self._dealt_by = self.tokens
         recipe = replace(self._recipe, max_tokens=self.tokens)
-        self.micro_batches = recipe.tensors(*self._batch, dealt_by=self._dealt_by)
+        self.micro_batches = recipe.tensors(*self._batch, advantages=self.advantages, dealt_by=self._dealt_by)
         if self._kept:
             carry_over(self._kept, self.micro_batches)
 

@@ -17,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
+from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model_state_dict
 from transformers import PrinterCallback, Trainer
 
@@ -162,7 +164,7 @@ class SlipstreamTrainer(Trainer):
     def _recipe(self, config: RunConfig) -> BatchRecipe:
         options, bonus = self.args, self._entropy_bonus
         return BatchRecipe(
-            rewards=RewardRecipe.of(config, options.multi_objective_aggregation),
+            rewards=RewardRecipe.of(config, options.multi_objective_aggregation, options.scale_rewards),
             num_generations=config.sampling.num_generations,
             groups_per_step=config.pipeline.groups_per_step,
             max_tokens=self._splitter.tokens,
@@ -170,8 +172,6 @@ class SlipstreamTrainer(Trainer):
             only_advantages=options.beta == 0.0 and not bonus.is_on and options.top_entropy_quantile == 1.0,
             keeps_all_rows=self._router_loss_coef != 0.0,
             pad_token_id=self.processing_class.pad_token_id,
-            scale_rewards=options.scale_rewards,
-            baseline=config.advantage.baseline,
             mask_truncated=options.mask_truncated_completions,
             seed=config.seed,
             rank=self._ranks.rank,
@@ -225,6 +225,11 @@ class SlipstreamTrainer(Trainer):
         yield from self._reference.tensors
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    @property
+    def advantages(self) -> NDArray[np.float64]:
+        """The advantages (N,) of the completions of the newest batch."""
+        return self._splitter.advantages
 
     def forget_batch(self) -> None:
         """Drop the tensors that the steps over the last batch have left on the device. No step over it follows."""

@@ -17,8 +17,8 @@ from consumer.learn.micro_batches import BatchRecipe
 from protocol.config.run import RunConfig
 from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
+from replay.advantages import weighted_sums
 from replay.batch_selection import TrainingBatch
-from replay.rewards import weighted_sums
 
 _MAX_CHARS = 8192  # of a text
 
@@ -38,18 +38,18 @@ class RolloutLog:
         self._recipe = recipe
         self._decode = decode
 
-    def note(self, step: int, batch: TrainingBatch, version: int) -> None:
-        """Write the samples of optimizer step `step`, counted from 1, whose batch policy `version` cut."""
+    def note(self, step: int, batch: TrainingBatch, advantages: NDArray[np.float64], version: int) -> None:
+        """Write the samples of optimizer step `step`, counted from 1, whose batch policy `version` cut. `advantages` (N,) are
+        those of its completions."""
         if not self._num_samples:
             return
         rewards = np.concatenate([group.rewards for group in batch.groups])
         totals = weighted_sums(rewards, self._recipe.rewards.weights)
-        advantages = self._recipe.advantages_of(batch.groups).tolist()
         now = time.time()
         lines = [
             {"step": step, "t": now}
             | self._completion(batch, row, version)
-            | {"reward": float(totals[row]), "advantage": advantages[row]}
+            | {"reward": float(totals[row]), "advantage": float(advantages[row])}
             for row in chosen(totals, self._num_samples, np.random.default_rng([self._recipe.seed, step]))
         ]
         with ignore_disk_full():

@@ -25,12 +25,13 @@ from tqdm import tqdm
 from protocol.runtime import logs
 from protocol.runtime.files import ignore_disk_full
 from protocol.runtime.json_lines import RotatedLines, encode_line
+from replay.advantages import weighted_sums
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.credit import CreditRecipe
 from replay.groups import RolloutGroup
 from replay.lease_ids import LeaseId
 from replay.prompt_draws import BY_SIGNAL
-from replay.rewards import RewardRecipe, weighted_sums
+from replay.rewards import RewardRecipe
 from replay.signal_chances import VERDICTS
 from replay.sources import ONE, ONE_ENVIRONMENT, Parts, Sources, total_of
 

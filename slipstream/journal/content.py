@@ -32,7 +32,7 @@ class Content:
 
     def totals(self, facts: dict[str, str]) -> list[float | None]:
         """Return the weighted sum of each completion's rewards; weights of another number of functions are none."""
-        from replay.rewards import weighted_sums  # with the configuration, which takes long to import
+        from replay.advantages import weighted_sums  # with the configuration, which takes long to import
 
         weights = np.array(json.loads(facts.get("reward_weights", "[]")), np.float32)
         if len(weights) != len(self.reward_names):

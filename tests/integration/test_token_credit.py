@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from protocol.wire.messages import Group, Lease
-from replay.deviations import EPSILON
+from replay.advantages import EPSILON
 from slipstream.cli import run as slipstream
 from slipstream_extras.view.server.app import application
 from slipstream_extras.view.server.viewer import Viewer

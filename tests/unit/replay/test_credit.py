@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replay.advantages import EPSILON
 from replay.credit import CreditRecipe, Spans
-from replay.deviations import EPSILON
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
@@ -185,7 +185,7 @@ def test_equal_to_plain_loops(group: RolloutGroup, unit: Literal["per_turn", "pe
 def test_rewards_of_steps_that_credit_their_turns_are_in_no_outcome(tmp_path: Any, aggregation: str) -> None:
     server = {"factory": "openenv", "options": {"url": "http://127.0.0.1:8000"}}
     config = run_config(tmp_path, rewards={"credit": "per_turn"}, environment=server)
-    found = RewardRecipe.of(config, aggregation)
+    found = RewardRecipe.of(config, aggregation, "group")
     group = two_episodes({1: 2.0, 9: 1.0}, rewards=[[3.0, 2.0], [3.0, 1.0]])
     assert found.columns(group) @ found.column_weights == pytest.approx([3.0, 3.0])
     assert found.signal(group) == 1.0, "of the turns alone: |2 - 1.5| + |1 - 1.5|"
@@ -193,9 +193,9 @@ def test_rewards_of_steps_that_credit_their_turns_are_in_no_outcome(tmp_path: An
 
 
 def test_the_recipe_is_the_configuration(tmp_path: Any) -> None:
-    assert RewardRecipe.of(run_config(tmp_path), "sum_then_normalize").credit is None
+    assert RewardRecipe.of(run_config(tmp_path), "sum_then_normalize", "group").credit is None
     options = {"credit": "per_turn", "gamma": 0.9, "outcome_weight": 0.5}
-    found = RewardRecipe.of(run_config(tmp_path, rewards=options), "sum_then_normalize").credit
+    found = RewardRecipe.of(run_config(tmp_path, rewards=options), "sum_then_normalize", "group").credit
     assert found == CreditRecipe("per_turn", 0.9, 0.5)
     for key in ("gamma", "outcome_weight"):
         for credit in ("outcome", "given"):

@@ -81,13 +81,15 @@ def test_without_reward_functions_the_teacher_is_all_there_is(aggregation: str) 
 def test_the_recipe_is_the_configuration(tmp_path: Path) -> None:
     teachers = [{"name": "big", "url": "http://127.0.0.1:8000"}]
     sections = {"teachers": teachers, "distillation": {"mode": "advantage", "coef": 0.5}}
-    found = RewardRecipe.of(run_config(tmp_path, **sections, rewards={"credit": "per_step"}), "sum_then_normalize")
+    found = RewardRecipe.of(
+        run_config(tmp_path, **sections, rewards={"credit": "per_step"}), "sum_then_normalize", "group"
+    )
     assert (found.distillation, found.credit) == (DistillationRecipe(0.5), CreditRecipe("per_step"))
-    assert RewardRecipe.of(run_config(tmp_path), "sum_then_normalize").distillation is None
-    assert (found.num_top, RewardRecipe.of(run_config(tmp_path), "sum_then_normalize").num_top) == (0, 0)
+    assert RewardRecipe.of(run_config(tmp_path), "sum_then_normalize", "group").distillation is None
+    assert (found.num_top, RewardRecipe.of(run_config(tmp_path), "sum_then_normalize", "group").num_top) == (0, 0)
     for options, expected in (({}, (16, 0.5)), ({"top_k": 4, "beta": 0}, (4, 0.0))):
         divergence = {"distillation": {"mode": "divergence"} | options}
-        found = RewardRecipe.of(run_config(tmp_path, **(sections | divergence)), "sum_then_normalize")
+        found = RewardRecipe.of(run_config(tmp_path, **(sections | divergence)), "sum_then_normalize", "group")
         assert found.distillation is not None
         assert (found.distillation.num_top, found.distillation.beta) == expected
     one = {"sampling": {"num_generations": 1}}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protocol.config.run import RunConfig
-from replay.deviations import EPSILON
+from replay.advantages import EPSILON
 from replay.groups import RolloutGroup
 from replay.rewards import OverlongPenalty, RewardRecipe
 
@@ -153,6 +153,6 @@ def test_the_recipe_of_a_run(tmp_path: Path, tokens: int, expected: OverlongPena
             "advantage": {"overlong_buffer_tokens": tokens, "overlong_penalty": 0.5},
         }
     )
-    result = RewardRecipe.of(config, "normalize_then_sum")
+    result = RewardRecipe.of(config, "normalize_then_sum", "group")
     assert result.weights.tolist() == [1.0, 0.25]
     assert (result.aggregation, result.overlong) == ("normalize_then_sum", expected)

@@ -39,7 +39,7 @@ class Six:
 def buffer_of(folder: Path, journal: FillableJournal, **sections: Any) -> RolloutBuffer:
     config = run_config(folder, **{"rewards": FORMAT_AND_ANSWER, "dataset": {"shuffle": False}} | sections)
     budget = StalenessBudget(config.pipeline.groups_per_step, config.pipeline.max_staleness)
-    recipe = RewardRecipe.of(config, "sum_then_normalize")
+    recipe = RewardRecipe.of(config, "sum_then_normalize", "group")
     names = config.dataset.source_names
     sources = Sources.of(names, [3] * len(names)) if names else ONE
     setup: Any = SimpleNamespace(config=config, prompts=Six(sources), budget=budget, rewards=recipe)

@@ -5,33 +5,35 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
-from consumer.learn.advantages import advantages, centred
 from protocol.runtime.processes import block_import
-from replay.deviations import EPSILON
+from replay.advantages import EPSILON, advantages, deviations
 from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import GRPOTrainer, slipstream_trainer, trl_inputs, trl_trainer
 
 NAN = math.nan
-ONE = torch.tensor([1.0], dtype=torch.float64)
+ONE = np.ones(1)
 TOLERANCE = 1e-12  # numbers around 1, of a few dozen operations
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values)[:, None]
+def column(*values: float) -> NDArray[np.float64]:
+    return np.array(values, np.float64)[:, None]
 
 
-def close(actual: torch.Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=TOLERANCE, rtol=TOLERANCE)
+def close(actual: NDArray[np.float64], expected: Any) -> None:
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 # By hand.
@@ -47,8 +49,8 @@ def test_a_missing_reward_is_left_out_and_a_completion_without_any_has_advantage
     # (1, 3) remain: mean 2, deviation sqrt(2)
     a = 1 / (math.sqrt(2) + EPSILON)
     close(advantages(column(1, NAN, 3, NAN), ONE, 4), [-a, 0.0, a, 0.0])
-    two = torch.tensor([[1.0, NAN], [NAN, NAN], [NAN, 3.0], [NAN, NAN]])
-    close(advantages(two, torch.tensor([1.0, 1.0]), 4), [-a, 0.0, a, 0.0])
+    two = np.array([[1.0, NAN], [NAN, NAN], [NAN, 3.0], [NAN, NAN]])
+    close(advantages(two, np.ones(2), 4), [-a, 0.0, a, 0.0])
 
 
 def test_groups_without_any_or_with_one_reward_give_no_advantage() -> None:
@@ -59,8 +61,8 @@ def test_groups_without_any_or_with_one_reward_give_no_advantage() -> None:
 def test_without_a_baseline_rewards_are_advantages() -> None:
     options = {"scale_rewards": "none", "baseline": "none"}
     close(advantages(column(1, NAN, 0, -3), ONE, 1, **options), [1.0, 0.0, 0.0, -3.0])  # type: ignore[arg-type]
-    both = torch.tensor([[1.0, 2.0], [NAN, 4.0]])
-    close(advantages(both, torch.tensor([1.0, 0.5]), 2, **options), [2.0, 2.0])  # type: ignore[arg-type]
+    both = np.array([[1.0, 2.0], [NAN, 4.0]])
+    close(advantages(both, np.array([1.0, 0.5]), 2, **options), [2.0, 2.0])  # type: ignore[arg-type]
 
 
 def test_groups_of_one_completion_without_a_baseline(tmp_path: Path, one_layer_model: Path) -> None:
@@ -96,25 +98,25 @@ def test_leaving_one_out_is_divided_as_scale_rewards_says_by_the_deviation_of_th
 
 
 def test_leaving_one_out_changes_nothing_where_every_function_is_normalized_and_scored_all() -> None:
-    rewards = torch.tensor([[1.0, 9.0], [3.0, 5.0], [3.5, 5.0], [1.0, 10.0], [2.0, 0.0], [7.0, 1.0]])
-    weights = torch.tensor([3.0, 1.0])
+    rewards = np.array([[1.0, 9.0], [3.0, 5.0], [3.5, 5.0], [1.0, 10.0], [2.0, 0.0], [7.0, 1.0]])
+    weights = np.array([3.0, 1.0])
     group, others = (
         advantages(rewards, weights, 3, aggregation="normalize_then_sum", baseline=baseline)
         for baseline in ("group", "leave_one_out")
     )
-    torch.testing.assert_close(group, others, atol=1e-4, rtol=0)  # the epsilon weighs two thirds as much
+    np.testing.assert_allclose(group, others, atol=1e-4, rtol=0)  # the epsilon weighs two thirds as much
 
 
 def test_leaving_one_out_is_each_functions_own_where_functions_are_normalized() -> None:
     # The first function scored two of three: -2, 2 over sqrt(2); the second all of (0, 0, 3): -1.5, -1.5, 3 over sqrt(3).
-    rewards = torch.tensor([[1.0, 0.0], [3.0, 0.0], [NAN, 3.0]])
+    rewards = np.array([[1.0, 0.0], [3.0, 0.0], [NAN, 3.0]])
     first, second = 1 / (math.sqrt(2) + EPSILON), 1 / (math.sqrt(3) + EPSILON)
-    total = torch.tensor([-2 * first - 1.5 * second, 2 * first - 1.5 * second, 3 * second])
-    expected = (total - total.mean()) / (total.std() + EPSILON)
+    total = np.array([-2 * first - 1.5 * second, 2 * first - 1.5 * second, 3 * second])
+    expected = (total - total.mean()) / (total.std(ddof=1) + EPSILON)
     actual = advantages(
-        rewards, torch.ones(2), 3, aggregation="normalize_then_sum", baseline="leave_one_out", scale_rewards="none"
+        rewards, np.ones(2), 3, aggregation="normalize_then_sum", baseline="leave_one_out", scale_rewards="none"
     )
-    close(actual, expected.tolist())
+    close(actual, expected)
 
 
 # TRL's own code.
@@ -146,13 +148,13 @@ def reference(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_trl(reference: dict[int, GRPOTrainer], case: str, scale_rewards: str, aggregation: str) -> None:
-    rewards = torch.tensor(CASES[case])
+    rewards = np.array(CASES[case])
     trainer = reference[rewards.shape[1]]
     trainer.scale_rewards, trainer.multi_objective_aggregation = scale_rewards, aggregation
     groups = [rollout_group([[3], [4], [5], [6]], rewards=rewards[i : i + 4].tolist()) for i in (0, 4)]
     expected = trl_inputs(trainer, groups)["advantages"]
-    actual = advantages(rewards, trainer.reward_weights, 4, scale_rewards=scale_rewards, aggregation=aggregation)
-    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    weights = trainer.reward_weights.numpy()
+    close(advantages(rewards, weights, 4, scale_rewards=scale_rewards, aggregation=aggregation), expected.numpy())
     assert expected.isfinite().all()
 
 
@@ -192,8 +194,8 @@ def test_leaving_one_out_is_equal_to_trl(rloo: Any, case: str) -> None:
     rloo._generate = lambda prompts: ([[3]] * 8, [[4]] * 8, [""] * 8)
     rloo._calculate_rewards = lambda *_: rewards
     expected = rloo._generate_and_score_completions([{"prompt": ""}] * 8)["advantages"]
-    actual = advantages(rewards, rloo.reward_weights, 4, scale_rewards="none", baseline="leave_one_out")
-    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    options = {"scale_rewards": "none", "baseline": "leave_one_out"}
+    close(advantages(rewards.numpy(), rloo.reward_weights.numpy(), 4, **options), expected.numpy())
     assert expected.abs().max() > 0.1
 
 
@@ -218,19 +220,20 @@ reward_tables = st.integers(1, 3).flatmap(
 @given(reward_tables)
 def test_a_group_has_signal_exactly_if_an_advantage_is_not_zero(table: tuple[list[float], list[list[float]]]) -> None:
     weights, rewards = table
-    tensor, weight_tensor = torch.tensor(rewards), torch.tensor(weights)
+    weights_of = np.array(weights)
     group = rollout_group([[3]] * len(rewards), rewards=rewards)
     for scale_rewards, baseline, aggregation in COMBINATIONS:
-        signal = RewardRecipe(weight_tensor.numpy(), aggregation).signal(group)
+        signal = RewardRecipe(weights_of, aggregation).signal(group)
         values = advantages(
-            tensor, weight_tensor, len(rewards), scale_rewards=scale_rewards, baseline=baseline, aggregation=aggregation
-        )
-        assert values.isfinite().all()
-        assert (signal > 0) == bool((values.abs() > 1e-6).any()), (scale_rewards, baseline, aggregation)
+            np.array(rewards), weights_of, len(rewards),
+            scale_rewards=scale_rewards, baseline=baseline, aggregation=aggregation,
+        )  # fmt: skip
+        assert np.isfinite(values).all()
+        assert (signal > 0) == bool((abs(values) > 1e-6).any()), (scale_rewards, baseline, aggregation)
 
 
 @given(st.lists(reward_values, min_size=2, max_size=6))
 def test_signal_is_the_sum_of_the_advantages_before_they_are_divided(values: list[float]) -> None:
-    deviations = centred(torch.tensor(values), 0, "group").nan_to_num(nan=0.0)
+    centred, _ = deviations(column(*values))
     group = rollout_group([[3]] * len(values), rewards=values)
-    assert RewardRecipe(ONE.numpy()).signal(group) == pytest.approx(deviations.abs().sum().item(), abs=TOLERANCE)
+    assert RewardRecipe(ONE).signal(group) == pytest.approx(float(abs(centred).sum()), abs=TOLERANCE)

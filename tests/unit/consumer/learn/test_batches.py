@@ -14,7 +14,6 @@ from consumer.learn.importance import PRESETS, importance_factors
 from consumer.learn.micro_batches import (
     BatchRecipe,
     MicroBatch,
-    advantages,
     joined_bytes,
     loss_mask,
     on_device,
@@ -26,7 +25,7 @@ from tests.unit.consumer.builders import rollout_group
 
 PAD = 0
 RECIPE = BatchRecipe(
-    rewards=RewardRecipe(np.ones(1, np.float32)),
+    rewards=RewardRecipe(np.ones(1, np.float32), scale_rewards="none"),
     num_generations=2,
     groups_per_step=1,
     max_tokens=1000,
@@ -34,8 +33,6 @@ RECIPE = BatchRecipe(
     only_advantages=False,
     keeps_all_rows=False,
     pad_token_id=PAD,
-    scale_rewards="none",
-    baseline="group",
     mask_truncated=False,
     seed=0,
 )
@@ -177,17 +174,17 @@ def test_masked_truncated_completions_are_left_out_and_not_counted_but_keep_thei
 
 def test_overlong_completions_are_punished_in_their_advantage() -> None:
     overlong = OverlongPenalty(buffer_tokens=2, penalty=4.0, max_completion_length=3)
-    recipe = dataclasses.replace(RECIPE, rewards=RewardRecipe(np.ones(1, np.float32), overlong=overlong))
     groups = [rollout_group([[11, 12], [13]], rewards=[1.0, 0.0])]  # 1 - 4 * 0.5 and 0
-    assert rows_in_order(groups, rewards=recipe.rewards)["advantages"].tolist() == [-0.5, 0.5]
-    assert recipe.advantages_of(groups).tolist() == [-0.5, 0.5]
+    recipe = dataclasses.replace(RECIPE.rewards, overlong=overlong)
+    assert rows_in_order(groups, rewards=recipe)["advantages"].tolist() == [-0.5, 0.5]
 
 
 def test_the_baseline_and_the_aggregation_reach_the_advantages() -> None:
     groups = [rollout_group([[11], [12]], rewards=[0.0, 4.0])]
-    assert dataclasses.replace(RECIPE, baseline="leave_one_out").advantages_of(groups).tolist() == [-4.0, 4.0]
-    recipe = dataclasses.replace(RECIPE, rewards=RewardRecipe(np.ones(1, np.float32), "normalize_then_sum"))
-    assert recipe.advantages_of(groups).tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-3)
+    left_out = dataclasses.replace(RECIPE.rewards, baseline="leave_one_out")
+    assert rows_in_order(groups, rewards=left_out)["advantages"].tolist() == [-4.0, 4.0]
+    normalized = rows_in_order(groups, rewards=RewardRecipe(np.ones(1, np.float32), "normalize_then_sum"))
+    assert normalized["advantages"].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-3)
 
 
 def test_unscored_tokens_stay_nan_where_they_are() -> None:
@@ -197,12 +194,13 @@ def test_unscored_tokens_stay_nan_where_they_are() -> None:
 
 def test_advantages_are_of_the_whole_step_under_batch_scaling() -> None:
     groups = [rollout_group([[11], [12]], rewards=r) for r in ([0.0, 1.0], [5.0, 9.0])]
-    recipe = dataclasses.replace(RECIPE, scale_rewards="batch", max_tokens=6)
+    rewards = RewardRecipe(np.ones(1, np.float32), scale_rewards="batch")
+    recipe = dataclasses.replace(RECIPE, rewards=rewards, max_tokens=6)
     batches = recipe.tensors(groups)
     assert len(batches) == 2
-    rewards = torch.tensor([[0.0], [1.0], [5.0], [9.0]])
-    expected = advantages(rewards, torch.ones(1), 2, scale_rewards="batch")
-    torch.testing.assert_close(torch.cat([batch["advantages"] for batch in batches]), expected)
+    scale = math.sqrt((3.75**2 + 2.75**2 + 1.25**2 + 5.25**2) / 3) + 1e-4  # of 0, 1, 5, 9 around 3.75
+    found = torch.cat([batch["advantages"] for batch in batches]).tolist()
+    assert found == pytest.approx([-0.5 / scale, 0.5 / scale, -2 / scale, 2 / scale])
 
 
 def test_tensors_do_not_share_memory_with_the_groups() -> None:

@@ -40,7 +40,7 @@ def sampled(table: torch.Tensor, draw: np.random.Generator) -> RolloutGroup:
 def chance_after_training(credit: CreditRecipe | None) -> tuple[float, int]:
     """Return the probability to solve the task after `STEPS` groups, and how many of them had signal."""
     rewards = RewardRecipe(np.ones(1, np.float32), credit=credit)
-    recipe = dataclasses.replace(RECIPE, rewards=rewards, num_generations=COMPLETIONS, scale_rewards="group")
+    recipe = dataclasses.replace(RECIPE, rewards=rewards, num_generations=COMPLETIONS)
     table, draw, num_trained = torch.zeros(TURNS, CHOICES, requires_grad=True), np.random.default_rng(0), 0
     options = loss_options(loss_type="dapo", beta=0.0, per_device_train_batch_size=COMPLETIONS)
     optimizer = torch.optim.Adam([table], 0.2)

@@ -62,7 +62,7 @@ def test_a_row_is_trained_if_any_of_its_tokens_has_an_advantage() -> None:
 def test_a_group_from_a_journal_is_trained_bit_for_bit() -> None:
     shape = GroupShape(num_generations=2, num_rewards=1, max_completion_length=6, vocab_size=64)
     again = shape.load(encode(message_of(FORKED)))
-    own = dataclasses.replace(RECIPE, rewards=recipe(gamma=0.9), scale_rewards="group")
+    own = dataclasses.replace(RECIPE, rewards=recipe(gamma=0.9))
     for one, other in zip(own.tensors([FORKED]), own.tensors([again]), strict=True):
         assert {name: values.numpy().tobytes() for name, values in one.items()} == {
             name: values.numpy().tobytes() for name, values in other.items()

@@ -111,7 +111,7 @@ def test_a_row_is_trained_if_its_teacher_moves_a_token() -> None:
 def test_a_group_from_a_journal_is_trained_bit_for_bit(group: RolloutGroup, k: int) -> None:
     shape = GroupShape(2, num_rewards=1, max_completion_length=6, vocab_size=64, has_teacher=True, teacher_top_k=k)
     again = shape.load(encode(message_of(group)))
-    own = dataclasses.replace(RECIPE, rewards=recipe(num_top=k), scale_rewards="group")
+    own = dataclasses.replace(RECIPE, rewards=recipe(num_top=k))
     for one, other in zip(own.tensors([group]), own.tensors([again]), strict=True):
         assert {name: values.numpy().tobytes() for name, values in one.items()} == {
             name: values.numpy().tobytes() for name, values in other.items()
@@ -355,7 +355,7 @@ def chance_after_training(distillation: DistillationRecipe | None, count: int) -
     """Return the probability to solve a task of six tokens that is rewarded if all are right, for a policy that is a table, after
     `STEPS` groups of `count` completions. The teacher says the right ones with probability 0.93."""
     rewards = RewardRecipe(np.ones(1, np.float32), distillation=distillation)
-    own = dataclasses.replace(RECIPE, rewards=rewards, num_generations=count, scale_rewards="group")
+    own = dataclasses.replace(RECIPE, rewards=rewards, num_generations=count)
     table, draw = torch.zeros(PLACES, CHOICES, requires_grad=True), np.random.default_rng(0)
     optimizer = torch.optim.Adam([table], 0.2)
     teacher = np.where(np.arange(CHOICES) == RIGHT[:, None], 0.93, 0.01)

@@ -17,7 +17,7 @@ from replay.rewards import RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 
 RECIPE = BatchRecipe(
-    rewards=RewardRecipe(np.array([1.0, 0.5], np.float32)),
+    rewards=RewardRecipe(np.array([1.0, 0.5], np.float32), scale_rewards="none"),
     num_generations=2,
     groups_per_step=1,
     max_tokens=100,
@@ -25,8 +25,6 @@ RECIPE = BatchRecipe(
     only_advantages=False,
     keeps_all_rows=False,
     pad_token_id=0,
-    scale_rewards="none",
-    baseline="group",
     mask_truncated=False,
     seed=5,
 )
@@ -35,6 +33,7 @@ FRESH = rollout_group(
 )
 OLD = rollout_group([[6, 7], [8]], rewards=[[0.5, 0.0], [1.0, 0.0]], lease_id="0-9-1-1-s", version=1)
 BATCH = TrainingBatch(5, 1, 5, [FRESH, OLD], 1)
+ADVANTAGES = RECIPE.rewards.advantages(BATCH.groups)
 
 
 def log(folder: Path, *, first_step: int = 0, num_samples: int = 2, max_bytes: int = 10**6) -> RolloutLog:
@@ -56,7 +55,7 @@ def steps(path: Path) -> list[int]:
 
 
 def test_lines_by_hand(tmp_path: Path) -> None:
-    log(tmp_path, num_samples=99).note(5, BATCH, 4)
+    log(tmp_path, num_samples=99).note(5, BATCH, ADVANTAGES, 4)
     written = lines(tmp_path / "rollouts.jsonl")
     assert len(written) == 4, "every completion once"
     assert min(line.pop("t") for line in written) > 1e9
@@ -100,17 +99,17 @@ def test_where_nothing_was_scored_any_will_do() -> None:
 
 
 def test_none_are_written_if_none_are_wanted(tmp_path: Path) -> None:
-    log(tmp_path, num_samples=0).note(5, BATCH, 4)
+    log(tmp_path, num_samples=0).note(5, BATCH, ADVANTAGES, 4)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_resumed_run_forgets_the_steps_that_the_crash_undid(tmp_path: Path) -> None:
     place = log(tmp_path)
-    place.note(1, BATCH, 4)
-    place.note(2, BATCH, 4)
+    place.note(1, BATCH, ADVANTAGES, 4)
+    place.note(2, BATCH, ADVANTAGES, 4)
     (tmp_path / "rollouts.jsonl").rename(tmp_path / "rollouts.1.jsonl")
-    place.note(3, BATCH, 4)
-    log(tmp_path, first_step=1).note(2, BATCH, 4)
+    place.note(3, BATCH, ADVANTAGES, 4)
+    log(tmp_path, first_step=1).note(2, BATCH, ADVANTAGES, 4)
     assert steps(tmp_path / "rollouts.1.jsonl") == [1, 1]
     assert steps(tmp_path / "rollouts.jsonl") == [2, 2]
 
@@ -120,11 +119,11 @@ def test_a_full_disk_costs_lines_only(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     place = log(tmp_path)
-    place.note(1, BATCH, 4)
+    place.note(1, BATCH, ADVANTAGES, 4)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        place.note(2, BATCH, 4)
-    place.note(3, BATCH, 4)
+        place.note(2, BATCH, ADVANTAGES, 4)
+    place.note(3, BATCH, ADVANTAGES, 4)
     assert steps(tmp_path / "rollouts.jsonl") == [1, 1, 3, 3]
 
 

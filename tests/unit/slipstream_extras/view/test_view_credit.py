@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from replay.advantages import EPSILON
 from replay.credit import CreditRecipe
-from replay.deviations import EPSILON
 from replay.groups import RolloutGroup
 from slipstream_extras.view.pages.credit import Credit
 from slipstream_extras.view.pages.group import Span, spans, turns
