@@ -29,7 +29,7 @@ from tests.unit.consumer.trl_reference import lora_parameters, loss_and_gradient
 
 
 def recipe(**options: Any) -> RewardRecipe:
-    return RewardRecipe(np.ones(1, np.float32), credit=CreditRecipe("per_step", **options))
+    return RewardRecipe(np.ones(1, np.float32), credit=CreditRecipe("per_step", **options), scale_rewards="none")
 
 
 FORKED = rollout_group(
@@ -62,7 +62,7 @@ def test_a_row_is_trained_if_any_of_its_tokens_has_an_advantage() -> None:
 def test_a_group_from_a_journal_is_trained_bit_for_bit() -> None:
     shape = GroupShape(num_generations=2, num_rewards=1, max_completion_length=6, vocab_size=64)
     again = shape.load(encode(message_of(FORKED)))
-    own = dataclasses.replace(RECIPE, rewards=recipe(gamma=0.9))
+    own = dataclasses.replace(RECIPE, rewards=dataclasses.replace(recipe(gamma=0.9), scale_rewards="group"))
     for one, other in zip(own.tensors([FORKED]), own.tensors([again]), strict=True):
         assert {name: values.numpy().tobytes() for name, values in one.items()} == {
             name: values.numpy().tobytes() for name, values in other.items()
@@ -105,9 +105,9 @@ def test_loss_and_gradient_are_sums_over_tokens(
     num_tokens, total = sum(int(group.is_sampled.sum()) for group in groups), 0.0
     credit = ours.recipe.rewards.credit
     assert credit is not None
-    of_outcome = ours.recipe.advantages_of(groups).view(len(groups), -1)
+    of_outcome = ours.recipe.rewards.advantages(groups).reshape(len(groups), -1)
     for group, outcome in zip(groups, of_outcome, strict=True):
-        values = torch.from_numpy(credit.advantages(group, outcome.numpy()))
+        values = torch.from_numpy(credit.advantages(group, outcome))
         for tokens in group.records:
             ids = torch.tensor([*group.prompt_ids.tolist(), *group.completion_ids[tokens].tolist()])
             logprobs = ours.model(ids[None]).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)

@@ -44,7 +44,7 @@ TEACHERS = [{"name": "big", "url": "http://127.0.0.1:8000"}]
 
 
 def recipe(**options: Any) -> RewardRecipe:
-    return RewardRecipe(np.ones(1, np.float32), distillation=DistillationRecipe(**options))
+    return RewardRecipe(np.ones(1, np.float32), distillation=DistillationRecipe(**options), scale_rewards="none")
 
 
 TAUGHT = rollout_group(
@@ -111,7 +111,7 @@ def test_a_row_is_trained_if_its_teacher_moves_a_token() -> None:
 def test_a_group_from_a_journal_is_trained_bit_for_bit(group: RolloutGroup, k: int) -> None:
     shape = GroupShape(2, num_rewards=1, max_completion_length=6, vocab_size=64, has_teacher=True, teacher_top_k=k)
     again = shape.load(encode(message_of(group)))
-    own = dataclasses.replace(RECIPE, rewards=recipe(num_top=k))
+    own = dataclasses.replace(RECIPE, rewards=dataclasses.replace(recipe(num_top=k), scale_rewards="group"))
     for one, other in zip(own.tensors([group]), own.tensors([again]), strict=True):
         assert {name: values.numpy().tobytes() for name, values in one.items()} == {
             name: values.numpy().tobytes() for name, values in other.items()
