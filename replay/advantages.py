@@ -91,8 +91,8 @@ def advantages(
         columns = (
             values.reshape(by_group).swapaxes(0, 1).reshape(num_generations, -1)
         )  # a column for each group and function
-        columns = standardized(columns, baseline).reshape(num_generations, -1, rewards.shape[1])
-        totals = weighted_sums(columns.swapaxes(0, 1).reshape(values.shape), weights)
+        normalized = standardized(columns, baseline).reshape(num_generations, -1, rewards.shape[1])
+        totals = weighted_sums(normalized.swapaxes(0, 1).reshape(values.shape), weights)
         return np.nan_to_num(standardized(totals[:, None], "group")[:, 0])
     totals = weighted_sums(rewards, weights)
     columns = totals.reshape(-1, num_generations).T

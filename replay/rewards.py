@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.config.environments import outcome_weights
 from protocol.config.run import RunConfig
 from protocol.errors import DataFailuresError, NoSignalError, SlipstreamError
 from replay.advantages import EPSILON, RELATIVE, advantages, deviations, weighted_sums
@@ -61,7 +60,7 @@ class RewardRecipe:
         overlong = OverlongPenalty(
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
         )
-        weights, of_outcome = (np.array(each, np.float32) for each in (config.reward_weights, outcome_weights(config)))
+        weights, of_outcome = (np.array(each, np.float32) for each in (config.reward_weights, config.outcome_weights))
         credit, teachers = CreditRecipe.of(config.rewards), config.distillation
         distillation = None
         if teachers is not None:

@@ -3,19 +3,15 @@
 Guarantee: each text begins with a key that is in the wrong, and ends with the fix.
 """
 
-from typing import TYPE_CHECKING
-
 from protocol.config import lora_section
 from protocol.config.data import WEIGHTED_SUM
-from protocol.config.environments import environment_problems
+from protocol.config.environment_rules import environment_problems
 from protocol.config.rewards import REWARD_NAME
+from protocol.config.run_values import RunValues
 from protocol.config.section import Problems, nearest
 
-if TYPE_CHECKING:
-    from protocol.config.run import RunConfig
 
-
-def contradictions(config: "RunConfig") -> Problems:
+def contradictions(config: RunValues) -> Problems:
     """Yield what the sections of a configuration cannot be together."""
     yield from lora_section.patch_problems(config)
     yield from _of_rewards(config)
@@ -52,7 +48,7 @@ def contradictions(config: "RunConfig") -> Problems:
         yield f"transport.endpoint and transport.blob_endpoint are both {config.blob_endpoint}; change one"
 
 
-def _of_rewards(config: "RunConfig") -> Problems:
+def _of_rewards(config: RunValues) -> Problems:
     own = config.environment
     if not config.reward_names and (config.distillation is None or not config.distillation.alone):
         yield (
@@ -82,7 +78,7 @@ def _of_rewards(config: "RunConfig") -> Problems:
             yield f"dataset.sources.{number}.judge: {_unknown_reward(source.judge, config.reward_names)}"
 
 
-def _of_teachers(config: "RunConfig") -> Problems:
+def _of_teachers(config: RunValues) -> Problems:
     names, section = [teacher.name for teacher in config.teachers], config.distillation
     if bool(names) != (section is not None):
         yield "teachers and distillation need each other; give both, or remove one"
@@ -111,7 +107,7 @@ def _of_teachers(config: "RunConfig") -> Problems:
         )
 
 
-def _of_advantages(config: "RunConfig") -> Problems:
+def _of_advantages(config: RunValues) -> Problems:
     """Yield what compares completions beside a baseline that does not."""
     if config.advantage.baseline != "none":
         return
@@ -131,7 +127,7 @@ def _of_advantages(config: "RunConfig") -> Problems:
         )
 
 
-def _of_answers(config: "RunConfig") -> Problems:
+def _of_answers(config: RunValues) -> Problems:
     """Yield the settings that leave `loss` without what it takes from rows."""
     if config.loss.weights_column is not None and config.environment.atropos:
         yield "loss.weights_column: items of Atropos' environments have no rows with columns; remove the key"
@@ -143,7 +139,7 @@ def _of_answers(config: "RunConfig") -> Problems:
         yield "loss.ce_coef: no column has the reference answers; set dataset.answer_column, or remove ce_coef"
 
 
-def _of_quantization(config: "RunConfig") -> Problems:
+def _of_quantization(config: RunValues) -> Problems:
     if config.model.quantization is not None and config.pipeline.shard_base == "layers":
         yield (
             f"model.quantization: weights in {config.model.quantization} cannot be spread over ranks and gathered again; set "
@@ -156,7 +152,7 @@ def _of_quantization(config: "RunConfig") -> Problems:
         )
 
 
-def _of_turns(config: "RunConfig") -> Problems:
+def _of_turns(config: RunValues) -> Problems:
     """Yield the settings that do not move between a GPU and host memory."""
     if config.pipeline.shard_base == "layers":
         yield "pipeline.shard_base: layers is for several GPUs, and pipeline.gpu=turns for one; remove one of them"
@@ -175,7 +171,7 @@ def _of_turns(config: "RunConfig") -> Problems:
         )
 
 
-def _of_stops(config: "RunConfig") -> Problems:
+def _of_stops(config: RunValues) -> Problems:
     sampling = config.sampling
     given = [
         name for name in ("stop", "stop_token_ids", "ignore_eos", "regex", "json_schema") if getattr(sampling, name)
@@ -199,7 +195,7 @@ def _of_stops(config: "RunConfig") -> Problems:
         )
 
 
-def _of_evaluation(config: "RunConfig") -> Problems:
+def _of_evaluation(config: RunValues) -> Problems:
     if config.evaluation is None:
         return
     if not config.reward_names:
@@ -222,7 +218,7 @@ def _of_evaluation(config: "RunConfig") -> Problems:
         )
 
 
-def _of_engine_server(config: "RunConfig") -> Problems:
+def _of_engine_server(config: RunValues) -> Problems:
     """Yield the settings that need more than vLLM's HTTP API does or proves."""
     if config.engine:
         yield (

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.environments import outcome_weights
 from protocol.config.run import RunConfig
 
 BASE: dict[str, Any] = {
@@ -37,11 +36,11 @@ def test_the_reward_of_the_environment_is_the_last_column() -> None:
 def test_rewards_of_an_openenv_servers_steps_do_not_count_twice(credit: str) -> None:
     server = {"factory": "openenv", "reward_weight": 0.5, "options": {"url": "http://h:8000"}}
     plain = config(environment=server)
-    assert outcome_weights(plain) == plain.reward_weights == (2.0, 0.5)
+    assert plain.outcome_weights == plain.reward_weights == (2.0, 0.5)
     of_turns = config(environment=server, rewards=BASE["rewards"] | {"credit": credit})
-    assert (outcome_weights(of_turns), of_turns.reward_weights) == ((2.0, 0.0), (2.0, 0.5))
+    assert (of_turns.outcome_weights, of_turns.reward_weights) == ((2.0, 0.0), (2.0, 0.5))
     own = {"factory": "shop:Shop", "reward_weight": 0.5}
-    assert outcome_weights(config(environment=own, rewards=BASE["rewards"] | {"credit": credit})) == (2.0, 0.5)
+    assert config(environment=own, rewards=BASE["rewards"] | {"credit": credit}).outcome_weights == (2.0, 0.5)
 
 
 ATROPOS: dict[str, Any] = {
