@@ -39,7 +39,6 @@ from protocol.wire.messages import Sampling
 from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
-from replay.failures import FailureWatch
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompt_ledger import PromptLedger
@@ -47,6 +46,7 @@ from replay.prompt_table import FailureClass, RetryBudget
 from replay.rerolls import RerollRules
 from replay.rewards import RewardRecipe, SignalWatch
 from replay.staleness import StalenessBudget
+from replay.watches import FailureWatch
 
 logger = logging.getLogger(__name__)
 

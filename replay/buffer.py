@@ -19,20 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from replay.batch_selection import BatchSelector, GroupStats, OfferedGroup, TrainingBatch, count_batch
-from replay.failures import SKIPPED, FailureWatch, skipped_before
-from replay.groups import GroupShape, RolloutGroup
+from replay.groups import GroupShape, Key, LeaseId, RolloutGroup, UnknownLeaseError
 from replay.journal.recovery import RecoveredPrompt, recover
 from replay.journal.schema import DeadLetter, JournalEntry, Outcome
 from replay.journal.writer import Journal, JournalFullError
-from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import Held, LeaseRecord, PromptTask, failure_class
 from replay.rerolls import RerollRules, attempt_counts
-from replay.reward_watch import RewardWatch
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
 from replay.signal_chances import GradedGroup
 from replay.sources import ONE, Sources
+from replay.watches import SKIPPED, FailureWatch, RewardWatch, skipped_before
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from protocol.errors import ConfigError, DatasetError
 from protocol.wire.codec import carried
 from protocol.wire.messages import Logged, RunPlan, is_conversational
 from replay.advantages import weighted_sums
-from replay.reward_watch import RewardWatch
+from replay.watches import RewardWatch
 from slipstream.run_inputs import RunInputs
 from slipstream.tables import printable
 

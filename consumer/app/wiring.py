@@ -26,13 +26,12 @@ from consumer.learn import checkpoints as checkpoints
 from consumer.learn.checkpoint_settings import check_settings
 from consumer.learn.run_facts import comparable, credits_of, dataset_change
 from consumer.link.commit_queue import RolloutStorage
-from consumer.link.dispatcher import LeaseDispatcher
+from consumer.link.dispatcher import LeaseDispatcher, PromptCheck
 from consumer.link.fleet import SessionTerms
 from consumer.link.gpu_turns import GpuTurns
 from consumer.link.intake import Intake
 from consumer.link.offered_bundle import offered_bundle
 from consumer.link.policy_store import PolicyStore
-from consumer.link.prompt_check import PromptCheck
 from consumer.link.refusals import RefusalWatch
 from consumer.prompts.completion_limit import CompletionLimit
 from consumer.prompts.dataset import PromptDataset
@@ -60,7 +59,6 @@ from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
 from replay.curriculum import Curriculum
-from replay.failures import FailureWatch
 from replay.journal.retention import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompt_draws import PromptDraws
@@ -68,11 +66,11 @@ from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import FailureClass, RetryBudget
 from replay.replay_table import ReplayTable
 from replay.rerolls import RerollRules
-from replay.reward_watch import RewardWatch
 from replay.rewards import SignalWatch
 from replay.shares import EnvironmentShares
 from replay.signal_chances import SignalChances
 from replay.sources import Sources
+from replay.watches import FailureWatch, RewardWatch
 
 logger = logging.getLogger(__name__)
 

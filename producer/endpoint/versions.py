@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from producer.endpoint.openai import RefusedError, malformed
 from producer.engine_contract import Adapter
-from producer.fifo_queue import FifoQueue
+from producer.engine_gate import FifoQueue
 from producer.policies.registry import AdapterRegistry
 
 POLICY = "policy"

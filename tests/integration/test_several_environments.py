@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from replay.failures import Skip, skipped_before
 from replay.journal.reader import JournalReader
+from replay.watches import Skip, skipped_before
 from slipstream.cli import run as slipstream
 
 from .pair import Daemon, end_well

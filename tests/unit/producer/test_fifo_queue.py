@@ -2,7 +2,7 @@
 
 import asyncio
 
-from producer.fifo_queue import FifoQueue
+from producer.engine_gate import FifoQueue
 from tests.unit.producer.loop import asynchronous, settle
 
 

@@ -13,8 +13,8 @@ from protocol.errors import DataFailuresError
 from protocol.wire.codec import encode
 from replay.batch_selection import OfferedGroup
 from replay.buffer import RolloutBuffer
-from replay.failures import FAILURE_WINDOW
 from replay.journal.writer import Journal
+from replay.watches import FAILURE_WINDOW
 from tests.unit.replay.builders import (
     FillableJournal,
     buffer,

@@ -24,11 +24,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector
 from replay.buffer import RolloutBuffer
-from replay.failures import FailureWatch
 from replay.journal.writer import JournalFullError
 from replay.replay_table import ReplayTable
 from replay.rewards import SignalWatch
 from replay.staleness import StalenessBudget
+from replay.watches import FailureWatch
 from tests.unit.replay.builders import (
     SHAPE,
     FillableJournal,

@@ -12,7 +12,7 @@ from protocol.wire.codec import encode
 from protocol.wire.messages import MissingReward
 from replay.batch_selection import OfferedGroup
 from replay.journal.writer import Journal
-from replay.reward_watch import RewardWatch, dead_rewards
+from replay.watches import RewardWatch, dead_rewards
 from tests.unit.replay.builders import SHAPE, buffer, group_message, lease, offer
 
 NAN = np.nan

@@ -14,7 +14,7 @@ from consumer.prompts.dataset import PromptDataset
 from protocol.config.data import DatasetSection
 from protocol.errors import DatasetError
 from protocol.wire.messages import Logged
-from replay.reward_watch import RewardWatch
+from replay.watches import RewardWatch
 from slipstream.reward import Group, Trial, given, report, show, until_stop
 
 LETTERS: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from consumer.link.prompt_check import EVERY, PromptCheck
+from consumer.link.dispatcher import EVERY, PromptCheck
 from protocol.wire.messages import Ack, Group
 from tests.unit.consumer.link.builders import Start, Trainer, answer, only
 

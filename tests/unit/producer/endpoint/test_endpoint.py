@@ -24,7 +24,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.runtime.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
-from replay.lease_ids import Key, LeaseId
+from replay.groups import Key, LeaseId
 from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.served import served

@@ -1,7 +1,7 @@
 """The limit of completions in the engine: how preemptions lower it, and how it rises again."""
 
 from producer.engine_contract import EngineLoad
-from producer.rollouts.admission_control import ROOM, AdmissionControl
+from producer.rollouts.admission import ROOM, AdmissionControl
 
 
 def load(usage: float = 0.5, preemptions: int = 0) -> EngineLoad:
