@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -30,6 +31,7 @@ from producer.rewards.thinking import Thinking, view, with_hidden_rows
 from producer.rewards.workers import WorkerLostError
 from protocol.config.environments import environment_of
 from protocol.config.functions import REWARD_ARGUMENTS
+from protocol.config.reward_options import Steps
 from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.errors import ConfigError
 from protocol.runtime.logs import Throttle
@@ -67,6 +69,31 @@ class Scored(NamedTuple):
     logged: Logged = Logged()
 
 
+class Asked(NamedTuple):
+    """A reward function, and how the pool asks it."""
+
+    name: str
+    place: str
+    weight: float
+    attempts: int
+    limit_s: float
+    steps: Steps | None
+    environments: frozenset[str] | None  # whose rows it scores; None: all
+    counts_reasoning: bool
+    strips_reasoning: bool
+
+    @classmethod
+    def of(cls, section: RewardsSection, function: RewardFunction) -> "Asked":
+        environments = None if function.environments is None else frozenset(function.environments)
+        return cls(
+            function.name, function.place, function.weight, function.attempts, section.limit_s(function), function.steps,
+            environments, function.counts_reasoning, section.strips(function),
+        )  # fmt: skip
+
+    def scores(self, environment: str) -> bool:
+        return self.environments is None or environment in self.environments
+
+
 class RewardObserver(Protocol):
     """Counts every call of a function, and every completion that it failed to score."""
 
@@ -86,6 +113,9 @@ class RewardPool:
         self._tokenizer: Any = None
         self._plan = RunPlan()
         self._sources = sources_of(section)
+        self._functions = [Asked.of(section, function) for function in section.functions]
+        self._reads_thinking, self._counts_reasoning = section.reads_thinking, section.counts_reasoning
+        self._unclosed = section.thinking.unclosed
         self._pools = {source.workers for source in self._sources if isinstance(source, WorkerReward)}
         self._limiters = {
             function.name: asyncio.Semaphore(function.concurrency or _SERVICE_CONCURRENCY)
@@ -109,7 +139,7 @@ class RewardPool:
     def read_with(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
         """Prepare to read reasoning, and spans in characters; call it before the first `score`."""
         self._tokenizer = tokenizer
-        if self._section.reads_thinking:
+        if self._reads_thinking:
             self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
     def begin(self, plan: RunPlan) -> None:
@@ -145,24 +175,26 @@ class RewardPool:
         """Score a group of this prompt number and policy version with the functions for its environment. Its completions are
         texts, or lists of messages if the prompt is one. Raise LeaseFailure, with the functions that failed, if nothing was
         scored."""
-        started, functions, environment = time.monotonic(), self._section.functions, environment_of(columns)
+        started, environment = time.monotonic(), environment_of(columns)
         job = Job(prompt, completions, completion_ids, columns, state=TrainerState.of(self._plan, version))
         reasoning = None
-        if self._section.reads_thinking:
+        if self._reads_thinking:
             assert self._thinking is not None, "call read_with first"
-            counts = self._section.counts_reasoning
-            reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
+            read = partial(self._thinking.read, count=self._counts_reasoning)
+            reasoning = await asyncio.to_thread(read, prompt, completions, completion_ids)
         nothing = (Job(prompt, [], [], {}), dict[int, float]())
         views = [
-            view(self._section, function, job, reasoning) if function.scores(environment) else nothing
-            for function in functions
+            view(job, reasoning, self._unclosed, counts=function.counts_reasoning, strips=function.strips_reasoning)
+            if function.scores(environment)
+            else nothing
+            for function in self._functions
         ]
         answers = await self._ask_all([seen for seen, _ in views])
-        rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
+        rewards = np.full((len(completions), len(self._functions)), np.nan, np.float32)
         excluded, problems, failed = set[int](), list[str](), RewardFailures()
         spans: list[list[tuple[int, float]]] = [[] for _ in completions]
         logged = list[Logged]()
-        for column, (function, (seen, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
+        for column, (function, (seen, hidden), answer) in enumerate(zip(self._functions, views, answers, strict=True)):
             if not function.scores(environment):
                 continue
             answer = await asyncio.to_thread(self._in_tokens, answer, seen) if answer.spans else answer
@@ -211,7 +243,7 @@ class RewardPool:
             for index, source in enumerate(self._sources)
             if isinstance(source, WorkerReward)
             and source.is_asynchronous
-            and self._section.functions[index].name not in self._limiters
+            and self._functions[index].name not in self._limiters
             and jobs[index].completions
         }
         first = asyncio.ensure_future(self._ask_together(together, jobs))
@@ -224,7 +256,7 @@ class RewardPool:
         each is asked alone."""
         if len(sources) < 2:
             return {}
-        limits_s = [self._section.limit_s(self._section.functions[index]) for index in sources]
+        limits_s = [self._functions[index].limit_s for index in sources]
         numbers, called = [source.number for source in sources.values()], [jobs[index] for index in sources]
         try:
             found = await next(iter(sources.values())).workers.call(numbers, called, limits_s)
@@ -234,7 +266,7 @@ class RewardPool:
 
     async def _ask(self, index: int, job: Job, first: "asyncio.Future[dict[int, Scores]] | None") -> Scores:
         """Ask one function, with retries. `first` has the result of the first attempt, if there was one."""
-        function, source = self._section.functions[index], self._sources[index]
+        function, source = self._functions[index], self._sources[index]
         if not job.completions:
             return Scores([])
         started, scores = time.monotonic(), (await first).get(index) if first else None
@@ -244,14 +276,14 @@ class RewardPool:
             if attempt > 0 or scores is None:
                 async with self._limiters.get(function.name, contextlib.nullcontext()):
                     started = time.monotonic()
-                    scores = await source.ask(job, self._section.limit_s(function))
+                    scores = await source.ask(job, function.limit_s)
             self._observer.reward_called(function.name, scores.seconds or time.monotonic() - started)
             if scores.rewards is not None or scores.is_final:
                 break
         assert scores is not None
         return scores if function.steps is None else reduced(scores, function.steps)
 
-    def _failed(self, function: RewardFunction, prompt: str, count: int, reason: Failure, problem: str) -> str:
+    def _failed(self, function: Asked, prompt: str, count: int, reason: Failure, problem: str) -> str:
         self._observer.reward_failed(function.name, reason, count)
         detail = f"{function.place} {problem}"
         subject = f"{count} completion{'s' if count > 1 else ''} of prompt {prompt}"

@@ -14,13 +14,16 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from producer.rewards.messages import Job, Scores
 from producer.rewards.spans import ends_in_tokens
-from protocol.config.rewards import RewardFunction, RewardsSection, ThinkingSection
+from protocol.config.rewards import ThinkingSection
+
+Unclosed = Literal["missing", "as_is"] | float
+"""The reward of a completion whose reasoning does not end, as `rewards.thinking.unclosed` has it."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,15 @@ class Thinking:
 
 
 def view(
-    section: RewardsSection, function: RewardFunction, job: Job, reasoning: Reasoning | None
+    job: Job, reasoning: Reasoning | None, unclosed: Unclosed, *, counts: bool, strips: bool
 ) -> tuple[Job, dict[int, float]]:
-    """Return the part of a group that a function sees, and the rewards of the hidden rows; NaN excludes a row."""
-    if reasoning is not None and function.counts_reasoning:
+    """Return the part of a group that a function sees which counts reasoning, or does not see it (`strips`), and the rewards of
+    the hidden rows; NaN excludes a row."""
+    if reasoning is not None and counts:
         return replace(job, reasoning_tokens=reasoning.num_tokens), {}
-    if reasoning is None or not section.strips(function):
+    if reasoning is None or not strips:
         return job, {}
-    unclosed, closed = section.thinking.unclosed, reasoning.is_closed
+    closed = reasoning.is_closed
     if unclosed == "as_is":
         pairs = zip(reasoning.answers, job.completions, closed, strict=True)
         return replace(job, completions=[answer if ended else whole for answer, whole, ended in pairs]), {}

@@ -165,7 +165,8 @@ def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards):
     reasoning = Reasoning(["", "4"], [False, True], [3, 2])
     job = Job("p", ["<think>4", "<think></think>4"], [[1], [2]], {})
     (stripped, hidden), whole, counted = (
-        view(rewards_section, each, job, reasoning) for each in rewards_section.functions
+        view(job, reasoning, unclosed, counts=each.counts_reasoning, strips=rewards_section.strips(each))
+        for each in rewards_section.functions
     )
     assert stripped.completions == shown
     assert stripped.completion_ids == [[1], [2]][-len(shown) :]
