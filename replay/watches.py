@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -141,11 +141,11 @@ def dead_rewards(totals: Mapping[str, object]) -> list[DeadReward]:
 
 
 class RewardWatch:
-    """Counts groups by reward and by whether it scored any of their completions. `columns` has the name of each reward and tells
-    for which environments it is."""
+    """Counts groups by reward and by whether it scored any of their completions. `columns` has the name of each reward and the
+    environments that it is for; None: all."""
 
     def __init__(
-        self, columns: Sequence[tuple[str, Callable[[str], bool]]] = (), max_groups: int | None = None
+        self, columns: Sequence[tuple[str, Collection[str] | None]] = (), max_groups: int | None = None
     ) -> None:
         self._columns = columns
         self._max_groups = max_groups
@@ -154,11 +154,10 @@ class RewardWatch:
 
     @classmethod
     def of(cls, config: RunConfig) -> "RewardWatch":
-        columns: list[tuple[str, Callable[[str], bool]]] = [
-            (each.name, each.scores) for each in config.rewards.functions
+        columns: list[tuple[str, Collection[str] | None]] = [
+            (function.name, function.environments) for function in config.rewards.functions
         ]
-        several = bool(config.environments)
-        columns += [(name, lambda other, name=name: not several or other == name) for name in config.own_rewards]  # type: ignore[misc]
+        columns += [(name, [name] if config.environments else None) for name in config.own_rewards]
         return cls(columns, config.guards.max_groups_without_reward)
 
     def note(
@@ -173,8 +172,8 @@ class RewardWatch:
         problem."""
         entries = msgspec.msgpack.decode(missing, type=list[MissingReward]) if missing else []
         problems = {entry.function: f"{entry.reason}: {entry.problem}" for entry in entries if not entry.completions}
-        for column, (name, applies) in enumerate(self._columns):
-            if not applies(environment or SINGLE_TURN):
+        for column, (name, environments) in enumerate(self._columns):
+            if environments is not None and (environment or SINGLE_TURN) not in environments:
                 continue
             is_scored = rewards is not None and not np.isnan(rewards[:, column]).all()
             totals[(_SCORED if is_scored else _UNSCORED) + name] += 1

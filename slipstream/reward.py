@@ -167,7 +167,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     rewards = config.computed_rewards
     if not rewards.functions:
         raise ConfigError("rewards.functions: none is computed here, so there is nothing to try")
-    watch = RewardWatch([(function.name, function.scores) for function in rewards.functions])
+    watch = RewardWatch([(function.name, function.environments) for function in rewards.functions])
     trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups, watch, rewards.credit)
     columns = tuple(dict.fromkeys(name for group in groups for name in group.columns))
     plan = RunPlan(max(1, int(config.trainer.get("max_steps", 1))), columns=columns)

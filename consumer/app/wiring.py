@@ -260,7 +260,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         session=session,
         rerolls=reroll,
         draws=draws,
-        environment_of=setup.prompts.environment_of,
+        environment_of=setup.prompts.environment_of if config.environments else (lambda _: ""),
     )
     shares, parts = None, dict[str, float]()
     if config.environments and isinstance(setup.prompts, PromptDataset):

@@ -16,7 +16,7 @@ from replay.watches import RewardWatch, dead_rewards
 from tests.unit.replay.builders import SHAPE, buffer, group_message, lease, offer
 
 NAN = np.nan
-WORKS, DEAD = ("works", lambda environment: True), ("dead", lambda environment: True)
+WORKS, DEAD = ("works", None), ("dead", None)
 
 
 def noted(watch: RewardWatch, *groups: list[list[float]], reason: str = "", environment: str = "") -> Counter[str]:
@@ -42,7 +42,7 @@ def test_a_reward_without_any_number_is_dead_until_it_gives_one() -> None:
 
 
 def test_a_group_of_which_nothing_was_scored_counts_for_all_that_should_score_it() -> None:
-    watch, totals = RewardWatch((WORKS, ("maze", lambda environment: environment == "maze"))), Counter[str]()
+    watch, totals = RewardWatch((WORKS, ("maze", ["maze"]))), Counter[str]()
     watch.note(totals, "dice", None, b"", "my.py:works raised\nValueError: why")
     assert watch.dead(totals) == {"works": 1, "maze": 0}
     assert "ValueError: why" in watch.sentences(totals)[0]
@@ -83,7 +83,7 @@ def test_without_a_bound_it_only_warns() -> None:
 
 def test_a_buffer_that_is_full_of_good_groups_ends_all_the_same(journal: Journal) -> None:
     replay = buffer(journal, max_staleness=8)
-    replay.rewards = RewardWatch((("only", lambda environment: True),), 2)
+    replay.rewards = RewardWatch((("only", None),), 2)
     missing = msgspec.msgpack.encode([MissingReward("only", "timeout", "late")])
     for _ in range(2):
         message = group_message(lease(replay), rewards=np.array([NAN, NAN], "<f4").tobytes())
@@ -95,7 +95,7 @@ def test_a_buffer_that_is_full_of_good_groups_ends_all_the_same(journal: Journal
 
 def test_leases_that_fail_in_scoring_count(journal: Journal) -> None:
     replay = buffer(journal, max_staleness=8)
-    replay.rewards = RewardWatch((("only", lambda environment: True),), 2)
+    replay.rewards = RewardWatch((("only", None),), 2)
     replay.fail(lease(replay), "generation_failed", "no", 0.0)
     replay.fail(lease(replay), "reward_failed", "a.py:only raised", 0.0)
     assert replay.rewards.dead(replay.totals) == {"only": 1}

@@ -110,7 +110,7 @@ def test_a_reward_without_any_number_is_said_first_and_is_no_lack_of_signal(caps
     groups[0].logged = Logged({"accuracy": 0.5}, {"wanted": ("7", "8")})
     for group in groups:
         group.rewards[:, 0] = [0, 1]
-    watch = RewardWatch([("good", lambda name: True), ("dead", lambda name: True)])
+    watch = RewardWatch([("good", None), ("dead", None)])
     found = report(Trial(("good", "dead"), [1.0, 1.0], groups, watch))
     assert [group["signal"] for group in found["groups"]] == [True, True]
     assert len(found["dead_rewards"]) == 1
