@@ -27,9 +27,6 @@ from consumer.report.metrics import (
     watch_turns,
 )
 from consumer.report.steps import LearningMetrics
-from producer.endpoint.agents import Agents
-from producer.endpoint.metrics import ServeMetrics
-from producer.endpoint.versions import ClientLimiter
 from producer.metrics import Counters, Delivery, PolicyCounts, ProducerMetrics, Situation, Workload
 from producer.rewards.messages import Failure
 from protocol.channel.authenticator import Refusals
@@ -43,7 +40,10 @@ from protocol.runtime.health import (
     Notifier,
 )
 from replay.sources import ENVIRONMENTS, Parts
-from slipstream_extras.environments.atropos.atropos import Atropos
+from slipstream_extras.endpoint.agents import Agents
+from slipstream_extras.endpoint.atropos.atropos import Atropos
+from slipstream_extras.endpoint.metrics import ServeMetrics
+from slipstream_extras.endpoint.versions import ClientLimiter
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")

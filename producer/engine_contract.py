@@ -178,7 +178,7 @@ class Engine(Protocol):
         """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
 
     def openai_server(self, config: RunConfig) -> Any:
-        """Return the server of OpenAI requests on this engine, a `producer.endpoint.openai.Answering`."""
+        """Return the server of OpenAI requests on this engine, a `slipstream_extras.endpoint.openai.Answering`."""
 
     def current_load(self) -> EngineLoad | None:
         """Return the load at the last engine step; None with `engine.disable_log_stats`."""

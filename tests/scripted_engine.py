@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from producer.endpoint.openai import Answer, Call, Sampled, ServedRequest
 from producer.engine_contract import Adapter, AdapterRefusedError, Completion, EngineCapabilities, Rows, Scored
 from protocol.wire.model_folder import base_model_digest, tokenizer_digest
+from slipstream_extras.endpoint.openai import Answer, Call, Sampled, ServedRequest
 from tests.scripted import facts
 
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 40
@@ -134,7 +134,7 @@ class ScriptedEngine(EngineWithoutWeights):
 
 
 class OpenAIServer:
-    """In the place of vLLM's serving classes (`producer.engine.openai_server`)."""
+    """In the place of vLLM's serving classes (`slipstream_extras.endpoint.openai_server`)."""
 
     def __init__(self, pace: Pace, chance: random.Random, longest: int) -> None:
         self._pace = pace

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from producer.endpoint.agents import Agents
-from producer.endpoint.generation import ServedEngine
-from producer.endpoint.openai import Call, ServedRequest
-from producer.endpoint.serving import base_url
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Lease, Sampling
+from slipstream_extras.endpoint.agents import Agents
+from slipstream_extras.endpoint.generation import ServedEngine
+from slipstream_extras.endpoint.openai import Call, ServedRequest
+from slipstream_extras.endpoint.serving import base_url
 from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.served import served

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from producer.endpoint.agents import Agents
-from producer.endpoint.generation import ServedEngine
-from producer.endpoint.serving import Serving, listening
 from protocol.config.run import RunConfig
-from slipstream_extras.environments.atropos.atropos import Atropos
+from slipstream_extras.endpoint.agents import Agents
+from slipstream_extras.endpoint.atropos.atropos import Atropos
+from slipstream_extras.endpoint.generation import ServedEngine
+from slipstream_extras.endpoint.serving import Serving, listening
 
 
 @asynccontextmanager

@@ -85,8 +85,8 @@ async def _main_loop(parts: Producer) -> None:
         parts.supervision.run(),
     ):
         tasks.spawn(work)
-    if parts.serving is not None and helpers.listener is not None:
-        tasks.spawn(parts.serving.run(helpers.listener))
+    if parts.serve is not None:
+        tasks.spawn(parts.serve())
     for program in helpers.programs.values():
         tasks.spawn(program.run())
     if parts.gpu_turns is not None:

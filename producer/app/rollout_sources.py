@@ -7,7 +7,7 @@ environment alone.
 from collections.abc import Mapping
 from typing import Any
 
-from producer.endpoint.agents import Agents
+from producer.app.endpoint_contract import Endpoint
 from producer.engine_contract import Engine
 from producer.environments.contract import Environments
 from producer.metrics import Counters
@@ -17,26 +17,15 @@ from producer.rollouts.leases import RolloutSource
 from producer.rollouts.prompts import PromptFormat
 from producer.rollouts.routed import RoutedRollouts
 from producer.rollouts.several_turns import PlayedRollouts
-from producer.rollouts.single_turn import AgentRollouts, PlainRollouts
+from producer.rollouts.single_turn import PlainRollouts
 from protocol.config.rewards import REWARD_NAME, EnvironmentSection
 from protocol.config.run import RunConfig
-
-
-def build_agents(config: RunConfig) -> Agents | None:
-    """Build the table of tasks for agents; None if no reward is posted."""
-    weights = dict(zip(config.reward_names, config.reward_weights, strict=True))
-    posted = {
-        name: {reward: weights[column] for reward, column in config.posted_by(name).items()}
-        for name in config.routes or ("",)
-    }
-    posted = {name: rewards for name, rewards in posted.items() if rewards}
-    return Agents(environments=posted) if posted else None
 
 
 def build_source(
     config: RunConfig,
     pools: Mapping[str, Environments],
-    agents: Agents | None,
+    endpoint: Endpoint | None,
     engine: Engine,
     tokenizer: Any,
     access: EngineAccess,
@@ -54,8 +43,8 @@ def build_source(
             own = () if section.own_weight is None else (name or REWARD_NAME,)
             sources[name] = PlayedRollouts(access, section, pools[name], chat, counters, own)
         elif posted := tuple(config.posted_by(name).values()):
-            assert agents is not None
-            sources[name] = AgentRollouts(agents, access, prompts, posted, name)
+            assert endpoint is not None  # rules of the configuration
+            sources[name] = endpoint.agent_rollouts(access, prompts, posted, name)
         else:
             sources[name] = PlainRollouts(access, prompts)
     if not config.routes:

@@ -8,21 +8,18 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from producer.app.endpoint_contract import Endpoint
 from producer.app.gpu_turns import GpuTurns
-from producer.app.rollout_sources import build_agents, build_source
+from producer.app.rollout_sources import build_source
 from producer.app.timeline import Timeline, timeline_path
 from producer.app.watchdog import Supervision, Watchdog
-from producer.endpoint.agents import Agents
-from producer.endpoint.generation import ServedEngine
-from producer.endpoint.openai import EndpointPlugin
-from producer.endpoint.serving import Serving, base_url, listening, read_keys
 from producer.engine_contract import UNTOLD, Engine, EngineLoad, engine_plugin, most_groups
 from producer.engine_gate import EngineGate
 from producer.environments.agent_program import AgentProgram
@@ -55,7 +52,7 @@ from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.group import GroupBuilder, Teachers
 from producer.rollouts.in_flight import InFlight
-from producer.rollouts.leases import Generation, RolloutSource
+from producer.rollouts.leases import Generation
 from producer.rollouts.prompts import load_tokenizer
 from producer.rollouts.single_turn import PlainRollouts
 from protocol.channel.client import ZmqClient
@@ -188,14 +185,12 @@ def build_sources(launch: Launch, stack: AsyncExitStack) -> PolicySources:
 
 @dataclass(frozen=True)
 class Helpers:
-    """Parts that work beside the engine. `agents` post their rewards; `programs` are ours that play for them. Environments have
-    their names, that of the section `environment` an empty one."""
+    """Parts that work beside the engine. `programs` play for agents. Environments have their names, that of the section
+    `environment` an empty one."""
 
     rewards: RewardPool
     environments: dict[str, Environments]
-    listener: socket.socket | None
-    client_keys: tuple[bytes, ...]
-    agents: Agents | None
+    endpoint: Endpoint | None
     programs: dict[str, AgentProgram]
     teachers: Teachers | None
 
@@ -211,20 +206,18 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     config = base.config
     rewards = RewardPool(config.computed_rewards, base.metrics)
     stack.push_async_callback(rewards.close)
-    listener = stack.enter_context(listening(config.serve, base.launch.gpus))
-    client_keys = read_keys(config.serve.api_key_file)
+    endpoint = build_endpoint(base, stack)
     rewards_turns = config.rewards.credit != "outcome"
     environments = {
         name: environments_of(each, rewards_turns=rewards_turns)
         for name, each in config.by_environment.items()
         if each.factory
     }
-    agents, programs = build_agents(config), dict[str, AgentProgram]()
+    programs = dict[str, AgentProgram]()
     for name, section in config.by_environment.items():
-        if section.is_played_outside and listener is not None and agents is not None:
-            key = client_keys[0].decode() if client_keys else ""
-            gone = partial(agents.fail_taken, environment=name)
-            programs[name] = AgentProgram(section, base_url(listener), key, gone, name)
+        if section.is_played_outside and endpoint is not None:
+            gone = partial(endpoint.fail_taken, environment=name)
+            programs[name] = AgentProgram(section, endpoint.url, endpoint.key, gone, name)
     parts: dict[str, Environments | AgentProgram] = {**environments, **programs}
     for name, part in parts.items():
         stack.push_async_callback(part.close)
@@ -232,7 +225,19 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
     if programs:
         base.metrics.watch_agent_program(lambda: sum(program.restarts for program in programs.values()))
     teachers = build_teachers(base, stack)
-    return Helpers(rewards, environments, listener, client_keys, agents, programs, teachers)
+    return Helpers(rewards, environments, endpoint, programs, teachers)
+
+
+def build_endpoint(base: Base, stack: AsyncExitStack) -> Endpoint | None:
+    if not base.config.serve.enabled:
+        return None
+    opened = load_plugin("slipstream.endpoints", "openai", "serve.enabled")
+    version = partial(getattr, base.counters, "policy_version")
+    endpoint: Endpoint = stack.enter_context(
+        opened(base.config, base.launch.gpus, base.launch.name, base.watch.registry, version)
+    )
+    base.watch.health.check_ready("serve", partial(getattr, endpoint, "problem"))
+    return endpoint
 
 
 def build_teachers(base: Base, stack: AsyncExitStack) -> Teachers | None:
@@ -286,12 +291,11 @@ class Producer:
     helpers: Helpers
     registry: AdapterRegistry
     generation: Generation
-    serving: Serving | None
+    serve: Callable[[], Coroutine[Any, Any, None]] | None  # the endpoint
     link: Link
     supervision: Supervision
     gpu_turns: GpuTurns | None
     access: EngineAccess
-    forget: Sequence[Callable[[], None]]
     events: "asyncio.Queue[LinkEvent]"
 
     async def take_events(self) -> None:
@@ -332,8 +336,8 @@ class Producer:
         """Versions may mean other weights to another process of the trainer, so every part that keeps any forgets them."""
         self.generation.hand_back_above(policy.version)
         self.registry.start_session(policy)
-        for forget in self.forget:
-            forget()
+        if self.helpers.endpoint is not None:
+            self.helpers.endpoint.forget()
 
 
 async def open_tokenizer(base: Base, helpers: Helpers, engine: Engine) -> Any:
@@ -345,8 +349,8 @@ async def open_tokenizer(base: Base, helpers: Helpers, engine: Engine) -> Any:
         without_torch=config.engine_server is not None,
     )
     helpers.rewards.read_with(tokenizer, config.dataset.chat_template_kwargs)
-    if helpers.agents is not None:
-        helpers.agents.read_with(tokenizer)
+    if helpers.endpoint is not None:
+        helpers.endpoint.read_with(tokenizer)
     if helpers.teachers is not None:
         await helpers.teachers.read_with(tokenizer)
     return tokenizer
@@ -364,12 +368,9 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     gpu_turns = build_gpu_turns(base, engine, gate, registry, mailbox.wake)
     in_flight = InFlight(engine, registry, counters, config.on_swap, gate=gate)
     access = EngineAccess(registry, admission, in_flight)
-    outside = build_outside(base, can.facts.max_model_len)
-    source: RolloutSource
-    if outside is not None:
-        source = outside.rollouts(access, config.reward_names)
-    else:
-        source = build_source(config, helpers.environments, helpers.agents, engine, tokenizer, access, counters)
+    endpoint = helpers.endpoint
+    source = endpoint.source(access, can.facts.max_model_len) if endpoint is not None else None
+    source = source or build_source(config, helpers.environments, endpoint, engine, tokenizer, access, counters)
     if helpers.teachers is not None and isinstance(source, PlainRollouts):
         helpers.teachers.use_engine(source.prompts, in_flight.score)
     builder = GroupBuilder(
@@ -377,12 +378,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
         is_given=config.rewards.credit == "given",
     )  # fmt: skip
     generation = Generation(source, builder, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
-    serving = None
-    if helpers.listener is not None:
-        served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running, gate)
-        serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, outside)
-        health.check_ready("serve", partial(getattr, serving, "problem"))
-    forget = [part.forget for part in (outside, serving.versions if serving else None) if part is not None]
+    serve = None if endpoint is None else endpoint.serving(engine, registry, in_flight.busy.running, gate)
     events: asyncio.Queue[LinkEvent] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -409,7 +405,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine, tokenizer: Any)
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
     on_tick = partial(health.beat, "event")
     supervision = Supervision(engine, read_status, base.timeline, watchdog, on_tick, generation)
-    return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns, access, forget, events)
+    return Producer(base, helpers, registry, generation, serve, link, supervision, gpu_turns, access, events)
 
 
 def build_admission(engine: Engine, gate: EngineGate, max_groups: int, group_size: int) -> Admission:
@@ -479,13 +475,3 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGat
         config.pipeline.max_staleness,
         config.swap.max_refused,
     )
-
-
-def build_outside(base: Base, max_model_len: int) -> EndpointPlugin | None:
-    """Build the plugin whose clients post groups through the endpoint; None if the run has none."""
-    environment = base.config.environment
-    if not environment.atropos:
-        return None
-    build = load_plugin("slipstream.environments", environment.agent or "", "environment.agent")
-    plugin: EndpointPlugin = build(base.config, max_model_len, lambda: base.counters.policy_version)
-    return plugin

@@ -8,7 +8,7 @@ refuses one adapter.
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -21,13 +21,11 @@ from producer.engine.tool_calls import ToolCallParser
 from producer.engine.weights import AdapterWeights, InFlightRequest, MergedWeights, VllmWeights
 from producer.engine_contract import Adapter, Completion, EngineCapabilities, EngineLoad, EngineSteps
 from producer.groups import LeaseFailure
+from protocol.config.functions import load_plugin
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.messages import EngineFacts, Sampling
 from protocol.wire.model_folder import base_model_digest, placeholders_of, tokenizer_digest, vocabulary_size
-
-if TYPE_CHECKING:
-    from producer.engine.openai_server import OpenAIServer
 
 
 class VllmEngine:
@@ -129,10 +127,8 @@ class VllmEngine:
             self._core.raise_if_dead(error)
             raise LeaseFailure("generation_failed", f"vLLM refused: {type(error).__name__}: {error}") from error
 
-    def openai_server(self, config: RunConfig) -> "OpenAIServer":
-        from producer.engine.openai_server import OpenAIServer
-
-        return OpenAIServer(self._core, self.weights, config)
+    def openai_server(self, config: RunConfig) -> Any:
+        return load_plugin("slipstream.endpoints", "vllm", "serve.enabled")(self._core, self.weights, config)
 
     def current_load(self) -> EngineLoad | None:
         if self._recorder is None:

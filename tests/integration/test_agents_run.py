@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from producer.endpoint.agents import Agents
+from slipstream_extras.endpoint.agents import Agents
 from tests.integration.outsiders import NUM_STEPS, check_learned, run_through_the_death_of_a_producer
 from tests.integration.pair import Daemon
 from tests.integration.test_pair import write_run

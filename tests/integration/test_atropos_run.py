@@ -28,7 +28,7 @@ from tests.integration.outsiders import NUM_STEPS, check_learned, run_through_th
 from tests.integration.pair import Daemon
 from tests.integration.test_pair import write_run
 from tests.tools import python_with
-from tests.unit.slipstream_extras.environments.atropos_scene import scene
+from tests.unit.slipstream_extras.endpoint.atropos_scene import scene
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

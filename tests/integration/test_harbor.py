@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producer.endpoint.agents import Agents
 from producer.groups import Episode
+from slipstream_extras.endpoint.agents import Agents
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of
 from tests.tools import python_with, require
 

@@ -7,12 +7,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from producer.endpoint.openai import Call, check_request
 from producer.engine_contract import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
 from protocol.config.operation import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.wire.messages import Sampling
+from slipstream_extras.endpoint.openai import Call, check_request
 from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, reference_logprobs
 from tests.policies import registry_of

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producer.endpoint.agents import Agents
 from producer.environments.agent_program import AgentProgram
 from producer.groups import Record
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from slipstream.cli import run as slipstream
+from slipstream_extras.endpoint.agents import Agents
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.nemo_gym_servers import Row, agent_server, ask_policy, real_servers, verified

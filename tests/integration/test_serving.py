@@ -17,13 +17,13 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestState
 
-from producer.endpoint.agents import Agents
-from producer.endpoint.dialects import check_messages, check_responses
-from producer.endpoint.generation import ServedEngine
-from producer.endpoint.openai import Call, check_request
-from producer.endpoint.serving import base_url
 from producer.policies.registry import AdapterRegistry
 from protocol.wire.messages import Sampling
+from slipstream_extras.endpoint.agents import Agents
+from slipstream_extras.endpoint.dialects import check_messages, check_responses
+from slipstream_extras.endpoint.generation import ServedEngine
+from slipstream_extras.endpoint.openai import Call, check_request
+from slipstream_extras.endpoint.serving import base_url
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import CHAT_TEMPLATE, build_model, reference_logprobs
 from tests.policies import registry_of

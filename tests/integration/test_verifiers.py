@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
-from producer.endpoint.agents import Agents
 from producer.environments.agent_program import AgentProgram, rows
 from producer.groups import Episode
 from protocol.config.rewards import EnvironmentSection
 from protocol.errors import ConfigError
 from slipstream.cli import run as slipstream
+from slipstream_extras.endpoint.agents import Agents
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in

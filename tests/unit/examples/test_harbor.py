@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from producer.endpoint.agents import Agents
+from slipstream_extras.endpoint.agents import Agents
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of
 from tests.unit.producer.loop import asynchronous
 
