@@ -27,13 +27,13 @@ import zmq
 from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES, GroupFactory
 from producer.link.events import LeaseAbandoned, LinkEvent, PolicyArrived, RunBegan, SessionBegan
 from producer.link.session import Link, Mailbox
-from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
 from protocol.channel.channel import BadFrame
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import ProducerKeys, identity_of, producer_keys
 from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Hello, Lease, Message, TrainerMessage
+from slipstream_extras.relays.sources import PolicySources
 
 _STEP_EVERY_S = 0.2  # of a producer that nothing arrives for
 _FLUSH_S, _LEAVE_S = 60.0, 0.5

@@ -37,7 +37,6 @@ from producer.engine.own_arguments import own_arguments
 from producer.engine_contract import Adapter
 from producer.link.events import LinkEvent, PolicyArrived
 from producer.link.session import Link, Mailbox
-from producer.link.sources import PolicySources
 from producer.metrics import Counters, ProducerMetrics, Workload
 from producer.policies.loader import DownloadedPolicy, PolicyLoader
 from producer.policies.probe import SwapProof
@@ -48,6 +47,7 @@ from protocol.config.run import RunConfig
 from protocol.runtime.scratch import SharedMemory, shared_memory
 from protocol.wire import adapter_blob, weight_patch
 from protocol.wire.messages import Hello
+from slipstream_extras.relays.sources import PolicySources
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
 """Of an adapter of about so many MB for the model of `_build_model`."""

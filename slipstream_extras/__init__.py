@@ -1,5 +1,5 @@
-"""Parts of Slipstream that not every run needs: the endpoint, environments of others, the judge of code, servers, bundles, the view
-in a browser, Ray.
+"""Parts of Slipstream that not every run needs: an endpoint, environments of others, a judge of code, servers, bundles,
+relays, the view in a browser, Ray.
 
 Guarantee: the core never imports them. It finds them by their entry points (docs/plugins.md), under the names that configurations
 and commands have for them. No room here imports another.

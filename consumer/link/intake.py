@@ -8,17 +8,17 @@ main thread never waits for it, except in `stop`.
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol
 
 from consumer.link.commit_queue import CommitQueue, RolloutStorage
 from consumer.link.dispatcher import LeaseDispatcher
 from consumer.link.fleet import Fleet, SessionTerms
 from consumer.link.policy_store import PolicyStore, PublishedPolicy
-from consumer.link.relays import RelayDirectory
 from consumer.link.sessions import FAREWELL_S, ProducerSession, say_goodbye
 from consumer.waiting import ThreadErrors
 from protocol.channel.channel import BadFrame, ReceivedGroup, ServerChannel
+from protocol.config.functions import installed_plugin
 from protocol.runtime.logs import Throttle
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import (
@@ -42,6 +42,18 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 _MOST_DESCRIBED = 8  # producers
+
+
+class RelayDirectory(Protocol):
+    """The relays that are named to producers, as the entry point `directory` of the group `slipstream.relays` knows them."""
+
+    def refresh(self, now: float, sessions: Mapping[bytes, ProducerSession]) -> None:
+        """Find them, a few times a second."""
+
+    def with_relays(
+        self, offer: PolicyOffer, session: ProducerSession, now: float, sessions: Mapping[bytes, ProducerSession]
+    ) -> PolicyOffer:
+        """Return the offer of the newest policy, or of its anchor, to this producer, with the relays that it is to ask first."""
 
 
 class Intake:
@@ -69,7 +81,8 @@ class Intake:
         self.clock = clock
         self.commits = CommitQueue(channel, storage, store, terms.shape, warn, clock)
         self.fleet = Fleet(channel, self._buffer, self.commits, store, dispatcher.evaluations, terms, clock, warn)
-        self._relays = RelayDirectory(channel, terms.host, terms.region)
+        directory = installed_plugin("slipstream.relays", "directory")
+        self._relays: RelayDirectory | None = directory and directory(channel, terms.host, terms.region)
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
@@ -158,7 +171,8 @@ class Intake:
         self.fleet.lose_silent(now, stood_still_s=now - began - timeout_s)
         self.fleet.announce()
         sessions = self.fleet.sessions
-        self._relays.refresh(now, sessions)
+        if self._relays is not None:
+            self._relays.refresh(now, sessions)
         for peer in dict.fromkeys(self._dispatcher.give(sessions, now)):
             self.fleet.lose(peer, "it cannot be reached")
 
@@ -208,7 +222,9 @@ class Intake:
 
     def _offer(self, peer: bytes, request: PolicyRequest) -> PolicyOffer | BlobMissing:
         offer, session = self.store.offer(request), self.fleet.sessions.get(peer)
-        if isinstance(offer, PolicyOffer) and session is not None and self.store.is_newest(offer.digest):
+        if self._relays is None or session is None:
+            return offer
+        if isinstance(offer, PolicyOffer) and self.store.is_newest(offer.digest):
             return self._relays.with_relays(offer, session, self.clock(), self.fleet.sessions)
         return offer
 

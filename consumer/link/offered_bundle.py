@@ -9,10 +9,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.config.functions import load_plugin
+from protocol.config.functions import installed_plugin
 from protocol.config.operation import is_trusted
 from protocol.config.run import RunConfig
-from protocol.errors import BundleError, ConfigError
+from protocol.errors import BundleError
 from protocol.wire.messages import BlobChunk, BlobRequest, BundleOffer, Reject
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,12 @@ def offered_bundle(config: RunConfig, folder: Path) -> OfferedBundle:
             "the trainer has no keys, and gives configuration and code over TCP only to producers that it knows: set "
             "transport.keys (docs/security.md), or connect over ipc"
         )
+    pack = installed_plugin("slipstream.bundles", "pack")
+    if pack is None:
+        return NO_BUNDLE
     try:
-        data: bytes = load_plugin("slipstream.bundles", "pack", "--connect")(config, folder)
-    except (BundleError, ConfigError) as error:
+        data: bytes = pack(config, folder)
+    except BundleError as error:
         logger.warning("producers cannot start with --connect: %s", error)
         return _none(str(error))
     digest = hashlib.sha256(data).hexdigest()

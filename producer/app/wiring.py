@@ -38,10 +38,8 @@ from producer.link.events import (
     SessionBegan,
     TurnNoted,
 )
-from producer.link.host_cache import host_cache
-from producer.link.relay import Relay, relay_place
+from producer.link.policy_source import PolicySource, TrainerSource
 from producer.link.session import Link, Mailbox, TakeAgain
-from producer.link.sources import PolicySources
 from producer.metrics import Counters, ProducerMetrics, Situation, Workload
 from producer.policies.loader import PolicyLoader
 from producer.policies.probe import SwapProof
@@ -57,7 +55,7 @@ from producer.rollouts.prompts import load_tokenizer
 from producer.rollouts.single_turn import PlainRollouts
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import ProducerKeys, process_name, producer_keys
-from protocol.config.functions import load_plugin
+from protocol.config.functions import installed_plugin, load_plugin
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, StalledError
 from protocol.exposition import Watch, reachable
@@ -145,7 +143,7 @@ class Base:
     tasks: Tasks
     folder: Path
     memory: SharedMemory
-    sources: PolicySources
+    sources: PolicySource
     seat: GpuReservation
 
     def folder_for(self, num_bytes: int) -> Path:
@@ -170,17 +168,13 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
     return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, sources, seat)
 
 
-def build_sources(launch: Launch, stack: AsyncExitStack) -> PolicySources:
-    config, transport = launch.config, launch.config.transport
-    secret = launch.keys.secret if launch.keys else None
-    cache = stack.enter_context(host_cache(config.control_endpoint))
-    relay = None
-    if transport.relay_port is not None:
-        place = partial(relay_place, transport, config.control_endpoint)
-        relay = Relay(cache, place, transport.max_message_bytes, secret)
-        stack.callback(relay.stop)
-        relay.start()
-    return PolicySources(launch.name, transport, secret, cache, relay)
+def build_sources(launch: Launch, stack: AsyncExitStack) -> PolicySource:
+    config = launch.config
+    opened = installed_plugin("slipstream.policy_sources", "shared")
+    if opened is None:
+        return TrainerSource(config.transport)
+    source: PolicySource = stack.enter_context(opened(config, launch.name, launch.keys.secret if launch.keys else None))
+    return source
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import psutil
 
 from producer.link.chunks import Chunks
 from producer.link.events import LinkEvent, PolicyArrived, PolicyFetched, PolicyRefused
-from producer.link.sources import Found, PolicySources
+from producer.link.policy_source import Found, PolicySource
 from producer.policies.loader import DownloadedPolicy
 from producer.policies.probe import probe_of
 from protocol.wire.adapter_blob import Anchor
@@ -45,7 +45,7 @@ class Fetcher:
 
     def __init__(
         self,
-        sources: PolicySources,
+        sources: PolicySource,
         post: Callable[[Any], None],
         emit: Callable[[LinkEvent], object],
         free_memory: Callable[[], int] = lambda: psutil.virtual_memory().available,
@@ -208,7 +208,7 @@ class _Download(threading.Thread):
             anchor = self._anchor(offer.anchor)
             if anchor is None:
                 return None
-            self._fetcher.sources.cache.keep(anchor.digest)
+            self._fetcher.sources.keep(anchor.digest)
         found = self._blob(policy, offer)
         if found is None:
             return None

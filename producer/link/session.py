@@ -32,7 +32,7 @@ from producer.link.events import (
 )
 from producer.link.fetch import Fetcher
 from producer.link.outbox import Outbox
-from producer.link.sources import PolicySources
+from producer.link.policy_source import PolicySource
 from producer.metrics import Counters, Delivery, Workload
 from protocol import __version__
 from protocol.channel.channel import BadFrame, ClientChannel
@@ -160,7 +160,7 @@ class Link(threading.Thread):
         mailbox: Mailbox,
         hello: Hello,
         transport: TransportSection,
-        sources: PolicySources,
+        sources: PolicySource,
         emit: Callable[[LinkEvent], object],
         counters: Counters,
         workload: Callable[[], Workload],

@@ -98,6 +98,14 @@ def load_plugin(group: str, name: str, key: str) -> Any:
         raise _import_failed(f"{key}: {name}: importing {entry.value}", error) from error
 
 
+def installed_plugin(group: str, name: str) -> Any | None:
+    """Import a part that a run can do without; None where its package is not installed."""
+    entry = next(iter(entry_points(group=group, name=name)), None)
+    if entry is None or importlib.util.find_spec(entry.module.partition(".")[0]) is None:
+        return None
+    return entry.load()
+
+
 def _entry_point(group: str, name: str, key: str) -> EntryPoint:
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:

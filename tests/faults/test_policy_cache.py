@@ -7,8 +7,8 @@ import pytest
 
 from protocol.runtime import scratch as shared_memory
 from tests.faults.mounts import tmpfs
-from tests.unit.producer.link.scripted_relay import BLOB, POLICY, made_cache, neighbours
-from tests.unit.producer.link.test_sources import find, take
+from tests.unit.slipstream_extras.relays.scripted_relay import BLOB, POLICY, made_cache, neighbours
+from tests.unit.slipstream_extras.relays.test_sources import find, take
 
 pytestmark = pytest.mark.integration
 

@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from benchmarks.groups import ENGINE_FACTS, MAX_MESSAGE_BYTES
 from producer.link.events import LinkEvent, PolicyArrived
-from producer.link.host_cache import HostCache
-from producer.link.relay import Relay, RelayPlace
 from producer.link.session import Link, Mailbox
-from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
 from protocol.channel.client import ZmqClient
 from protocol.channel.keys import producer_keys
 from protocol.config.operation import TransportSection
 from protocol.runtime.scratch import ROOT, common_folder
 from protocol.wire.messages import Hello
+from slipstream_extras.relays.host_cache import HostCache
+from slipstream_extras.relays.relay import Relay, RelayPlace
+from slipstream_extras.relays.sources import PolicySources
 
 
 class Side(NamedTuple):

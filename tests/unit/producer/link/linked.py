@@ -6,10 +6,10 @@ from typing import Any
 
 from producer.link.events import LinkEvent, PolicyArrived, PolicyFetched
 from producer.link.session import Link, Mailbox
-from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
 from protocol.config.operation import TransportSection
 from protocol.wire.messages import Bye, Group, Hello, Lease, PolicyInfo
+from slipstream_extras.relays.sources import PolicySources
 from tests.loopback import LoopbackServer
 from tests.scripted import facts, made_up_group
 from tests.scripted_trainer import ScriptedTrainer, lease

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.link.chunks import Chunks
-from producer.link.host_cache import Claim, HostCache
 from protocol.wire.messages import LARGEST_POLICY_BYTES, BlobChunk
+from slipstream_extras.relays.host_cache import Claim, HostCache
 
 DIGEST, OTHER = "b" * 64, "a" * 64
 

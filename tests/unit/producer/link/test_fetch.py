@@ -12,8 +12,7 @@ import pytest
 
 from producer.link.events import PolicyArrived, PolicyFetched, PolicyRefused
 from producer.link.fetch import Fetcher
-from producer.link.host_cache import Claim, HostCache
-from producer.link.sources import Found
+from producer.link.policy_source import Found, Room
 from protocol.wire.messages import (
     LARGEST_POLICY_BYTES,
     BlobChunk,
@@ -45,7 +44,7 @@ class Sources:
         self.error: Exception | None = None
         self.searching, self.may_answer = threading.Event(), threading.Event()
         self.may_answer.set()
-        self.cache = HostCache(None)
+        self.kept: list[str] = []
         self.claims: list[Any] = []
         self.released: list[Any] = []
 
@@ -56,13 +55,16 @@ class Sources:
             raise self.error
         return Found(self.blob, self.unshared(policy))
 
-    def unshared(self, policy: PolicyInfo) -> Claim:
-        claim = Claim(HostCache(None), policy.digest, None)
+    def keep(self, digest: str) -> None:
+        self.kept.append(digest)
+
+    def unshared(self, policy: PolicyInfo) -> Room:
+        claim = Room()
         claim.release = lambda: self.released.append(claim)  # type: ignore[method-assign]
         self.claims.append(claim)
         return claim
 
-    def take_from_trainer(self, policy: PolicyInfo, blob: memoryview, claim: Claim, seconds: float) -> bool:
+    def take_from_trainer(self, policy: PolicyInfo, blob: memoryview, claim: Room, seconds: float) -> bool:
         assert seconds >= 0
         return blob == DATA
 

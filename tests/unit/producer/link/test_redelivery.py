@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from producer.link.events import LeaseAbandoned, LinkEvent, RunBegan, SessionBegan
 from producer.link.fetch import Fetcher
 from producer.link.session import Link, Mailbox
-from producer.link.sources import PolicySources
 from producer.metrics import Counters, Workload
 from protocol.channel.channel import ReceivedGroup
 from protocol.config.operation import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
+from slipstream_extras.relays.sources import PolicySources
 from tests.loopback import LoopbackServer
 from tests.scripted import facts
 from tests.scripted_trainer import lease

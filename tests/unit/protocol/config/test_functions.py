@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config.functions import load_function, load_plugin
+from protocol.config.functions import installed_plugin, load_function, load_plugin
 from protocol.errors import ConfigError
 
 KEY = "rewards.functions"
@@ -87,3 +87,5 @@ def test_a_plugin_is_found_by_the_name_of_its_entry_point(folder: Path, monkeypa
         load_plugin("slipstream.testing", "broken", KEY)
     with pytest.raises(ConfigError, match="it has none"):
         load_plugin("slipstream.nothing", "root", KEY)
+    assert installed_plugin("slipstream.testing", "root")(9) == 3.0
+    assert [installed_plugin("slipstream.testing", name) for name in ("cube", "broken")] == [None, None]

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.link.relay_download import PATIENCE_S, RelayDownload, allowed_s
 from protocol.channel.channel import BadFrame
 from protocol.wire.messages import (
     BlobChunk,
@@ -17,6 +16,7 @@ from protocol.wire.messages import (
     PolicyOffer,
     PolicyRequest,
 )
+from slipstream_extras.relays.relay_download import PATIENCE_S, RelayDownload, allowed_s
 
 DIGEST, OTHER = "b" * 64, "a" * 64
 DATA = b"0123456789"

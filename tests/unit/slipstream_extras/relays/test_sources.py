@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from producer.link.host_cache import Claim, HostCache
-from producer.link.relay import Downloads, Relay, RelayPlace
-from producer.link.sources import Found, PolicySources
 from protocol.channel.keys import SecretKey
 from protocol.errors import ConfigError
 from protocol.runtime import scratch as shared_memory
@@ -30,7 +27,11 @@ from protocol.wire.messages import (
     RelayPeers,
     RelayRequest,
 )
-from tests.unit.producer.link.scripted_relay import (
+from slipstream_extras.relays.host_cache import Claim, HostCache
+from slipstream_extras.relays.relay import Downloads, Relay, RelayPlace
+from slipstream_extras.relays.sources import Found, PolicySources
+from tests.unit.protocol.channel_harness import eventually, reserve_port
+from tests.unit.slipstream_extras.relays.scripted_relay import (
     BLOB,
     PATIENCE_S,
     POLICY,
@@ -43,7 +44,6 @@ from tests.unit.producer.link.scripted_relay import (
     scripted,
     store,
 )
-from tests.unit.protocol.channel_harness import eventually, reserve_port
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostCache:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a source is to be left; still long for one that answers."""
-    monkeypatch.setattr("producer.link.relay_download.PATIENCE_S", 1.0)
+    monkeypatch.setattr("slipstream_extras.relays.relay_download.PATIENCE_S", 1.0)
 
 
 def find(asking: PolicySources, *relays: RelayAddress) -> Found:
@@ -204,7 +204,7 @@ def test_a_cancelled_search_ends(here: HostCache) -> None:
 
 def test_the_download_of_a_producer_that_is_killed_is_taken_over(here: HostCache) -> None:
     holder = (
-        "import time; from pathlib import Path; from producer.link.host_cache import HostCache\n"
+        "import time; from pathlib import Path; from slipstream_extras.relays.host_cache import HostCache\n"
         f"HostCache(Path({str(here.folder)!r})).claim({POLICY.digest!r}).note(9); print('held', flush=True); time.sleep(600)"
     )
     waiting, found = neighbours(here), list[Found]()
@@ -265,7 +265,7 @@ def test_a_host_without_room_does_not_say_that_it_relays(here: HostCache, monkey
 def test_of_two_producers_of_a_host_the_one_that_has_the_port_relays_until_it_ends(
     here: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producer.link.relay._BIND_EVERY_S", 0.05)
+    monkeypatch.setattr("slipstream_extras.relays.relay._BIND_EVERY_S", 0.05)
     with ExitStack() as stack:
         endpoint = f"tcp://127.0.0.1:{reserve_port(stack)}"
         first, second = (Relay(here, lambda: RelayPlace(endpoint, endpoint), 65_536, None) for _ in range(2))
@@ -279,7 +279,7 @@ def test_of_two_producers_of_a_host_the_one_that_has_the_port_relays_until_it_en
 
 
 def test_a_relay_that_does_not_know_its_address_tries_again(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.link.relay._BIND_EVERY_S", 0.05)
+    monkeypatch.setattr("slipstream_extras.relays.relay._BIND_EVERY_S", 0.05)
     problems: list[Exception] = [RuntimeError("nobody foresaw this"), ConfigError("no way to trainer")]
     with ExitStack() as stack:
         endpoint = f"tcp://127.0.0.1:{reserve_port(stack)}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.link.relay_download import PATIENCE_S, Pace, Rates, allowed_s
+from slipstream_extras.relays.relay_download import PATIENCE_S, Pace, Rates, allowed_s
 
 MB = 1_000_000
 

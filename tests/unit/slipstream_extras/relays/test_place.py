@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from producer.link.relay import relay_place
 from protocol.config.operation import TransportSection
 from protocol.errors import ConfigError
+from slipstream_extras.relays.relay import relay_place
 
 
 @pytest.mark.parametrize(

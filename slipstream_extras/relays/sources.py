@@ -8,35 +8,30 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
-from producer.link import relay_download
-from producer.link.host_cache import Claim, HostCache
-from producer.link.relay import Relay
-from producer.link.relay_download import ASK_EVERY_S, Failure, Rates, RelayDownload
+from producer.link.policy_source import Claim as Download
+from producer.link.policy_source import Found, from_file
 from producer.metrics import PolicyCounts
 from protocol.channel.client import RelayConnection
 from protocol.channel.keys import SecretKey
 from protocol.config.operation import TransportSection, is_loopback
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.runtime.scratch import UnusableFileError, read_offered
 from protocol.wire.adapter_blob import BlobError, verify
 from protocol.wire.messages import PolicyInfo, PolicyOffer, RelayAddress, RelayPeers
+from slipstream_extras.relays import relay_download
+from slipstream_extras.relays.host_cache import Claim, HostCache, host_cache
+from slipstream_extras.relays.relay import Relay, relay_place
+from slipstream_extras.relays.relay_download import ASK_EVERY_S, Failure, Rates, RelayDownload
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.02
 _MOST_BARRED = 256  # relays that are remembered for what was wrong with their policies
-
-
-class Found(NamedTuple):
-    """A policy, or else the right to download it."""
-
-    blob: bytes | memoryview | None
-    claim: Claim
 
 
 @dataclass
@@ -68,9 +63,12 @@ class PolicySources:
         if self.relay is not None:
             self.relay.admit_only(peers.peers if peers else ())
 
+    def keep(self, digest: str) -> None:
+        self.cache.keep(digest)
+
     def find(self, policy: PolicyInfo, offer: PolicyOffer, cancelled: threading.Event) -> Found:
         """Return the policy from the trainer's file, this host's cache or a relay; else the right to download it."""
-        if offer.shared_file and (blob := self._of_file(policy, offer.shared_file)) is not None:
+        if (blob := from_file(policy, offer, self.counts)) is not None:
             return Found(blob, self.unshared(policy))
         claim = self._claim(policy, cancelled)
         if isinstance(claim, bytes):
@@ -90,7 +88,7 @@ class PolicySources:
             raise
         return Found(None, claim)
 
-    def take_from_trainer(self, policy: PolicyInfo, blob: memoryview, claim: Claim, seconds: float) -> bool:
+    def take_from_trainer(self, policy: PolicyInfo, blob: memoryview, claim: Download, seconds: float) -> bool:
         """Verify the bytes that came from the trainer and share them by `claim`. Returns False if their sha256 is wrong."""
         try:
             verify(blob, policy.digest)
@@ -103,18 +101,6 @@ class PolicySources:
 
     def unshared(self, policy: PolicyInfo) -> Claim:
         return Claim(self.cache, policy.digest, None)
-
-    def _of_file(self, policy: PolicyInfo, path: str) -> bytes | None:
-        try:
-            blob = read_offered(path, policy.num_bytes)
-            verify(blob, policy.digest)
-        except (UnusableFileError, BlobError) as error:
-            logger.info(
-                "policy v%d: the trainer's file cannot be used (%s); trying other sources", policy.version, error
-            )
-            return None
-        self.counts.count_download("file")
-        return blob
 
     def _claim(self, policy: PolicyInfo, cancelled: threading.Event) -> Claim | bytes:
         """Return the policy from the cache, after waiting for another process's download, or else the right to download it."""
@@ -194,6 +180,23 @@ class PolicySources:
     def _may_ask(self, relay: RelayAddress) -> bool:
         """Check that a relay has a key; without keys, that it is on this host."""
         return relay.key is not None if self.secret else is_loopback(relay.endpoint)
+
+
+@contextmanager
+def open_sources(config: RunConfig, name: str, secret: SecretKey | None) -> Iterator[PolicySources]:
+    """Open the sources of the producer `name`, whose key is `secret`; None without keys. Raises as `relay_place`."""
+    transport = config.transport
+    with host_cache(config.control_endpoint) as cache:
+        if transport.relay_port is None:
+            yield PolicySources(name, transport, secret, cache)
+            return
+        place = partial(relay_place, transport, config.control_endpoint)
+        relay = Relay(cache, place, transport.max_message_bytes, secret)
+        relay.start()
+        try:
+            yield PolicySources(name, transport, secret, cache, relay)
+        finally:
+            relay.stop()
 
 
 def _run(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer.link.relays import FAN_OUT, MOST_SOURCES, Host, sources
+from slipstream_extras.relays.directory import FAN_OUT, MOST_SOURCES, Host, sources
 
 
 def fleet(region: str, num: int, *, relays: bool = True) -> list[Host]:

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from producer.link.host_cache import HostCache
-from producer.link.relay import Relay, RelayPlace
-from producer.link.sources import PolicySources
 from protocol.channel.channel import BadFrame
 from protocol.channel.keys import SecretKey
 from protocol.channel.server import ZmqRelay
@@ -23,6 +20,9 @@ from protocol.wire.messages import (
     RelayMessage,
     RelayRequest,
 )
+from slipstream_extras.relays.host_cache import HostCache
+from slipstream_extras.relays.relay import Relay, RelayPlace
+from slipstream_extras.relays.sources import PolicySources
 from tests.unit.protocol.channel_harness import reserve_port
 
 BLOB = bytes(range(256)) * 64

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from producer.link.host_cache import Claim, HostCache, host_cache
 from protocol.runtime import scratch as shared_memory
+from slipstream_extras.relays.host_cache import Claim, HostCache, host_cache
 
 A, B = "a" * 64, "b" * 64
 
@@ -68,7 +68,7 @@ def test_a_right_that_is_given_back_or_whose_process_died_goes_to_another(cache:
     assert cache.progress(A) == (0, 1)
     again.release()
     holder = (
-        "import sys, time; from pathlib import Path; from producer.link.host_cache import HostCache\n"
+        "import sys, time; from pathlib import Path; from slipstream_extras.relays.host_cache import HostCache\n"
         f"claim = HostCache(Path({str(cache.folder)!r})).claim({B!r}); claim.note(7); print('held', flush=True)\n"
         "(claim.cache.folder / f'.{claim.digest}.partial').write_bytes(b'half')\ntime.sleep(600)"
     )

@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producer.link.host_cache import HostCache
 from protocol.channel.authenticator import GrantedKeys
 from protocol.channel.channel import BadFrame, own_address
 from protocol.channel.keys import SecretKey
@@ -33,6 +32,7 @@ from protocol.wire.messages import (
     RelayPeer,
     RelayRequest,
 )
+from slipstream_extras.relays.host_cache import HostCache
 
 
 class RelayPlace(NamedTuple):
