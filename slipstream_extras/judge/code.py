@@ -1,6 +1,6 @@
 """The reward `code`: whether the program in a completion passes its tests.
 
-Guarantee: a completion's code runs in the sandbox (`producer.rewards.sandbox`) or not at all. No test enters that sandbox:
+Guarantee: a completion's code runs in the sandbox (`slipstream_extras.judge.sandbox`) or not at all. No test enters that sandbox:
 expected output is compared outside. Tests in Python run in a second sandbox and call the code's functions from there. Both
 sandboxes have ended before the result of a test is returned.
 """
@@ -14,9 +14,9 @@ from importlib import resources
 from typing import Any
 
 from producer.rewards.builtin import Results, column_of, text_of
-from producer.rewards.sandbox import Limits, Sandbox
 from protocol.config.reward_options import Code
 from protocol.wire.answers import text_of_value
+from slipstream_extras.judge.sandbox import Limits, Sandbox
 
 _SCRIPT = """\
 import sys, types

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from producer.rewards.sandbox import Limits, Sandbox
 from slipstream_extras.judge.code import passes
+from slipstream_extras.judge.sandbox import Limits, Sandbox
 from tests.processes import NewProcesses
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from producer.rewards.sandbox import ENVIRONMENT, Isolation, Limits, Outcome, Sandbox
 from protocol.errors import ConfigError
 from slipstream_extras.judge.code import code, program_of
+from slipstream_extras.judge.sandbox import ENVIRONMENT, Isolation, Limits, Outcome, Sandbox
 from tests.processes import NewProcesses
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
@@ -58,7 +58,7 @@ def test_the_time_of_a_program_begins_with_it(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_program_that_never_begins_is_no_failure_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     begun_late(monkeypatch, 90)
-    monkeypatch.setattr("producer.rewards.sandbox._START_S", 0.5)
+    monkeypatch.setattr("slipstream_extras.judge.sandbox._START_S", 0.5)
     with pytest.raises(TimeoutError, match="did not start"):
         run("print(1)")
 
@@ -275,7 +275,7 @@ def _last_words(processes: list[psutil.Process]) -> list[list[str]]:
 
 def test_its_end_is_the_end_of_who_started_it() -> None:
     starter = (
-        "import asyncio, sys\nfrom producer.rewards.sandbox import Limits, Sandbox\n"
+        "import asyncio, sys\nfrom slipstream_extras.judge.sandbox import Limits, Sandbox\n"
         "asyncio.run(Sandbox(Limits(time_s=60)).run('import time; print(1, flush=True); time.sleep(2718)'))"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
@@ -326,7 +326,7 @@ def test_where_nothing_isolates_nothing_runs(monkeypatch: pytest.MonkeyPatch, tm
     broken.write_text("raise OSError('mount: refused')")
     for place, value in (("_INSIDE", broken), ("_ISOLATED", ["--no-such-option"])):
         with monkeypatch.context() as patch:
-            patch.setattr(f"producer.rewards.sandbox.{place}", value)
+            patch.setattr(f"slipstream_extras.judge.sandbox.{place}", value)
             with pytest.raises(ConfigError, match=r"(?s)cannot hold untrusted code: .*sysctl user.max_user_namespaces"):
                 asyncio.run(Sandbox(LIMITS).check())
             with pytest.raises(ConfigError, match="Nothing was run"):

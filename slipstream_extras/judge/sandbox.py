@@ -1,7 +1,7 @@
 """The sandbox: runs untrusted Python programs with bubblewrap.
 
 Guarantee: the program is an ordinary user in namespaces of its own, and sees its interpreter and the system's libraries,
-read-only. `producer.rewards.sandbox_inside` bounds what bubblewrap cannot, before the program starts. The filter of system calls
+read-only. `sandbox_inside.py` bounds what bubblewrap cannot, before the program starts. The filter of system calls
 refuses foreign ABIs, calls that only an attack on the kernel needs, sockets of other families than unix, new namespaces, and
 memory that no process holds as resident, because no limit would count it.
 
