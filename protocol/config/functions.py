@@ -101,9 +101,12 @@ def load_plugin(group: str, name: str, key: str) -> Any:
 def installed_plugin(group: str, name: str) -> Any | None:
     """Import a part that a run can do without; None where its package is not installed."""
     entry = next(iter(entry_points(group=group, name=name)), None)
-    if entry is None or importlib.util.find_spec(entry.module.partition(".")[0]) is None:
-        return None
-    return entry.load()
+    try:
+        return entry and entry.load()
+    except ModuleNotFoundError as error:
+        if entry is not None and error.name == entry.module.partition(".")[0]:
+            return None
+        raise
 
 
 def _entry_point(group: str, name: str, key: str) -> EntryPoint:
