@@ -18,7 +18,10 @@ import torch
 from tests.contract.sources import Sources, arguments_of, attribute, attributes_of, call_of, defined, parsed
 
 REPOSITORY = Path(__file__).parents[2]
-OURS = sorted((REPOSITORY / "producer/engine").glob("*.py"))
+OURS = [
+    *sorted((REPOSITORY / "producer/engine").glob("*.py")),
+    REPOSITORY / "slipstream_extras/endpoint/openai_server.py",
+]
 
 LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 WORKERS = ("vllm.v1.worker.gpu_worker:Worker", "vllm.v1.worker.cpu_worker:CPUWorker")

@@ -17,7 +17,7 @@ from tests.plugins import install
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.rewards.test_rewards import Seen
 
-PAGE = (Path(__file__).parents[4] / "docs" / "plugins.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
 AGENT = """
 def load(settings):
     class Riddles:
