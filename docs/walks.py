@@ -34,7 +34,7 @@ WALKS = {
 }
 _OFF, _IDLE, _LEASE, _BATCH, _OUT, _IN = range(6)
 _NAMES = {_LEASE: "lease", _BATCH: "batch", _OUT: "out", _IN: "in"}
-_PACKAGES = ("protocol", "replay", "producer", "consumer")
+_PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream_extras")
 _IDLE_S = 3.0
 NUM_COMPLETIONS = 4
 _HAND_OVERS = (threading.__file__, queue.__file__)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from protocol.runtime.json_lines import RotatedLines, encode_line
 
-_OUR_PACKAGES = ("protocol", "replay", "producer", "consumer")
+_OUR_PACKAGES = ("protocol", "replay", "producer", "consumer", "slipstream_extras")
 _MAX_CHARS = 8192  # of a message or traceback under JSON: journald splits lines above 48 KiB
 _UNPRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
 _SYSLOG_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
