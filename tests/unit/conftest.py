@@ -48,7 +48,7 @@ def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Logging is as it was afterwards, and its context is this test's own."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    ours = [logging.getLogger(name) for name in ("protocol", "replay", "producer", "consumer")]
+    ours = [logging.getLogger(name) for name in ("protocol", "replay", "producer", "consumer", "slipstream_extras")]
     levels = [one.level for one in ours]
     monkeypatch.setattr(logs, "_context", {})
     root.handlers.clear()  # or `force` would close those of pytest
