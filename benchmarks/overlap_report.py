@@ -106,7 +106,8 @@ def _with_quartiles(values: list[float], digits: int, of: int, middle: float | N
     if not values:
         return f"- (0 of {of})"
     low, high = quartiles(values)
-    shown = f"{median(values) if middle is None else middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+    shown = f"{median(values) if middle is None else middle:,.{digits}f}"
+    shown += f" ({low:,.{digits}f} to {high:,.{digits}f})" if of > 1 else ""
     return shown if len(values) == of else f"{shown}, {len(values)} of {of}"
 
 
