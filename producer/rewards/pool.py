@@ -69,7 +69,7 @@ class Scored(NamedTuple):
     logged: Logged = Logged()
 
 
-class Asked(NamedTuple):
+class RewardTerms(NamedTuple):
     """A reward function, and how the pool asks it."""
 
     name: str
@@ -83,7 +83,7 @@ class Asked(NamedTuple):
     strips_reasoning: bool
 
     @classmethod
-    def of(cls, section: RewardsSection, function: RewardFunction) -> "Asked":
+    def of(cls, section: RewardsSection, function: RewardFunction) -> "RewardTerms":
         environments = None if function.environments is None else frozenset(function.environments)
         return cls(
             function.name, function.place, function.weight, function.attempts, section.limit_s(function), function.steps,
@@ -113,7 +113,7 @@ class RewardPool:
         self._tokenizer: Any = None
         self._plan = RunPlan()
         self._sources = sources_of(section)
-        self._functions = [Asked.of(section, function) for function in section.functions]
+        self._functions = [RewardTerms.of(section, function) for function in section.functions]
         self._reads_thinking, self._counts_reasoning = section.reads_thinking, section.counts_reasoning
         self._unclosed = section.thinking.unclosed
         self._pools = {source.workers for source in self._sources if isinstance(source, WorkerReward)}
@@ -283,7 +283,7 @@ class RewardPool:
         assert scores is not None
         return scores if function.steps is None else reduced(scores, function.steps)
 
-    def _failed(self, function: Asked, prompt: str, count: int, reason: Failure, problem: str) -> str:
+    def _failed(self, function: RewardTerms, prompt: str, count: int, reason: Failure, problem: str) -> str:
         self._observer.reward_failed(function.name, reason, count)
         detail = f"{function.place} {problem}"
         subject = f"{count} completion{'s' if count > 1 else ''} of prompt {prompt}"
