@@ -90,16 +90,17 @@ class PromptDraws:
             try:
                 self.journal.note_draw(epoch, block, mask)
             except JournalFullError:
-                return [each is None or self.share(each) > 0.0 for each in prompt_ids]
+                return [prompt_id is None or self.share(prompt_id) > 0.0 for prompt_id in prompt_ids]
         return [bool(mask >> place & 1) for place in range(len(prompt_ids))]
 
     def _choose(self, epoch: int, prompt_ids: Sequence[int | None]) -> list[bool]:
-        shares = {each: self.share(each) for each in prompt_ids if each is not None}
+        shares = {prompt_id: self.share(prompt_id) for prompt_id in prompt_ids if prompt_id is not None}
         chances = {each: self._chance(each) for each, share in shares.items() if share > 0.0}
         best = max(chances.values(), default=1.0)
         return [
-            each in chances and self._uniform(epoch, each) < shares[each] * probability(chances[each], best)
-            for each in prompt_ids
+            prompt_id in chances
+            and self._uniform(epoch, prompt_id) < shares[prompt_id] * probability(chances[prompt_id], best)
+            for prompt_id in prompt_ids
         ]
 
     def share(self, prompt_id: int) -> float:

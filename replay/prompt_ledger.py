@@ -162,8 +162,10 @@ class EpochOrder:
             places = range(block * BLOCK, min((block + 1) * BLOCK, self.num_prompts))
             prompt_ids = [self._prompt_at(each) for each in places]
             can_come = [
-                each if self._cooldowns.get(each, -1) < self.epoch and not self._is_closed(each) else None
-                for each in prompt_ids
+                prompt_id
+                if self._cooldowns.get(prompt_id, -1) < self.epoch and not self._is_closed(prompt_id)
+                else None
+                for prompt_id in prompt_ids
             ]
             self._asked = self._draws.asked(self.epoch, block, can_come)
             self._block = block

@@ -203,7 +203,7 @@ def tree_layout(tokens: Tokens, make_kernel: MakeKernel) -> Layout:
         make_kernel: of a model that `choose_kernel` has prepared.
     """
     tree = tree_of(tokens.rows)
-    places = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(each) for each in tree.places], batch_first=True)
+    places = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(place) for place in tree.places], batch_first=True)
     ids, positions = torch.from_numpy(tree.ids)[None], torch.from_numpy(tree.positions)[None]
     return _layout(tokens, ids, places)._replace(positions=positions, tree=make_kernel(tree))
 

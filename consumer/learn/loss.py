@@ -349,7 +349,7 @@ class ReferencePolicy:
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         if options is not None:
             casts = options.bf16 and not spreads_weights(model)  # whose parts keep their type
-            cast = {each.weight for each in model.modules() if casts and isinstance(each, torch.nn.Linear)}
+            cast = {module.weight for module in model.modules() if casts and isinstance(module, torch.nn.Linear)}
             cast.discard(model.get_input_embeddings().weight)
             if options.cast_lm_head_to_fp32:
                 cast.discard(model.get_output_embeddings().weight)

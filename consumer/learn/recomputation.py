@@ -48,14 +48,18 @@ class RecomputedLayers:
         base = base_model(model)
         self._layers: list[Any] = []
         if by_memory and base.supports_gradient_checkpointing:
-            self._layers = [each for each in text_model(base).modules() if isinstance(each, GradientCheckpointingLayer)]
+            self._layers = [
+                module for module in text_model(base).modules() if isinstance(module, GradientCheckpointingLayer)
+            ]
         if self._layers:
             with former_names():
                 base.gradient_checkpointing_enable({"use_reentrant": False})
             base.disable_input_require_grads()  # which only reentrant checkpoints need
         self._device, self._ranks, self._together = options.device, ranks, is_sharded(base)
         trained = (
-            each.to_local() if isinstance(each, DTensor) else each for each in model.parameters() if each.requires_grad
+            parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad
         )
         num_trained = sum(each.numel() for each in trained)
         optimizer = str(getattr(options.optim, "value", options.optim))
@@ -173,7 +177,7 @@ def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
         if output is not None:  # the layer raised nothing
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             of_tokens = {hidden.numel() // hidden.size(-1), hidden.size(-2)}
-            matrices = [each.detach() for each in layer.parameters() if each.dim() > 1]
+            matrices = [parameter.detach() for parameter in layer.parameters() if parameter.dim() > 1]
             num_bytes = {True: 0, False: 0}
             for tensor in kept.values():
                 num_bytes[_is_of_weights(tensor.detach(), matrices, of_tokens)] += tensor.untyped_storage().nbytes()
@@ -192,7 +196,7 @@ def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
 def _is_of_weights(tensor: torch.Tensor, matrices: list[torch.Tensor], of_tokens: set[int]) -> bool:
     """Tell whether a tensor does not grow with tokens: it has the shape of a weight, or where tokens are as many as a side, its
     numbers."""
-    alike = [each for each in matrices if sorted(each.shape) == sorted(tensor.shape)]
+    alike = [matrix for matrix in matrices if sorted(matrix.shape) == sorted(tensor.shape)]
     if of_tokens.isdisjoint(tensor.shape):
         return bool(alike)
     here = (each for each in alike if not isinstance(each, DTensor))

@@ -69,7 +69,7 @@ def engine_lengths(config: RunConfig, text: Any) -> tuple[int, int] | None:
 
 def _by_length(text: Any) -> Iterator[dict[str, Any]]:
     parameters = getattr(text, "rope_parameters", None) or {}
-    for numbers in (parameters, *(each for each in parameters.values() if isinstance(each, dict))):
+    for numbers in (parameters, *(parameter for parameter in parameters.values() if isinstance(parameter, dict))):
         if numbers.get("rope_type") in _BY_LENGTH:
             yield numbers
 

@@ -145,7 +145,7 @@ def _obstacle(model: Any, attention: Any) -> str | None:
     if any(getattr(module, "attention_dropout", 0) for module in backbone.modules()):
         return "the model drops out attention weights (attention_dropout)"
     parameters = inspect.signature(backbone.forward).parameters
-    hands_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "position_ids" not in parameters or not hands_on:
         return "the model does not hand positions and other arguments on to its layers"
     return None

@@ -75,7 +75,9 @@ class SegmentKernel:
         if options.softcap is None and (options.window is None or options.window >= self._depth):
             found = _Cascade.apply(query, key, value, self._tree.segments, options.scaling)
         else:
-            found = torch.cat([self._of_segment(each, query, key, value, options) for each in self._tree.segments], 2)
+            found = torch.cat(
+                [self._of_segment(segment, query, key, value, options) for segment in self._tree.segments], 2
+            )
         return found.transpose(1, 2)
 
     def _of_segment(
@@ -226,7 +228,7 @@ class FlexKernel:
     """torch's flex_attention, as transformers compiles it. A place attends to those before it whose segments reach it."""
 
     def __init__(self, tree: Tree, windows: frozenset[int]) -> None:
-        reach = np.concatenate([np.full(len(each), each.reach) for each in tree.segments])
+        reach = np.concatenate([np.full(len(segment), segment.reach) for segment in tree.segments])
         self._size = len(reach)
         self._windows: list[int | None] = [None, *sorted(windows)]
         self.tensors = {"reach": torch.from_numpy(reach), "positions": torch.from_numpy(tree.positions)}

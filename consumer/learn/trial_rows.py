@@ -36,7 +36,7 @@ def rows_to_try(model: Any, length: int) -> list[Row]:
     stands_for_images = {
         value for name, value in vars(model.config).items() if name.endswith(("_token_id", "_token_index"))
     }
-    usual = np.setdiff1d(np.arange(1, size), [each for each in stands_for_images if isinstance(each, int)])
+    usual = np.setdiff1d(np.arange(1, size), [image for image in stands_for_images if isinstance(image, int)])
     ids = usual[np.linspace(0, len(usual) - 1, sum(sizes)).astype(np.int64)]
     first, one, two, other, last = np.split(ids, np.cumsum(sizes)[:-1])
     return [Row(first, one), Row(first, two), Row(other, last)]
@@ -100,7 +100,9 @@ def largest_difference(model: Any) -> float:
 def is_in_sixteen_bits(model: Any) -> bool:
     """Tell whether a part of the model's arithmetic rounds to 16 bits or fewer, as that of a quantized base does."""
     device = model.get_input_embeddings().weight.device.type
-    return torch.is_autocast_enabled(device) or any(each.dtype.itemsize < 4 for each in text_model(model).parameters())
+    return torch.is_autocast_enabled(device) or any(
+        parameter.dtype.itemsize < 4 for parameter in text_model(model).parameters()
+    )
 
 
 @contextmanager

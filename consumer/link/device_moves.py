@@ -28,7 +28,7 @@ class _Piece:
 
     @property
     def is_frozen(self) -> bool:
-        return all(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in self.tensors)
+        return all(isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad for tensor in self.tensors)
 
     def repoint(self, storage: torch.UntypedStorage) -> None:
         """Make the tensors use a storage with the same contents."""

@@ -69,9 +69,9 @@ class WeightSnapshots:
         self._weights = list(published_weights(model))
         self._places: dict[str, Place] = {}
         self._length = 0
-        for each in self._weights:
-            size = each.shape.numel()
-            self._places[each.name] = Place(self._length, size)
+        for weight in self._weights:
+            size = weight.shape.numel()
+            self._places[weight.name] = Place(self._length, size)
             self._length += -(-size // PER_WORD) * PER_WORD
         self._is_pinned = torch.cuda.is_available()
         self._model = model
@@ -82,11 +82,11 @@ class WeightSnapshots:
         self._unmade: deque[WeightSnapshot] = deque()
         loaded = self._new_buffer()
         with torch.no_grad():
-            for each in self._weights:
-                self._part(loaded, each).copy_(each.base(), non_blocking=True)
+            for weight in self._weights:
+                self._part(loaded, weight).copy_(weight.base(), non_blocking=True)
         if self._on_gpu:
             torch.cuda.synchronize()
-        shapes = {each.name: each.shape for each in self._weights}
+        shapes = {weight.name: weight.shape for weight in self._weights}
         self._maker = PatchMaker(shapes, self._places, loaded, self._free.append)
 
     @property
@@ -165,11 +165,11 @@ class WeightSnapshots:
         sums = []
         self._num_taken += 1
         with torch.no_grad():
-            for each in self._weights:
-                values = each.now()
-                self._part(buffer, each).copy_(values, non_blocking=True)
-                if each.merged:
-                    sums.append(_survival(values, each.base(), self._num_taken))
+            for weight in self._weights:
+                values = weight.now()
+                self._part(buffer, weight).copy_(values, non_blocking=True)
+                if weight.merged:
+                    sums.append(_survival(values, weight.base(), self._num_taken))
         if not sums:
             return None
         total = torch.stack(sums).sum(0)

@@ -188,7 +188,7 @@ def made(plan: Plan) -> Any:
         if plan.name not in CURRICULA:
             raise DatasetError(f"difficulty: {plan.name} has no curriculum in reasoning-gym; give `config` instead")
         curriculum = CURRICULA[plan.name]()
-        levels = max((len(each.levels) for each in curriculum.attributes.values()), default=1)
+        levels = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1)
         if plan.difficulty >= levels:
             raise DatasetError(f"difficulty={plan.difficulty}: the curriculum of {plan.name} ends at {levels - 1}")
         curriculum.set_global_level(plan.difficulty)

@@ -189,7 +189,7 @@ class ProcessRanks:
         flat = torch.cat([value.double().flatten() for value in values.values()]).cpu()
         began = time.monotonic()
         lengths = self._from_each(torch.tensor([len(value) for value in values.values()]))
-        widths = [int(each.sum()) for each in lengths]
+        widths = [int(length.sum()) for length in lengths]
         padded = torch.nn.functional.pad(flat, (0, max(widths) - len(flat)))
         parts = [
             whole[:width].split(each.tolist())

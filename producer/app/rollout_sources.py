@@ -49,7 +49,7 @@ def build_source(
             sources[name] = PlainRollouts(access, prompts)
     if not config.routes:
         return sources[""]
-    included = {column for each in sources.values() for column in each.reward_names}
+    included = {column for source in sources.values() for column in source.reward_names}
     return RoutedRollouts(sources, tuple(name for name in config.reward_names if name in included))
 
 

@@ -77,7 +77,9 @@ class Patcher(Exchange):
         self._blocks = blocks_of(model, self._checkpoint.shapes, dtype)
         self._sums = read_back(model, self._checkpoint, self._blocks)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._packed = [(names[id(each.weight)], each) for each in model.modules() if hasattr(each, "cpu_linear")]
+        self._packed = [
+            (names[id(module.weight)], module) for module in model.modules() if hasattr(module, "cpu_linear")
+        ]
         self._former: list[Change] = []
         self._present: list[Change] = []
         self._next: list[Change] = []

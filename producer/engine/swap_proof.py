@@ -191,9 +191,9 @@ def _bits(numbers: torch.Tensor) -> torch.Tensor:
 def _words(*matrices: torch.Tensor) -> list[torch.Tensor]:
     """Return the bits of matrices of one shape and dtype, as words of eight bytes where their memory allows it."""
     width = matrices[0].shape[-1] * matrices[0].element_size()
-    if width % 8 == 0 and all(each.is_contiguous() and each.data_ptr() % 8 == 0 for each in matrices):
-        return [each.view(torch.int64) for each in matrices]
-    return [_bits(each) for each in matrices]
+    if width % 8 == 0 and all(matrix.is_contiguous() and matrix.data_ptr() % 8 == 0 for matrix in matrices):
+        return [matrix.view(torch.int64) for matrix in matrices]
+    return [_bits(matrix) for matrix in matrices]
 
 
 def _is_experts(layer: Any) -> bool:

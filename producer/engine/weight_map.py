@@ -81,27 +81,27 @@ class Block(NamedTuple):
 
     def places(self, elements: Places) -> "tuple[slice | Places, Places]":
         """Return which of these elements of the tensor, in rising order, lie in this block, and their places in the parameter."""
-        span = 1 + sum((each.size - 1) * each.source for each in self.dimensions)
+        span = 1 + sum((dimension.size - 1) * dimension.source for dimension in self.dimensions)
         first, last = np.searchsorted(elements, [self.source_offset, self.source_offset + span])
         rest = elements[first:last] - self.source_offset
-        if all(each.source == each.target == 1 for each in self.dimensions):  # one row at most
+        if all(dimension.source == dimension.target == 1 for dimension in self.dimensions):  # one row at most
             return slice(first, last), rest + self.offset
         places, inside = np.full_like(rest, self.offset), np.ones(len(rest), bool)
-        for each in self.dimensions:
-            index, rest = np.divmod(rest, each.source)
-            inside &= index < each.size
-            places += index * each.target
+        for dimension in self.dimensions:
+            index, rest = np.divmod(rest, dimension.source)
+            inside &= index < dimension.size
+            places += index * dimension.target
         inside &= rest == 0
         return first + np.flatnonzero(inside), places[inside]
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this block of a tensor of the checkpoint, given flat."""
-        sizes, distances = ([each[field] for each in self.dimensions] for field in (0, 1))
+        sizes, distances = ([dimension[field] for dimension in self.dimensions] for field in (0, 1))
         return flat.as_strided(sizes, distances, flat.storage_offset() + self.source_offset)
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this block of the parameter, given flat."""
-        sizes, distances = ([each[field] for each in self.dimensions] for field in (0, 2))
+        sizes, distances = ([dimension[field] for dimension in self.dimensions] for field in (0, 2))
         return flat.as_strided(sizes, distances, flat.storage_offset() + self.offset)
 
 

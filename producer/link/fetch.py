@@ -65,7 +65,7 @@ class Fetcher:
     def announce(self, policy: PolicyInfo) -> None:
         """Fetch the trainer's newest policy. It is announced again and again, and only a change has an effect, and none while an
         anchor arrives: the newer policy probably has the same one."""
-        if policy == self._announced or any(each.awaits_anchor for each in self._downloads.values()):
+        if policy == self._announced or any(download.awaits_anchor for download in self._downloads.values()):
             return
         self._announced = policy
         if (problem := self._begin("newest", policy)) is not None:

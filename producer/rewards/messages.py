@@ -36,7 +36,7 @@ class Job(msgspec.Struct, frozen=True):
     def in_pieces(self, codec: Any) -> "Job":
         """Return the job with its token ids encoded one by one, so that other threads run in between: msgspec holds the GIL while
         it encodes."""
-        ids = [msgspec.Raw(codec.encode(each)) for each in self.completion_ids]
+        ids = [msgspec.Raw(codec.encode(token_ids)) for token_ids in self.completion_ids]
         return msgspec.structs.replace(self, completion_ids=ids)
 
 

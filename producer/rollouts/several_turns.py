@@ -69,8 +69,8 @@ class PlayedRollouts:
             ) from None
         generation_s = time.monotonic() - started
         episodes = [task.result() for task in tasks]
-        own = [[each.reward] for each in episodes] if self.reward_names else [[]]
-        return Rollouts(episodes, generation_s, [each.messages for each in episodes], np.array(own, np.float32))
+        own = [[episode.reward] for episode in episodes] if self.reward_names else [[]]
+        return Rollouts(episodes, generation_s, [episode.messages for episode in episodes], np.array(own, np.float32))
 
     async def _branch(self, lease: Lease, sample: Sample) -> Branch | None:
         """Play the trunk of a group and return the last place before which the policy took a turn there, at most as many turns

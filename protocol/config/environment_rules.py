@@ -44,7 +44,7 @@ def _of_names(config: RunValues) -> Problems:
             if function.environments is not None:
                 yield f"rewards.functions: {function.name}.environments: there are no `environments`; add them, or remove the key"
         return
-    names = [each.name for each in config.environments]
+    names = [environment.name for environment in config.environments]
     if config.environment.is_given:
         yield "environment: it is for a run with one; move it to `environments`, with a name"
     for name, count in Counter(names).items():
@@ -81,7 +81,11 @@ def _unknown(key: str, name: str, names: list[str]) -> Problems:
 def _of_rewards(config: RunValues, names: list[str]) -> Problems:
     alone = config.distillation is not None and config.distillation.alone
     for section in config.environments:
-        functions = [each for each in config.rewards.functions if each.posted is None and each.scores(section.name)]
+        functions = [
+            function
+            for function in config.rewards.functions
+            if function.posted is None and function.scores(section.name)
+        ]
         if section.factory is None and not config.posted_by(section.name):
             yield f"{section.key}: give factory or agent, or a posted reward of rewards.functions that agents of yours post"
         elif not alone and section.own_weight is None and not functions and not config.posted_by(section.name):

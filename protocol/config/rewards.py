@@ -221,9 +221,9 @@ class RewardsSection(Section):
         """Return those that producers compute, with this base where they need one and name none."""
         base = {"model": model, "revision": revision}
         functions = [
-            each.model_copy(update={"options": base | each.options}) if each.needs_base else each
-            for each in self.functions
-            if each.posted is None
+            function.model_copy(update={"options": base | function.options}) if function.needs_base else function
+            for function in self.functions
+            if function.posted is None
         ]
         return self.model_copy(update={"functions": functions})
 

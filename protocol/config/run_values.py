@@ -135,12 +135,12 @@ class RunValues(Section):
     def by_environment(self) -> dict[str, EnvironmentSection]:
         """The environments by the names that rows have for them; that of the section `environment` is empty."""
         alone = {"": self.environment} if self.environment.is_given else {}
-        return {each.name: each for each in self.environments} or alone
+        return {environment.name: environment for environment in self.environments} or alone
 
     @property
     def may_skip(self) -> tuple[str, ...]:
         """The environments that the run may go on without."""
-        return tuple(each.name for each in self.environments if each.on_failure == "skip")
+        return tuple(environment.name for environment in self.environments if environment.on_failure == "skip")
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -167,14 +167,18 @@ class RunValues(Section):
         section = self.by_environment.get(environment, self.environment)
         if section.factory is not None or environment == SINGLE_TURN:
             return {}
-        functions = [each for each in self.rewards.functions if each.posted is not None and each.scores(environment)]
+        functions = [
+            function
+            for function in self.rewards.functions
+            if function.posted is not None and function.scores(environment)
+        ]
         own = {REWARD_NAME: environment or REWARD_NAME} if section.is_played_outside else {}
-        return {each.name: each.name for each in functions} | own
+        return {function.name: function.name for function in functions} | own
 
     @property
     def posted_rewards(self) -> tuple[str, ...]:
         """The columns of all rewards that agents post."""
-        posted = [name for each in self.routes or ("",) for name in self.posted_by(each).values()]
+        posted = [name for route in self.routes or ("",) for name in self.posted_by(route).values()]
         return tuple(name for name in self.reward_names if name in {*posted, *self.rewards.posted})
 
     @property

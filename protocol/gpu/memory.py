@@ -264,7 +264,7 @@ def _num_embedded(config: RunConfig, model: ModelShape) -> int:
 
 def _own_trained(config: RunConfig, model: ModelShape) -> list[Weight]:
     patterns = config.trainable or ["*"]
-    return [weight for weight in model.weights if any(fnmatchcase(weight.name, each) for each in patterns)]
+    return [weight for weight in model.weights if any(fnmatchcase(weight.name, pattern) for pattern in patterns)]
 
 
 def _num_served(config: RunConfig, model: ModelShape) -> int:

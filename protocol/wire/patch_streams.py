@@ -111,7 +111,7 @@ def _merged(places: Places, bits: Bits) -> tuple[Places, Bits]:
 def changes_of(patch: WeightPatch) -> Iterator[tuple[PatchedTensor, Places, Bits]]:
     """Yield the tensors with the places of their changes, in rising order, and the XOR of each. Raises BlobError if a place lies
     outside of its tensor."""
-    low_gaps, high_gaps, low_bits, high_bits = (np.frombuffer(each, np.uint8) for each in patch.streams)
+    low_gaps, high_gaps, low_bits, high_bits = (np.frombuffer(stream, np.uint8) for stream in patch.streams)
     gaps, bits = (low | high.astype(np.uint16) << 8 for low, high in ((low_gaps, high_gaps), (low_bits, high_bits)))
     for tensor in patch.tensors:
         its_gaps, gaps = np.split(gaps, [tensor.num_gaps])

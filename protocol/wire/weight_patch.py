@@ -67,7 +67,7 @@ class WeightPatch(NamedTuple):
 
 def pack(patch: WeightPatch) -> tuple[bytes, str]:
     """Return the blob and its sha256 in hex. Equal patches give equal blobs."""
-    streams = [[igzip_lib.compress(piece, _LEVEL) for piece in _pieces(each)] for each in patch.streams]
+    streams = [[igzip_lib.compress(piece, _LEVEL) for piece in _pieces(stream)] for stream in patch.streams]
     data = msgspec.msgpack.encode(_Patch(patch.anchor, patch.tensors, streams))
     return data, hashlib.sha256(data).hexdigest()
 
@@ -78,23 +78,25 @@ def parse(data: bytes | memoryview, shapes: Mapping[str, Sequence[int]] | None =
         found = msgspec.msgpack.decode(data, type=_Patch)
     except msgspec.DecodeError as error:
         raise BlobError(f"not a patch of weights: {error}") from error
-    for each in found.tensors:
-        if each.num_changes > each.size or each.num_gaps > each.num_changes + each.size // GO_ON:
-            raise BlobError(f"not a patch of weights: {each.name} has more changes than elements")
+    for tensor in found.tensors:
+        if tensor.num_changes > tensor.size or tensor.num_gaps > tensor.num_changes + tensor.size // GO_ON:
+            raise BlobError(f"not a patch of weights: {tensor.name} has more changes than elements")
     _check_names(found.tensors, shapes)
-    gaps, changes = (sum(getattr(each, name) for each in found.tensors) for name in ("num_gaps", "num_changes"))
+    gaps, changes = (sum(getattr(tensor, name) for tensor in found.tensors) for name in ("num_gaps", "num_changes"))
     lengths = (gaps, gaps, changes, changes)
     return WeightPatch(found.anchor, found.tensors, list(map(_inflated, found.streams, lengths)))
 
 
 def _check_names(tensors: list[PatchedTensor], shapes: Mapping[str, Sequence[int]] | None) -> None:
-    if len({each.name for each in tensors}) < len(tensors):
+    if len({tensor.name for tensor in tensors}) < len(tensors):
         raise BlobError("not a patch of weights: it has a tensor twice")
     if shapes is None:
         return
-    for each in tensors:
-        if each.name not in shapes or list(shapes[each.name]) != each.shape:
-            raise BlobError(f"the patch is of other weights: the checkpoint has no {each.name} of shape {each.shape}")
+    for tensor in tensors:
+        if tensor.name not in shapes or list(shapes[tensor.name]) != tensor.shape:
+            raise BlobError(
+                f"the patch is of other weights: the checkpoint has no {tensor.name} of shape {tensor.shape}"
+            )
 
 
 def _pieces(stream: bytes | bytearray) -> Iterator[memoryview]:

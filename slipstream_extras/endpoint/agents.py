@@ -298,7 +298,7 @@ class Agents:
                 if spans.unit == "characters":
                     assert self._decode is not None, "they are refused until then"
                     spans = spans.in_tokens(self._decode(ids), ids, self._decode)
-                episode.reward_spans(zip(spans.ends, (weight * each for each in spans.rewards), strict=True))
+                episode.reward_spans(zip(spans.ends, (weight * reward for reward in spans.rewards), strict=True))
 
     def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
         """End an episode that its agent could not finish. Its rewards are missing; without samples its whole task fails. Raises
