@@ -84,7 +84,7 @@ def reward_of(config_file: str) -> Callable[..., Any]:
 
 
 def sums_easy(row: dict[str, Any]) -> bool:
-    """Tell whether the sum has no carry from its last digits: a filter of rows."""
+    """Return whether the sum has no carry from its last digits: a filter of rows."""
     first, second = row["prompt"].rstrip("=").split("+")
     return int(first[-1]) + int(second[-1]) < 10
 
@@ -94,7 +94,7 @@ def sums_hard(row: dict[str, Any]) -> bool:
 
 
 def smollm2_easy(row: dict[str, Any]) -> bool:
-    """Tell whether both numbers have one digit: a filter of rows."""
+    """Return whether both numbers have one digit: a filter of rows."""
     return not re.search(r"\d\d", row["prompt"][0]["content"])
 
 
@@ -103,7 +103,7 @@ def smollm2_hard(row: dict[str, Any]) -> bool:
 
 
 def lcm_easy(row: dict[str, Any]) -> bool:
-    """Tell whether one number is the answer: a filter of rows."""
+    """Return whether one number is the answer: a filter of rows."""
     return row["answer"] in re.findall(r"\d+", row["prompt"][-1]["content"])
 
 
@@ -112,7 +112,7 @@ def lcm_hard(row: dict[str, Any]) -> bool:
 
 
 def times_easy(row: dict[str, Any]) -> bool:
-    """Tell whether both factors have one digit: a filter of rows."""
+    """Return whether both factors have one digit: a filter of rows."""
     return not re.search(r"\d\d", row["prompt"][-1]["content"])
 
 

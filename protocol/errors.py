@@ -108,12 +108,12 @@ def access_fix(error: OSError) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether torch raised this because its device has no memory, in the words of its allocator and of CUDA itself."""
+    """Return whether torch raised this because its device has no memory, in the words of its allocator and of CUDA itself."""
     return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Tell whether torch raised this because its device has no memory, or failed."""
+    """Return whether torch raised this because its device has no memory, or failed."""
     return is_out_of_memory(error) or (
         "torch" in sys.modules and isinstance(error, sys.modules["torch"].AcceleratorError)
     )

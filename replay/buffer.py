@@ -309,7 +309,7 @@ class RolloutBuffer:
 
     @_locked
     def has_batch(self, timeout_s: float) -> bool:
-        """Tell whether `next_batch` would find a batch within the timeout (or a little earlier, as there). Raises the same."""
+        """Return whether `next_batch` would find a batch within the timeout (or a little earlier, as there). Raises the same."""
         return self._within(timeout_s, lambda: self._has_batch() or None) is not None
 
     def _within(self, timeout_s: float, attempt: Callable[[], _Result | None]) -> _Result | None:

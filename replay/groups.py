@@ -69,7 +69,7 @@ class EvaluationLeaseId(NamedTuple):
 
 
 def is_evaluation(text: str) -> bool:
-    """Tell whether the lease is one of an evaluation, of this process or another."""
+    """Return whether the lease is one of an evaluation, of this process or another."""
     return text.startswith(_EVALUATION)
 
 

@@ -144,7 +144,7 @@ class EpochOrder:
                 self.num_skipped += 1
 
     def is_ahead(self, key: Key) -> bool:
-        """Tell whether this first attempt is still to come."""
+        """Return whether this first attempt is still to come."""
         if key.reroll > 0 or key.epoch != self.epoch:
             return key.reroll == 0 and key.epoch > self.epoch
         place = self._order.place_of(key.prompt_id) if self._order else key.prompt_id
@@ -154,7 +154,7 @@ class EpochOrder:
         return self._order.at(place) if self._order else place
 
     def _is_asked(self, place: int) -> bool:
-        """Tell whether the prompt at this place is asked; decide on its block, if that is not decided."""
+        """Return whether the prompt at this place is asked; decide on its block, if that is not decided."""
         if self._draws is None:
             return True
         block, inside = divmod(place, BLOCK)
@@ -387,7 +387,7 @@ class PromptLedger:
         self.leases.remove(key)
 
     def _may_be_deferred(self, key: Key) -> bool:
-        """Tell whether the attempt that this return would follow is not settled yet."""
+        """Return whether the attempt that this return would follow is not settled yet."""
         before = key._replace(reroll=key.reroll - 1)
         return self.leases.status(before) is not None or self.order.is_ahead(before)
 

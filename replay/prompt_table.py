@@ -33,7 +33,7 @@ def failure_class(reason: str) -> FailureClass:
 
 
 def is_hopeless(reason: str) -> bool:
-    """Tell whether another attempt would fail in the same way."""
+    """Return whether another attempt would fail in the same way."""
     return reason in _HOPELESS
 
 
@@ -219,7 +219,7 @@ class PromptTable(Generic[K]):
         return len(self._order[kind])
 
     def is_open(self, key: K) -> bool:
-        """Tell whether the prompt wants an answer now."""
+        """Return whether the prompt wants an answer now."""
         return isinstance(self.status(key), (Waiting, Leased))
 
     def put(self, task: PromptTask[K], status: Status) -> None:

@@ -87,7 +87,7 @@ def read_rows(file: Path, tokenizer: Any, config: RunConfig) -> Iterator[Row]:
 def _row(row: dict[str, Any], tokenizer: Any, config: RunConfig) -> Row:
     if "completion_ids" in row:
         ids = row["prompt_ids"], row["completion_ids"]
-        if not all(isinstance(one, list) and all(type(token) is int for token in one) for one in ids):
+        if not all(isinstance(tokens, list) and all(type(token) is int for token in tokens) for tokens in ids):
             raise TypeError("token ids are lists of whole numbers")
         return Row(*ids)
     prompt, completion, template = row["prompt"], row["completion"], config.dataset.chat_template_kwargs

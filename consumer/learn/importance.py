@@ -34,7 +34,7 @@ class Correction:
 
     @property
     def is_active(self) -> bool:
-        """Tell whether any factor can differ from 1."""
+        """Return whether any factor can differ from 1."""
         return self.level != "none" or self.token_veto is not None or self.probability_difference_max is not None
 
 

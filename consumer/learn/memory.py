@@ -52,7 +52,7 @@ def oom_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a device, or the host, had no memory."""
+    """Return whether a device, or the host, had no memory."""
     return errors.is_out_of_memory(error) or bool(should_reduce_batch_size(error))
 
 

@@ -289,7 +289,7 @@ def check_base_fits(base: int, fix: str) -> None:
 
 
 def is_sharded(model: Any) -> bool:
-    """Tell whether this causal language model, which may have LoRA layers, was given to `shard_base`."""
+    """Return whether this causal language model, which may have LoRA layers, was given to `shard_base`."""
     return isinstance(model, FSDPModule) or isinstance(text_model(model), FSDPModule)
 
 

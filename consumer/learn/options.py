@@ -97,13 +97,13 @@ def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def casts(config: RunConfig, section: Mapping[str, Any], *, on_gpu: bool) -> bool:
-    """Tell whether passes are under autocast to bfloat16, unless `section` says otherwise. A base that is frozen has 16 bits
+    """Return whether passes are under autocast to bfloat16, unless `section` says otherwise. A base that is frozen has 16 bits
     already."""
     return (on_gpu or config.weights == "full") and config.model.dtype == "bfloat16" and not section.get("fp16")
 
 
 def checkpoints_by_memory(config: RunConfig) -> bool:
-    """Tell whether each pass recomputes the layers that its device has no room for, because the file does not say which."""
+    """Return whether each pass recomputes the layers that its device has no room for, because the file does not say which."""
     return config.trainer.keys().isdisjoint({"gradient_checkpointing", "gradient_checkpointing_kwargs"})
 
 

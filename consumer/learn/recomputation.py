@@ -194,14 +194,14 @@ def _counted(layer: torch.nn.Module) -> Iterator[list[int]]:
 
 
 def _is_of_weights(tensor: torch.Tensor, matrices: list[torch.Tensor], of_tokens: set[int]) -> bool:
-    """Tell whether a tensor does not grow with tokens: it has the shape of a weight, or where tokens are as many as a side, its
+    """Return whether a tensor does not grow with tokens: it has the shape of a weight, or where tokens are as many as a side, its
     numbers."""
     alike = [matrix for matrix in matrices if sorted(matrix.shape) == sorted(tensor.shape)]
     if of_tokens.isdisjoint(tensor.shape):
         return bool(alike)
     here = (each for each in alike if not isinstance(each, DTensor))
     sides = (one for each in here for one in (each, each.mT) if one.shape == tensor.shape)
-    return any(torch.equal(one.to(tensor.dtype), tensor) for one in sides)
+    return any(torch.equal(side.to(tensor.dtype), tensor) for side in sides)
 
 
 def _room_of_host() -> int:

@@ -99,7 +99,7 @@ def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
 
 
 def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
-    """Tell whether groups made under the facts `before` can be trained now. A new journal has no facts.
+    """Return whether groups made under the facts `before` can be trained now. A new journal has no facts.
 
     Raises:
         ConfigError: they are of another model.

@@ -54,7 +54,7 @@ def shard_weights(model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMes
 
 
 def spreads_weights(model: Any) -> bool:
-    """Tell whether this causal language model was given to `shard_weights`."""
+    """Return whether this causal language model was given to `shard_weights`."""
     return isinstance(model, FSDPModule)
 
 

@@ -186,12 +186,12 @@ class SlipstreamTrainer(Trainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
+        """Return whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
         return is_sharded(self.base)
 
     @property
     def spreads_weights(self) -> bool:
-        """Tell whether each rank has a part of what trains, too."""
+        """Return whether each rank has a part of what trains, too."""
         return spreads_weights(self.base)
 
     def gather(self, what: GatheredState) -> None:

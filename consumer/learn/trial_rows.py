@@ -98,7 +98,7 @@ def largest_difference(model: Any) -> float:
 
 
 def is_in_sixteen_bits(model: Any) -> bool:
-    """Tell whether a part of the model's arithmetic rounds to 16 bits or fewer, as that of a quantized base does."""
+    """Return whether a part of the model's arithmetic rounds to 16 bits or fewer, as that of a quantized base does."""
     device = model.get_input_embeddings().weight.device.type
     return torch.is_autocast_enabled(device) or any(
         parameter.dtype.itemsize < 4 for parameter in text_model(model).parameters()

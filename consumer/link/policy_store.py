@@ -75,7 +75,7 @@ class PolicyStore:
         return self._newest
 
     def is_newest(self, digest: str) -> bool:
-        """Tell whether every producer needs this blob: it is that of the newest policy, or of its anchor."""
+        """Return whether every producer needs this blob: it is that of the newest policy, or of its anchor."""
         return digest in (self.newest.digest, self._anchors.get("newest"))
 
     def publish(self, policy: PublishedPolicy) -> None:

@@ -173,8 +173,8 @@ class PolicyProbe:
 
 
 def may_be_cast(model: Any) -> bool:
-    """Tell whether a float32 pass of the model differs from its own, and can be made: not where ranks share its layers."""
-    return any(one.dtype in _HALVES for one in model.parameters()) and not any(
+    """Return whether a float32 pass of the model differs from its own, and can be made: not where ranks share its layers."""
+    return any(parameter.dtype in _HALVES for parameter in model.parameters()) and not any(
         isinstance(module, FSDPModule) for module in model.modules()
     )
 

@@ -47,7 +47,7 @@ class ProducerSession:
         return self.capacity - len(self.leases)
 
     def may_serve(self, version: int) -> bool:
-        """Tell whether it serves this version or a newer one, or may come to it."""
+        """Return whether it serves this version or a newer one, or may come to it."""
         return self.heartbeat.num_refused == 0 or self.heartbeat.policy_version >= version
 
     def end(self) -> None:

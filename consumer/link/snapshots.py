@@ -97,7 +97,7 @@ class AdapterSnapshots:
 
 
 def lies_on_gpu(parameters: Iterable[torch.Tensor]) -> bool:
-    """Tell whether the parameters of a model are on a GPU now. Where that is used in turns, they come and go."""
+    """Return whether the parameters of a model are on a GPU now. Where that is used in turns, they come and go."""
     return any(parameter.is_cuda for parameter in parameters)
 
 

@@ -13,7 +13,7 @@ _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 
 
 def is_packed(layer: Any) -> bool:
-    """Tell whether vLLM's CPU build has packed the weight and dropped the original."""
+    """Return whether vLLM's CPU build has packed the weight and dropped the original."""
     return bool(layer.weight.numel() == 0)
 
 

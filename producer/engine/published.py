@@ -68,7 +68,7 @@ class PublishedAdapter(NamedTuple):
     config: dict[str, Any]
 
     def targets(self, kind: str) -> bool:
-        """Tell whether modules whose name ends in `kind` must be in the adapter. False where PEFT chooses by more than that."""
+        """Return whether modules whose name ends in `kind` must be in the adapter. False where PEFT chooses by more than that."""
         targets = self.config.get("target_modules")
         chooses = ("target_parameters", "exclude_modules", "layers_to_transform")
         return isinstance(targets, list) and kind in targets and not any(self.config.get(key) for key in chooses)

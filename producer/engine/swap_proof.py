@@ -135,7 +135,7 @@ def by_slice(parts: list[tuple[str, Pair | None]], sizes: list[int] | None) -> "
 
 
 def differs(wanted: Wanted) -> torch.Tensor:
-    """Tell whether the slot holds other bits than it should, by a tensor () of bool on its device."""
+    """Return whether the slot holds other bits than it should, by a tensor () of bool on its device."""
     slot, numbers = wanted.slot, wanted.numbers
     if numbers is None:
         return _bits(slot).any()

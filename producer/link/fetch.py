@@ -175,7 +175,7 @@ class _Download(threading.Thread):
 
     @property
     def awaits_anchor(self) -> bool:
-        """Tell whether it is of the newest policy, and has not come to that itself."""
+        """Return whether it is of the newest policy, and has not come to that itself."""
         return "newest" in self.purposes and self.wanted != self.policy.digest
 
     def put(self, answer: Answer | Reconnected) -> None:

@@ -145,7 +145,7 @@ class SwapProof:
         self._references: dict[str, Measured] = {}
 
     def needs_base(self, probe: ReceivedProbe) -> bool:
-        """Tell whether these tokens were never measured with the engine's base."""
+        """Return whether these tokens were never measured with the engine's base."""
         return self._rows != probe.rows
 
     def note_base(self, probe: ReceivedProbe, engine: Sequence[Scored] | None) -> None:

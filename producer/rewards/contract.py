@@ -84,15 +84,17 @@ class Taken(NamedTuple):
         except (TypeError, ValueError):  # of some functions that are not written in Python
             return cls((), None)
         kinds = inspect.Parameter
-        by_name = [one for one in parameters if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-        for one in parameters:
-            if one.kind is kinds.POSITIONAL_ONLY and one.default is kinds.empty:
+        by_name = [
+            parameter for parameter in parameters if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        ]
+        for parameter in parameters:
+            if parameter.kind is kinds.POSITIONAL_ONLY and parameter.default is kinds.empty:
                 raise ConfigError(
-                    f"rewards.functions: {place} takes `{one.name}` by its position alone; remove the `/`, because arguments "
+                    f"rewards.functions: {place} takes `{parameter.name}` by its position alone; remove the `/`, as arguments "
                     "are passed by name, as in TRL"
                 )
         needed = tuple(one.name for one in by_name if one.default is kinds.empty)
-        takes_all = any(one.kind is kinds.VAR_KEYWORD for one in parameters)
+        takes_all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
         return cls(needed, None if takes_all else frozenset(one.name for one in by_name))
 
     def of(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class _Beginnings:
         self._shown: dict[int, str] = {}  # behind it, by the number of tokens
 
     def hold(self, num: int, end: int) -> bool:
-        """Tell whether the text of `num` tokens begins with all before `end`."""
+        """Return whether the text of `num` tokens begins with all before `end`."""
         return self._behind(num).startswith(self._text[self._characters : end])
 
     def go_on_from(self, num: int) -> None:

@@ -47,7 +47,7 @@ class AdmissionControl:
 
     @property
     def is_calm(self) -> bool:
-        """Tell whether every group that was in the engine at the last preemption has left."""
+        """Return whether every group that was in the engine at the last preemption has left."""
         return self._disturbed == 0
 
     def look(self, inside: int, num_completions: int, load: EngineLoad) -> bool:
@@ -237,7 +237,7 @@ class Admission:
         return load.running + load.waiting + outside
 
     def _fits(self, num_more: int) -> bool:
-        """Tell whether the engine has places and KV cache for so many more completions, by what it says."""
+        """Return whether the engine has places and KV cache for so many more completions, by what it says."""
         load = self._load()
         if load is None or not self._control.is_calm:
             return False

@@ -54,14 +54,14 @@ class WatchedConnection:
     was_shut: bool = False
 
     def may_be_another(self, descriptor: int) -> bool:
-        """Tell whether it may be one that got the number `descriptor` after the end of the connection that was accepted."""
+        """Return whether it may be one that got the number `descriptor` after the end of the connection that was accepted."""
         try:
             return not self.is_sure and os.path.sameopenfile(self.socket.fileno(), descriptor)
         except OSError:  # the number is free
             return False
 
     def has_finished(self, counts: tuple[int, int] | None, done_bytes: int, longest_s: float) -> bool:
-        """Tell whether its handshake is over, by the byte `counts` of one moment: between two moments it could end unseen. It
+        """Return whether its handshake is over, by the byte `counts` of one moment: between two moments it could end unseen. It
         is when the peer acknowledged `done_bytes`, or after `longest_s`."""
         return counts is None or counts[0] >= done_bytes or time.monotonic() - self.accepted_at > longest_s
 
@@ -73,7 +73,7 @@ class WatchedConnection:
         return struct.unpack_from("=Q", info, _BYTES_ACKED)[0], struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
 
     def exceeds(self, most: int, num_messages: int, received: int) -> bool:
-        """Tell whether it has sent more than `most` bytes since it completed a message. It has completed `num_messages`."""
+        """Return whether it has sent more than `most` bytes since it completed a message. It has completed `num_messages`."""
         if num_messages != self.deliveries:
             self.deliveries, self.mark, self.over_since, self.was_reported = num_messages, received, None, False
             return False

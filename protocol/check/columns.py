@@ -73,7 +73,7 @@ def columns_of(files: Sequence[Path]) -> Columns | None:
 
 
 def _may_name(file: Path, name: str) -> bool:
-    """Tell whether a file of JSON has this name in quotes somewhere. A packed one may."""
+    """Return whether a file of JSON has this name in quotes somewhere. A packed one may."""
     if file.name.endswith(".gz"):
         return True
     try:

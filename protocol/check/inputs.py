@@ -170,7 +170,9 @@ class Inputs:
         function = plain_function(spec)
         given = {*REWARD_ARGUMENTS, *(["reasoning_tokens"] if self.config.rewards.reads_thinking else [])}
         problems = (
-            [problem for one in columns for problem in argument_problems(function, given, one)] if function else []
+            [problem for column in columns for problem in argument_problems(function, given, column)]
+            if function
+            else []
         )
         for problem in dict.fromkeys(problems):
             yield Mistake(place, f"{spec}: {problem}")
@@ -222,9 +224,9 @@ def _of_function(place: Place, spec: str) -> Iterator[Mistake]:
 def _of_column(place: Place, function: RewardFunction, columns: list[Columns]) -> Iterator[Mistake]:
     """Yield that a built-in reward reads a column that rows do not have."""
     name = getattr(function.settings, "column", None)
-    for one in columns:
-        if name is not None and name not in one:
-            has = nearest(name, list(one), f"they have {', '.join(one) or 'only the prompt'}")
+    for names in columns:
+        if name is not None and name not in names:
+            has = nearest(name, list(names), f"they have {', '.join(names) or 'only the prompt'}")
             key = (*place, "options", "column") if "column" in function.options else (*place, "function")
             said = f"{function.function} reads the column `{name}`, which rows do not have; set options.column"
             yield Mistake(key, f"{said}; {has}")

@@ -38,7 +38,7 @@ def file_of(place: str) -> Path | None:
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether the package of a module is here. Nothing is imported."""
+    """Return whether the package of a module is here. Nothing is imported."""
     top = module.partition(".")[0]
     try:
         return os.path.isdir(top) or importlib.util.find_spec(top) is not None
@@ -136,7 +136,7 @@ def argument_problems(function: Function, given: set[str], columns: Columns | No
 
 
 def takes_one(function: Function) -> bool:
-    """Tell whether a function can be called with one value."""
+    """Return whether a function can be called with one value."""
     arguments = function.args
     positional = len(arguments.posonlyargs) + len(arguments.args)
     required = positional - len(arguments.defaults)

@@ -158,7 +158,10 @@ def _without_text(hint: Any) -> Any:
 
 def _is_no_argument(value: ast.expr | None) -> bool:
     keywords = value.keywords if isinstance(value, ast.Call) else []
-    return any(one.arg == "init" and isinstance(one.value, ast.Constant) and not one.value.value for one in keywords)
+    return any(
+        keyword.arg == "init" and isinstance(keyword.value, ast.Constant) and not keyword.value.value
+        for keyword in keywords
+    )
 
 
 def _hint(statement: ast.AnnAssign, module: _Module) -> Any:
@@ -220,7 +223,7 @@ def _value(node: ast.expr | None, module: _Module) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.func.id == "get_field" and isinstance(node.args[0], ast.Name):
             return _value_in_class(*_of_name(module, node.args[0].id), ast.literal_eval(node.args[1]))
-        given = {one.arg: one.value for one in node.keywords}
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
         if node.func.id in ("field", "Field") and ("default" in given or node.args):
             return _value(given.get("default") or node.args[0], module)
     if node is None:

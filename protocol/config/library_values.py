@@ -109,7 +109,7 @@ def _of_choices(choices: list[Any], value: Any, kinds: str = "") -> str:
 
 def _parts(hint: Any) -> list[Any]:
     if typing.get_origin(hint) in (typing.Union, UnionType):
-        return [part for one in typing.get_args(hint) for part in _parts(one)]
+        return [part for argument in typing.get_args(hint) for part in _parts(argument)]
     return [hint]
 
 

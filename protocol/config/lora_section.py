@@ -39,7 +39,7 @@ def merged_keys(section: dict[str, Any]) -> tuple[str, ...]:
 
 
 def changes_base(section: dict[str, Any]) -> bool:
-    """Tell whether an adapter of this section `lora` begins with a part of the base, which PEFT takes out of the base."""
+    """Return whether an adapter of this section `lora` begins with a part of the base, which PEFT takes out of the base."""
     return _INIT.fullmatch(str(section.get("init_lora_weights"))) is not None
 
 

@@ -66,7 +66,7 @@ class Collected(NamedTuple):
     left_out: list[str]
 
     def depends(self, key: str) -> bool:
-        """Tell whether a key, one below it or one above it was left out."""
+        """Return whether a key, one below it or one above it was left out."""
         return any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in self.left_out)
 
 

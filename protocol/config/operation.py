@@ -193,12 +193,12 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Tell whether only this host reaches `tcp://HOST:PORT`, or HOST:PORT."""
+    """Return whether only this host reaches `tcp://HOST:PORT`, or HOST:PORT."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0] in _LOOPBACK
 
 
 def is_trusted(endpoint: str, *, has_keys: bool) -> bool:
-    """Tell whether who talks there is known, so that it may give or get code: by keys, or by the rights of a socket's file."""
+    """Return whether who talks there is known, so that it may give or get code: by keys, or by the rights of a socket's file."""
     return has_keys or (endpoint.startswith("ipc://") and not endpoint.startswith("ipc://@"))
 
 

@@ -22,7 +22,7 @@ def row_file_ending(name: str) -> str | None:
 
 
 def is_local(model: str, folder: Path) -> bool:
-    """Tell whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in
+    """Return whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in
     `folder`."""
     return model.startswith((".", "~", "/")) or os.path.isdir(folder / model)
 

@@ -119,7 +119,7 @@ class RewardFunction(Section):
 
     @property
     def is_called(self) -> bool:
-        """Tell whether it runs in the workers that functions share."""
+        """Return whether it runs in the workers that functions share."""
         return self.function is not None and self._schema is not FeatureMatching
 
     @property
@@ -127,7 +127,7 @@ class RewardFunction(Section):
         return self._schema is ReasoningLength
 
     def scores(self, environment: str) -> bool:
-        """Tell whether it scores rows of this environment."""
+        """Return whether it scores rows of this environment."""
         return self.environments is None or environment in self.environments
 
     @property
@@ -236,7 +236,7 @@ class RewardsSection(Section):
 
     @property
     def reads_thinking(self) -> bool:
-        """Tell whether completions have to be told apart into reasoning and answer."""
+        """Return whether completions have to be told apart into reasoning and answer."""
         return self.counts_reasoning or any(self.strips(function) for function in self.functions)
 
     def limit_s(self, function: RewardFunction) -> float:
@@ -419,12 +419,12 @@ class EnvironmentSection(Section):
 
     @property
     def atropos(self) -> bool:
-        """Tell whether outside environments post groups of their own items."""
+        """Return whether outside environments post groups of their own items."""
         return AGENTS.get(self.agent or "", AgentOptions).posts_groups
 
     @property
     def is_played_outside(self) -> bool:
-        """Tell whether an agent program plays the episodes through the endpoint (docs/serving.md, "Rollouts from agents")."""
+        """Return whether an agent program plays the episodes through the endpoint (docs/serving.md, "Rollouts from agents")."""
         return self.agent is not None and not self.atropos
 
     @property

@@ -214,7 +214,7 @@ class RunValues(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Tell whether the adapter begins with a part of the base, as that of PiSSA does."""
+        """Return whether the adapter begins with a part of the base, as that of PiSSA does."""
         return lora_section.changes_base(self.lora_section)
 
     @property
@@ -229,7 +229,7 @@ class RunValues(Section):
 
     @property
     def spreads_weights(self) -> bool:
-        """Tell whether several ranks share the weights that train."""
+        """Return whether several ranks share the weights that train."""
         return self.lora is None and self.pipeline.shard_base != "none"
 
     @property
@@ -266,7 +266,7 @@ class RunValues(Section):
 
     @property
     def is_merged_in_16_bits(self) -> bool:
-        """Tell whether merged weights are rounded to a format that swallows small updates."""
+        """Return whether merged weights are rounded to a format that swallows small updates."""
         return (self.weights == "merged" or bool(self.merged_keys)) and self.model.dtype != "float32"
 
     @property

@@ -163,7 +163,7 @@ def is_section(annotation: Any) -> bool:
 
 
 def is_compound(annotation: Any) -> bool:
-    """Tell whether a field takes values of several types: pydantic then reports each type by itself."""
+    """Return whether a field takes values of several types: pydantic then reports each type by itself."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
     return len([part for part in parts if part is not NoneType]) > 1
 

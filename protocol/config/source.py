@@ -33,8 +33,8 @@ class Source:
     def refuse(self, mistakes: Iterable[Mistake]) -> None:
         """Raise one error with all of them and with the keys that are given twice, in the order of the file."""
         found = [
-            (self._order(self._place(one)), f"{self._where(one)}: {one.text}".lstrip(": "), one.kind)
-            for one in mistakes
+            (self._order(self._place(mistake)), f"{self._where(mistake)}: {mistake.text}".lstrip(": "), mistake.kind)
+            for mistake in mistakes
         ]
         found += [((False, line), f"{self.path}:{line}: {text}", ConfigError) for line, text in self.twice]
         if found:
@@ -43,7 +43,7 @@ class Source:
             raise (kinds.pop() if len(kinds) == 1 else ConfigError)("\n".join(lines))
 
     def has(self, key: str) -> bool:
-        """Tell whether the file or the command line gives a value to this key."""
+        """Return whether the file or the command line gives a value to this key."""
         return self._override(key) is not None or _line(self.node, tuple(key.split(".")))[1]
 
     def _place(self, mistake: Mistake) -> Place:

@@ -91,7 +91,7 @@ def _kind(config: Mapping[str, Any], index: int) -> str:
 
 
 def _attends(config: Mapping[str, Any], index: int) -> bool:
-    """Tell whether a layer of a model whose layers differ keeps tokens."""
+    """Return whether a layer of a model whose layers differ keeps tokens."""
     linear = config.get("linear_attn_config")
     for listed in (config.get("full_attn_idxs"), config.get("attn_layer_indices")):
         if isinstance(listed, list):

@@ -113,7 +113,7 @@ def sharing_of(config: RunConfig, total: int) -> tuple[str, str]:
 
 
 def _is_accepted(config: RunConfig, sharing: str) -> bool:
-    """Tell whether the other keys go together with this value of `pipeline.gpu`."""
+    """Return whether the other keys go together with this value of `pipeline.gpu`."""
     pipeline = config.pipeline.model_dump() | {"gpu": sharing}
     try:
         RunConfig.model_validate(config.model_dump() | {"pipeline": pipeline})

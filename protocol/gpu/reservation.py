@@ -73,7 +73,7 @@ class GpuRegistry:
             yield
 
     def try_alone(self, what: str, held: contextlib.ExitStack) -> bool:
-        """Tell whether no other daemon on the GPU does `what` until `held` ends. Does not wait."""
+        """Return whether no other daemon on the GPU does `what` until `held` ends. Does not wait."""
         return self._place is None or _try_lock(_file(self._place, what), held)
 
 
@@ -109,7 +109,7 @@ def _file(place: Path, what: str) -> Path:
 
 
 def _try_lock(file: Path, held: contextlib.ExitStack) -> bool:
-    """Tell whether the lock of the file is this process's now, until `held` ends."""
+    """Return whether the lock of the file is this process's now, until `held` ends."""
     lock = private(str(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

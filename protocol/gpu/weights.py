@@ -32,7 +32,7 @@ class Weight(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether it is the matrix of a linear layer in a decoder layer: neither embeddings nor LM head."""
+        """Return whether it is the matrix of a linear layer in a decoder layer: neither embeddings nor LM head."""
         return len(self.shape) == 2 and self.name.endswith(".weight") and self.is_of_layer
 
     @property

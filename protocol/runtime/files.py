@@ -17,8 +17,7 @@ _NOTHING_LEFT_BYTES = 2**20
 
 
 def out_of_space(error: BaseException, folder: Path | None = None) -> bool:
-    """Tell whether `error` came of a full disk. Where it does not say, because not every library passes the error number on, the
-    disk of `folder` is asked."""
+    """Return whether `error` came of a full disk. Some libraries drop the error number; then the disk of `folder` is asked."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return True
     return folder is not None and shutil.disk_usage(folder).free < _NOTHING_LEFT_BYTES

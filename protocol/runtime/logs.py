@@ -112,7 +112,7 @@ def bound(name: str) -> Any:
 
 
 def structured() -> bool:
-    """Tell whether records are JSON, so that no line for people may bypass logging."""
+    """Return whether records are JSON, so that no line for people may bypass logging."""
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -198,7 +198,7 @@ class Throttle:
 
 
 def running_under_systemd(descriptor: int = 2) -> bool:
-    """Tell whether this stream (standard error by default) goes to the journal, by systemd.exec(5)'s JOURNAL_STREAM."""
+    """Return whether this stream (standard error by default) goes to the journal, by systemd.exec(5)'s JOURNAL_STREAM."""
     try:
         facts = os.fstat(descriptor)
     except OSError:

@@ -386,7 +386,7 @@ Message = ProducerMessage | TrainerMessage | RelayMessage
 
 
 def is_conversational(prompt: Any) -> bool:
-    """Tell whether it is a list of messages, each with a role and a content, and not empty."""
+    """Return whether it is a list of messages, each with a role and a content, and not empty."""
     return (
         isinstance(prompt, list)
         and bool(prompt)

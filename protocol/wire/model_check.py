@@ -295,5 +295,5 @@ def _no_access(file: Path, error: OSError) -> str:
 
 
 def is_of_text_model(weight: str) -> bool:
-    """Tell whether a weight of this name in a checkpoint's file is not one of what sees or hears."""
+    """Return whether a weight of this name in a checkpoint's file is not one of what sees or hears."""
     return not any(sense in weight for sense in SENSES)

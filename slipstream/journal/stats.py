@@ -58,10 +58,10 @@ def _say_attempts(attempts: list[dict[str, Any]]) -> None:
     """Attempt 1 is a prompt's first attempt in its epoch, 2 its first reroll, and so on."""
     rows = (
         (
-            str(one["attempt"]), str(one["groups"]), str(one["scored"]),
-            number(one["success_rate"]), number(one["groups_with_success"]),
+            str(attempt["attempt"]), str(attempt["groups"]), str(attempt["scored"]),
+            number(attempt["success_rate"]), number(attempt["groups_with_success"]),
         )
-        for one in attempts
+        for attempt in attempts
     )  # fmt: skip
     header = ("attempt", "groups", "completions", "success-rate", "groups-with-success")
     write_table(header, rows, right=" ".join(header))

@@ -125,7 +125,7 @@ def _check_names(bundle: Bundle) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Tell whether it is a relative path in which nothing leads upwards."""
+    """Return whether it is a relative path in which nothing leads upwards."""
     parts = name.split("/")
     return len(name) <= 1024 and all(
         _NAME.fullmatch(part) and len(part.encode()) <= _LONGEST_NAME and part not in (".", "..") for part in parts

@@ -145,7 +145,7 @@ def _secret_keys(value: Any, place: str, *, is_secret: bool = False) -> Iterator
 
 
 def _names_a_secret(key: str) -> bool:
-    """Tell whether a key does, in whatever way its words are joined: api_key, apiKey, X-Api-Key."""
+    """Return whether a key does, in whatever way its words are joined: api_key, apiKey, X-Api-Key."""
     return bool(_SECRET.search(_NEW_WORD.sub("_", key).lower()))
 
 

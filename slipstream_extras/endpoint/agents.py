@@ -224,7 +224,7 @@ class Agents:
         }
 
     def is_episode(self, name: str) -> bool:
-        """Tell whether a name is an episode's, also of a task that is over, and no label of a client's own."""
+        """Return whether a name is an episode's, also of a task that is over, and no label of a client's own."""
         return name in self._episodes or _FORM.fullmatch(name) is not None
 
     def find(self, episode_id: str) -> tuple[Task, AgentEpisode]:

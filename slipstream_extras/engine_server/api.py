@@ -201,11 +201,11 @@ def _scores(
         if not position or token not in position:
             break
         others = [one for one in position if top_k and (one != token or len(position) == top_k)]
-        if len(others) != top_k or not all(one.isdecimal() and len(one) <= _MOST_DIGITS for one in others):
+        if len(others) != top_k or not all(other.isdecimal() and len(other) <= _MOST_DIGITS for other in others):
             break
         logprobs.append(position[token].logprob)
         ids += map(int, others)
-        top += [position[one].logprob for one in others]
+        top += [position[other].logprob for other in others]
     if len(logprobs) != len(token_ids) - 1:
         raise ServerMismatchError(
             f"returns {len(logprobs)} log-probs of a prompt of {len(token_ids)} tokens, with {top_k} others in each place"

@@ -68,7 +68,7 @@ class ClientFolder:
         return None
 
     def is_dead(self, client: str) -> bool:
-        """Tell whether a client has ended without removing its files. A client without a folder has."""
+        """Return whether a client has ended without removing its files. A client without a folder has."""
         if client == self.name:
             return False
         folder = self._parent / client

@@ -167,7 +167,7 @@ class Server:
             self.lose(f"cannot be given policies through engine_server.adapter_dir: {error}")
 
     def has(self, policy: NeededPolicy) -> bool:
-        """Tell whether a policy is loaded, and proved if it has a probe."""
+        """Return whether a policy is loaded, and proved if it has a probe."""
         number = policy.adapter.id
         return number in self.names and all((number, row) in self._proved for row in policy.scored)
 

@@ -27,7 +27,7 @@ OLD_BESIDE_NEW = ("-W", "default::DeprecationWarning", "-W", "default::pytest.Py
 
 
 def is_ours(release: str) -> bool:
-    """Tell whether the environment of this test has the release already."""
+    """Return whether the environment of this test has the release already."""
     name, _, number = release.partition("==")
     try:
         return version(name) == number

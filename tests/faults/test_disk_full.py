@@ -65,7 +65,7 @@ class Filler:
 
 
 def stands_still(run: Run) -> bool:
-    """Tell whether no group is acknowledged and no step taken for two seconds."""
+    """Return whether no group is acknowledged and no step taken for two seconds."""
     before = len(run.acks), run.step
     time.sleep(2)
     return (len(run.acks), run.step) == before

@@ -126,7 +126,7 @@ def slowly(lease: Lease, version: int) -> Group:
 
 
 def stands_still(run: Run) -> bool:
-    """Tell whether no step is taken for a second."""
+    """Return whether no step is taken for a second."""
     before = run.column("step")
     time.sleep(1.0)
     return run.column("step") == before

@@ -62,8 +62,8 @@ class TextIndex:
         if self._decoder is None:
             return [""] * len(contents)
         sequences = [_sequences(content) for content in contents]
-        decoded = iter(self._decoder.texts([ids for one in sequences for ids in one]))
-        return ["\n".join(islice(decoded, len(one)))[:_MAX_CHARS] for one in sequences]
+        decoded = iter(self._decoder.texts([ids for sequence in sequences for ids in sequence]))
+        return ["\n".join(islice(decoded, len(sequence)))[:_MAX_CHARS] for sequence in sequences]
 
 
 def _sequences(content: Content) -> list[list[int]]:

@@ -244,7 +244,7 @@ def staleness_shares(
             age = max(0, int(began[step][1]) - version)
             found.setdefault(step, [0] * len(_AGES))[min(age, len(_AGES) - 1)] += count
     shares = [[count / sum(found[step]) for count in found[step]] for step in sorted(found)]
-    curves = [Curve(name, [one[age] for one in shares]) for age, name in enumerate(_AGES)]
+    curves = [Curve(name, [share[age] for share in shares]) for age, name in enumerate(_AGES)]
     x = [began[step][0] for step in sorted(found)]
     shown = [curve for curve in curves if any(curve.values)]
     return Chart("Staleness of a step's groups, share by versions", x, list(shown), by=by) if shown else None
