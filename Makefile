@@ -71,7 +71,7 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers agai
 	$(BIN)/python -m campaigns.fuzz.frames --count 1000000 --seed $(SEED)
 	$(BIN)/python -m campaigns.fuzz.strangers --minutes $(MINUTES) --seed $(SEED)
 
-bench: $(STAMP) ## every benchmark, one after the other, with a summary; some nine hours
+bench: $(STAMP) ## every benchmark, one after the other, with a summary; most of a day
 	$(BIN)/python -m benchmarks.suite
 
 bench-overlap: $(STAMP) ## the pair beside TRL's asynchronous trainer, tuned, on four tasks, three rounds, some ten hours

@@ -198,7 +198,7 @@ def draw(results: list[Result], file: Path) -> None:
             axes.locator_params(axis="x", nbins=4)
             axes.grid(alpha=0.25)
     shown = dict(zip(*reversed(grid[0][0].get_legend_handles_labels()), strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     figure.savefig(file, dpi=125)
     plt.close(figure)
     with Image.open(file) as picture:
