@@ -1,4 +1,4 @@
-"""What a producer needs of the endpoint for clients and agents, which is an extra.
+"""The endpoint for clients and agents as a producer knows it. It is an extra.
 
 Guarantee: nothing here knows HTTP or the agents behind it.
 """

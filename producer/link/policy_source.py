@@ -1,4 +1,4 @@
-"""Where the bytes of a policy come from, beside the trainer's socket.
+"""Sources of a policy beside the trainer's socket.
 
 Guarantee: every policy that is found has its sha256. If there is none, the caller gets room to download it from the trainer.
 """
@@ -42,8 +42,7 @@ class Found(NamedTuple):
 
 
 class PolicySource(Protocol):
-    """What a producer asks for a policy before its trainer, as the entry point `shared` of the group `slipstream.policy_sources`
-    offers it. Methods block, and return early once `cancelled` is set."""
+    """A source that a producer asks before its trainer, as the entry point `shared` of `slipstream.policy_sources` offers it. Methods block, and return early once `cancelled` is set."""
 
     transport: TransportSection
     counts: PolicyCounts

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Teachers(Protocol):
-    """What scores groups beside rewards, as the entry point of the group `slipstream.teachers` offers it."""
+    """Teachers that score groups beside rewards, as the entry point of the group `slipstream.teachers` offers them."""
 
     async def read_with(self, tokenizer: Any) -> None:
         """Check all teachers. Raise ConfigError if one that answers cannot teach."""

@@ -1,4 +1,4 @@
-"""How a daemon is started, and whether it is started again after its end.
+"""Starts of daemons: the command, and whether there is another one after an end.
 
 Guarantee: a process whose exit code says that another start cannot help stays down; the others pause longer each time.
 """

@@ -12,7 +12,7 @@ import networkx
 
 REPOSITORY = Path(__file__).parents[2]
 CORE = ("protocol", "replay", "producer", "consumer", "slipstream")
-LINES = {CORE: 50_310, ("slipstream_extras",): 13_790, ("tests", "campaigns"): 92_240, ("benchmarks",): 8_300}
+LINES = {CORE: 50_340, ("slipstream_extras",): 13_790, ("tests", "campaigns"): 92_240, ("benchmarks",): 8_300}
 NUM_CIRCLES = 0
 NUM_WIDE_CLASSES = 14
 NUM_SHORT_HELPERS = 474
