@@ -42,7 +42,8 @@ class Found(NamedTuple):
 
 
 class PolicySource(Protocol):
-    """A source that a producer asks before its trainer, as the entry point `shared` of `slipstream.policy_sources` offers it. Methods block, and return early once `cancelled` is set."""
+    """A source that a producer asks before its trainer, as the entry point `shared` of `slipstream.policy_sources` offers it.
+    Methods block, and return early once `cancelled` is set."""
 
     transport: TransportSection
     counts: PolicyCounts
