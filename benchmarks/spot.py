@@ -35,8 +35,8 @@ from benchmarks.acceptor import Job, started
 from benchmarks.groups import SHAPE
 from benchmarks.made_on import made_on
 from benchmarks.wire import Wire, local_wire
-from replay.groups import LeaseId
 from replay.journal.reader import JournalReader
+from replay.lease_ids import LeaseId
 
 PRODUCERS, KILLED = 20, 18
 SLOTS, WAITING = 8, 2  # groups that a producer makes at once, and leases that it has besides

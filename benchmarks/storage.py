@@ -18,9 +18,9 @@ import apsw
 import numpy as np
 
 from benchmarks.groups import GroupFactory
-from replay.groups import Key, LeaseId
 from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
 from replay.rerolls import Grade
 
 BATCHES = (1, 8, 32)

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from replay.batch_selection import BatchSelector, GroupStats, OfferedGroup, TrainingBatch, count_batch
-from replay.groups import GroupShape, Key, LeaseId, RolloutGroup, UnknownLeaseError
+from replay.groups import GroupShape, RolloutGroup
 from replay.journal.recovery import RecoveredPrompt, recover
 from replay.journal.schema import DeadLetter, JournalEntry, Outcome
 from replay.journal.writer import Journal, JournalFullError
+from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import Held, LeaseRecord, PromptTask, failure_class
 from replay.rerolls import RerollRules, attempt_counts

@@ -1,14 +1,13 @@
-"""A rollout group as the trainer keeps it, built from a wire message after every field was checked, and the id of its lease.
+"""A rollout group as the trainer keeps it, built from a wire message after every field was checked.
 
-Guarantee: a `RolloutGroup` that exists is self-consistent and in range, so nothing behind intake checks it again. The id of a
-lease is taken apart once, where it comes in. Text that no trainer writes is refused.
+Guarantee: a `RolloutGroup` that exists is self-consistent and in range, so nothing behind intake checks it again.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,69 +15,7 @@ from numpy.typing import NDArray
 from protocol.config.distillation import MOST_TOP
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Logged
-
-_EVALUATION = "evaluation-"
-
-
-class UnknownLeaseError(KeyError):
-    """The text is not the id of a lease that a trainer of this run can have given."""
-
-
-class Key(NamedTuple):
-    """The key of a prompt in an epoch. A deferred prompt that returns has a key of its own."""
-
-    epoch: int
-    prompt_id: int
-    reroll: int = 0  # times that the prompt had been deferred; 0 is the first attempt
-
-
-class LeaseId(NamedTuple):
-    """The id of a lease for training. It says what the lease is for to every later process of the run."""
-
-    key: Key
-    attempt: int  # leases of this key so far, this one included
-    session: str  # of the trainer process that gave it
-
-    def __str__(self) -> str:
-        return "-".join(map(str, (*self.key, self.attempt, self.session)))
-
-    @classmethod
-    def parse(cls, text: str) -> "LeaseId":
-        """Raise UnknownLeaseError if no ledger wrote this text."""
-        *numbers, attempt, session = _fields(text, 5)
-        return cls(Key(*numbers), attempt, session)
-
-
-class EvaluationLeaseId(NamedTuple):
-    """The id of a lease for an evaluation."""
-
-    version: int  # the policy that is evaluated
-    prompt_id: int
-    attempt: int
-    session: str
-
-    def __str__(self) -> str:
-        return _EVALUATION + "-".join(map(str, self))
-
-    @classmethod
-    def parse(cls, text: str) -> "EvaluationLeaseId":
-        """Raise UnknownLeaseError if no evaluation wrote this text."""
-        if not is_evaluation(text):
-            raise UnknownLeaseError(text)
-        return cls(*_fields(text.removeprefix(_EVALUATION), 4))
-
-
-def is_evaluation(text: str) -> bool:
-    """Return whether the lease is one of an evaluation, of this process or another."""
-    return text.startswith(_EVALUATION)
-
-
-def _fields(text: str, count: int) -> list[Any]:
-    *numbers, session = text.split("-")
-    if len(numbers) != count - 1 or not all(number.isdecimal() and len(number) < 16 for number in numbers):
-        raise UnknownLeaseError(text)
-    return [*map(int, numbers), session]
-
+from replay.lease_ids import LeaseId
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
 _ROUNDING = 1e-3  # by which a log-prob may be above 0, or a sum of probabilities above 1

@@ -26,7 +26,7 @@ from typing import Any
 
 from protocol.config.learning import RerollSection
 from protocol.errors import DataFailuresError, DatasetError
-from replay.groups import Key, LeaseId, UnknownLeaseError
+from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompt_draws import BLOCK, PromptDraws
 from replay.prompt_table import (
     Deferred,

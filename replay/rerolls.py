@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from protocol.config.learning import RerollSection
-from replay.groups import Key, RolloutGroup
+from replay.groups import RolloutGroup
+from replay.lease_ids import Key
 from replay.sources import ONE, Sources
 
 Verdict = Literal["failed", "solved", "mixed", "unscored"]

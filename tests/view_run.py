@@ -17,9 +17,9 @@ from consumer.evaluate.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group, MissingReward
 from protocol.wire.model_folder import tokenizer_digest
-from replay.groups import Key, LeaseId
 from replay.journal.schema import DeadLetter, JournalEntry, MicroBatchPlan, RecordedBatch
 from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
 from replay.rerolls import Grade
 
 START = 1_790_000_000.0

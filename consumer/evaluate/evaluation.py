@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from consumer.evaluate.kept_answers import MAX_BYTES, KeptAnswer
 from consumer.evaluate.results import DueVersion
 from replay.advantages import weighted_sums
-from replay.groups import EvaluationLeaseId, RolloutGroup, UnknownLeaseError
+from replay.groups import RolloutGroup
+from replay.lease_ids import EvaluationLeaseId, UnknownLeaseError
 from replay.prompt_table import FailureClass, LeaseRecord, PromptTable, PromptTask, RetryBudget
 from replay.sources import Sources
 

@@ -24,7 +24,8 @@ from protocol.runtime.logs import Throttle
 from protocol.wire.handshake import TrainerNeeds, problems, turn_problems
 from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, Reject, RunPlan, Welcome
 from replay.buffer import RolloutBuffer
-from replay.groups import GroupShape, Key
+from replay.groups import GroupShape
+from replay.lease_ids import Key
 from replay.prompt_table import LeaseRecord
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from protocol.wire.messages import (
     ProducerMessage,
     Reject,
 )
-from replay.groups import is_evaluation
+from replay.lease_ids import is_evaluation
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from protocol.runtime.json_lines import RotatedLines, encode_line
 from replay.advantages import weighted_sums
 from replay.batch_selection import GroupStats, TrainingBatch
 from replay.credit import CreditRecipe
-from replay.groups import LeaseId, RolloutGroup
+from replay.groups import RolloutGroup
+from replay.lease_ids import LeaseId
 from replay.prompt_draws import BY_SIGNAL
 from replay.rewards import RewardRecipe
 from replay.signal_chances import VERDICTS

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 import apsw
 
-from replay.groups import Key
 from replay.journal.schema import MAX_TRIES, RecordedBatch
 from replay.journal.writer import Journal
+from replay.lease_ids import Key
 from replay.rerolls import attempt_counts
 from replay.signal_chances import GradedGroup
 from replay.sources import ONE, Sources

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from isal.isal_zlib import crc32
 
 from protocol.errors import JournalError
-from replay.groups import LeaseId
+from replay.lease_ids import LeaseId
 
 if TYPE_CHECKING:
     from replay.rerolls import Grade  # which needs numpy; programs that read a journal do not

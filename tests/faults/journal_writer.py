@@ -14,9 +14,9 @@ from pathlib import Path
 import apsw
 
 from consumer.learn import checkpoints as checkpoints
-from replay.groups import Key, LeaseId
 from replay.journal.schema import JournalEntry
 from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
 from replay.rerolls import Grade
 
 PAYLOAD = "payload.bin"

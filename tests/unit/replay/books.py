@@ -1,6 +1,6 @@
 """What the tests of the ledger do again and again."""
 
-from replay.groups import Key, LeaseId
+from replay.lease_ids import Key, LeaseId
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import Held, LeaseRecord, PromptTask
 

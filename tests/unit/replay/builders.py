@@ -17,9 +17,10 @@ from protocol.wire.messages import Group
 from replay.batch_rule import BatchRule
 from replay.batch_selection import BatchSelector, OfferedGroup, TrainingBatch
 from replay.buffer import Answer, RolloutBuffer
-from replay.groups import GroupShape, Key, LeaseId, RolloutGroup
+from replay.groups import GroupShape, RolloutGroup
 from replay.journal.schema import JournalEntry, RecordedBatch
 from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
 from replay.prompt_draws import PromptDraws
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import RetryBudget

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from protocol.config.learning import ReplaySection
-from replay.groups import Key
+from replay.lease_ids import Key
 from replay.prompt_ledger import PromptLedger
 from replay.rerolls import RerollRules
 from replay.staleness import StalenessBudget

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay.groups import Key, LeaseId
+from replay.lease_ids import Key, LeaseId
 
 ATTEMPTS = {"data": 2, "infra": 3}
 BURST = 8

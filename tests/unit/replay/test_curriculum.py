@@ -13,7 +13,7 @@ import pytest
 from protocol.config.data import CurriculumSection
 from replay.buffer import RolloutBuffer
 from replay.curriculum import Curriculum
-from replay.groups import LeaseId
+from replay.lease_ids import LeaseId
 from replay.prompt_draws import BLOCK, PromptDraws
 from replay.prompt_ledger import EpochOrder
 from replay.signal_chances import GradedGroup, SignalChances

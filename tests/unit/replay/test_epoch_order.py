@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from replay.groups import Key
+from replay.lease_ids import Key
 from replay.prompt_ledger import EpochOrder, Permutation
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.errors import DatasetError, JournalError
-from replay.groups import LeaseId, UnknownLeaseError
+from replay.lease_ids import LeaseId, UnknownLeaseError
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import LeaseRecord, PromptTask
 from tests.unit.replay.books import FAR, adopt, answer, expire, find, hold, lease, prompts_of, recall

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replay.groups import Key, LeaseId
+from replay.lease_ids import Key, LeaseId
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import Deferred, LeaseRecord, PromptTask, Waiting
 from tests.unit.replay.books import FAR, adopt, answer, find, hold, prompts_of, recall

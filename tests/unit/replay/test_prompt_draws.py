@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replay.buffer import RolloutBuffer
-from replay.groups import Key, LeaseId
+from replay.lease_ids import Key, LeaseId
 from replay.prompt_draws import BLOCK, LEAST, PromptDraws, probability
 from replay.prompt_ledger import EpochOrder
 from replay.signal_chances import GradedGroup, SignalChances

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.groups import GroupShape, Key, LeaseId, RolloutGroup
+from replay.groups import GroupShape, RolloutGroup
 from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
 from replay.rerolls import Grade, RerollRules, RerollShare
 from tests.unit.replay.builders import buffer, cut, delivery, group_message, lease, offer, reroll_rules, resumed
 

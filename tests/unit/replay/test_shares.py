@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.groups import Key, LeaseId
+from replay.lease_ids import Key, LeaseId
 from replay.prompt_ledger import PromptLedger
 from replay.prompt_table import Held
 from replay.shares import EnvironmentShares

@@ -15,8 +15,8 @@ from protocol.config.data import CurriculumSection
 from protocol.errors import DataFailuresError, ExitCode
 from replay.buffer import EnvironmentState, RolloutBuffer
 from replay.curriculum import Curriculum
-from replay.groups import Key, LeaseId
 from replay.journal.writer import Journal, JournalFullError
+from replay.lease_ids import Key, LeaseId
 from replay.prompt_draws import PromptDraws
 from replay.shares import EnvironmentShares
 from replay.staleness import StalenessBudget

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ExitCode
+from protocol.runtime import supervisor
 from slipstream import pair
 from slipstream.pair import PRODUCER, TRAINER, Pair
-from slipstream_extras.ray import plan
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
 # The signal may come while `up` is being printed, when print refuses to be called again.
@@ -69,7 +69,7 @@ def test_a_producer_that_was_killed_starts_again(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair, "_FOLLOW_S", 0.0)
-    monkeypatch.setattr(plan, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.1)
     mark = tmp_path / "second"
     producer = f"""
         import os, pathlib, time

@@ -8,7 +8,7 @@ import pytest
 from consumer.evaluate.evaluation import Answer, Evaluation, Metric, pass_at_k, summary
 from consumer.evaluate.results import DueVersion
 from protocol.wire.messages import PolicyInfo
-from replay.groups import LeaseId, UnknownLeaseError, is_evaluation
+from replay.lease_ids import LeaseId, UnknownLeaseError, is_evaluation
 from replay.prompt_table import LeaseRecord, PromptTask, RetryBudget
 
 NAN = float("nan")

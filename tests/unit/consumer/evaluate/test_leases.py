@@ -38,7 +38,8 @@ from protocol.wire.messages import (
     PolicyRequest,
     Sampling,
 )
-from replay.groups import EvaluationLeaseId, GroupShape
+from replay.groups import GroupShape
+from replay.lease_ids import EvaluationLeaseId
 from replay.prompt_table import RetryBudget
 from replay.sources import Sources
 from tests.scripted import made_up_group

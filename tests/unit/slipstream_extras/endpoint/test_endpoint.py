@@ -19,7 +19,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.runtime.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
-from replay.groups import Key, LeaseId
+from replay.lease_ids import Key, LeaseId
 from slipstream_extras.endpoint.agents import Agents
 from slipstream_extras.endpoint.generation import ServedEngine
 from slipstream_extras.endpoint.http import check_access
