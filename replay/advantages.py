@@ -45,6 +45,13 @@ def deviations(columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArr
     return np.where(missing | ~differ, 0.0, columns - means), counts
 
 
+def scale(centred: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Compute the sample standard deviation of a column plus `EPSILON`, of what `deviations` returns: (n, k), (k,) -> (k,); NaN
+    where there are no two values."""
+    variances = (centred * centred).sum(axis=0) / np.where(counts > 1, counts - 1, np.nan)
+    return np.asarray(np.sqrt(variances) + EPSILON)
+
+
 def standardized(columns: NDArray[np.float64], baseline: str, *, divide: bool = True) -> NDArray[np.float64]:
     """Return values minus the baseline of their column, divided by its sample standard deviation plus `EPSILON` if `divide`:
     (n, k) -> (n, k), NaN where there is no value or nothing to compare with.
@@ -55,10 +62,10 @@ def standardized(columns: NDArray[np.float64], baseline: str, *, divide: bool = 
     """
     centred, counts = deviations(columns)
     with np.errstate(divide="ignore", invalid="ignore"):
-        scale = np.sqrt((centred * centred).sum(axis=0) / (counts - 1)) + EPSILON if divide else 1.0
+        divisor = scale(centred, counts) if divide else 1.0
         if baseline == "leave_one_out":
             centred = centred * (counts / (counts - 1))
-        result = (columns if baseline == "none" else centred) / scale
+        result = (columns if baseline == "none" else centred) / divisor
     return np.where(np.isnan(columns), np.nan, result)
 
 
@@ -88,9 +95,7 @@ def advantages(
     """
     if aggregation == "normalize_then_sum":
         values, by_group = rewards.astype(np.float64), (-1, num_generations, rewards.shape[1])
-        columns = (
-            values.reshape(by_group).swapaxes(0, 1).reshape(num_generations, -1)
-        )  # a column for each group and function
+        columns = values.reshape(by_group).swapaxes(0, 1).reshape(num_generations, -1)  # of each group and function
         normalized = standardized(columns, baseline).reshape(num_generations, -1, rewards.shape[1])
         totals = weighted_sums(normalized.swapaxes(0, 1).reshape(values.shape), weights)
         return np.nan_to_num(standardized(totals[:, None], "group")[:, 0])
@@ -98,6 +103,5 @@ def advantages(
     columns = totals.reshape(-1, num_generations).T
     result = standardized(columns, baseline, divide=scale_rewards == "group").T.ravel()
     if scale_rewards == "batch":
-        centred, counts = deviations(totals[:, None])
-        result = result / (np.sqrt((centred * centred).sum() / max(counts[0] - 1, 1)) + EPSILON)
+        result = result / scale(*deviations(totals[:, None]))
     return np.nan_to_num(result)

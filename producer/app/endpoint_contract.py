@@ -24,17 +24,14 @@ class Endpoint(Protocol):
     @property
     def url(self) -> str:
         """Return the base URL for clients on this host."""
-        ...
 
     @property
     def key(self) -> str:
         """Return a key that clients may send; empty where none is needed."""
-        ...
 
     @property
     def problem(self) -> str | None:
         """Return why it has ended; None while it has not."""
-        ...
 
     def read_with(self, tokenizer: Any) -> None:
         """Take the tokenizer, before the first rollout."""
@@ -46,7 +43,6 @@ class Endpoint(Protocol):
         self, access: EngineAccess, prompts: PromptFormat, reward_names: tuple[str, ...], environment: str
     ) -> RolloutSource:
         """Return the source of rollouts that agents play for rows of an environment, and score by these rewards."""
-        ...
 
     def fail_taken(self, reason: str, environment: str) -> None:
         """Fail the episodes that agents of an environment have taken, because they are gone."""
@@ -56,7 +52,6 @@ class Endpoint(Protocol):
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Return the work of answering, which ends when it is cancelled. `running` is entered while a request is in the engine.
         Raises ConfigError for settings that the engine refuses."""
-        ...
 
     def forget(self) -> None:
         """Forget what is kept of policies, whose versions now mean other weights."""

@@ -56,6 +56,8 @@ def test_a_missing_reward_is_left_out_and_a_completion_without_any_has_advantage
 def test_groups_without_any_or_with_one_reward_give_no_advantage() -> None:
     close(advantages(column(NAN, NAN, 1, 3), ONE, 2, scale_rewards="none"), [0.0, 0.0, -1.0, 1.0])
     close(advantages(column(5, NAN), ONE, 2), [0.0, 0.0])
+    for baseline in ("group", "none"):  # a single value in the batch has no deviation
+        close(advantages(column(5, NAN), ONE, 2, scale_rewards="batch", baseline=baseline), [0.0, 0.0])
 
 
 def test_without_a_baseline_rewards_are_advantages() -> None:
